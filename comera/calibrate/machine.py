@@ -14,7 +14,7 @@ from comera.calibrate.ways import check_choice, measure_ways
 from comera.nn.linear import TTLinear
 from comera.ops.product import by_onednn, has_onednn
 from comera.planning.machine import Machine, default_machine, processor_name, save_machine
-from comera.planning.planner import plan_linear
+from comera.planning.planner import plan_layer
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 _LARGE = {"cpu": 1 << 26, "cuda": 1 << 29}
@@ -191,7 +191,7 @@ def _with_layers(profile: Machine, say: Say) -> Machine:
 
     def predicted(overhead: float) -> float:
         machine = with_overhead(overhead)
-        plan = plan_linear(layers[0].at(1), machine=machine.eager or machine)
+        plan = plan_layer(layers[0].at(1), machine=machine.eager or machine)
         return plan.candidate("factorized").seconds
 
     taken = _seconds_a_layer(layers, device)
@@ -202,7 +202,7 @@ def _with_layers(profile: Machine, say: Say) -> Machine:
         return profile
     taken = _seconds_a_layer([nn.Linear(64, 64, device=device) for _ in range(_DEEP)], device)
     plain = dataclasses.replace(profile.eager, module_overhead=0.0)
-    dense = plan_linear(layers[0].at(1), machine=plain).dense.seconds
+    dense = plan_layer(layers[0].at(1), machine=plain).dense.seconds
     say(f"a dense layer in eager mode: {1e6 * taken:.3g} us")
     return dataclasses.replace(profile, eager_module=max(0.0, taken - dense))
 

@@ -284,9 +284,8 @@ def _are_dropouts(steps: Sequence[Any]) -> bool:
     return all(type(step) is nn.Dropout and _is_plain(step) for step in steps)
 
 
-def _is_plain(module: nn.Module) -> bool:
-    kind: Any = type(module)
-    return is_plain(module, _own(kind, "forward"))
+def _is_plain(module: Any) -> bool:
+    return is_plain(module, _own(module.__class__, "forward"))
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from comera.ops.linear.tt_linear import (
     reconstructed_linear,
     tt_to_dense,
 )
-from comera.planning.products import Layer
+from comera.planning.linear_ways import Layer
 from comera.shapes import LinearShape, TTShape, only_one, padded_rank
 
 
@@ -322,7 +322,7 @@ def _dense_from(
     """Return the rows from which the dense weight is predicted faster; ``maxsize`` for never."""
     if device not in ("cpu", "cuda"):
         return sys.maxsize
-    from comera.planning.products import dense_from  # few layers have ranks so large
+    from comera.planning.linear_ways import dense_from  # few layers have ranks so large
 
     shape = TTShape(in_modes, out_modes, ranks)
     layer = Layer(shape, 1, in_features, out_features, bias, train)

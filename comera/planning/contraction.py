@@ -4,9 +4,8 @@ The best tree of the forward pass is also the best one for all gradients togethe
 one side of a product is the gradient of the product times its other side, so each product costs its
 multiply-adds once in the forward pass, and once more for each side that leads to a gradient.
 
-Indices are single letters, so that equations can be run as they are: ``b`` is the batch, other
-lower-case letters are modes, upper-case letters are bonds. The outer bonds, of size one, have no
-index.
+Indices are single letters: ``b`` is the batch, other lower-case letters are modes, upper-case
+letters are bonds. The outer bonds, of size one, have no index.
 """
 
 import math
@@ -24,7 +23,7 @@ BATCH = "b"
 _MODES = string.ascii_lowercase.replace(BATCH, "")
 _BONDS = string.ascii_uppercase
 
-ALL_TREES_UP_TO = 9
+_ALL_TREES_UP_TO = 9
 """Tensors of a network up to which every tree is considered. Beyond (more than 4 + 4 modes) trees
 with outer products are left out, which keeps the search below a tenth of a second."""
 
@@ -56,7 +55,7 @@ def linear_network(shape: TTShape, tokens: int) -> Network:
 
 
 def lookup_network(shape: TTMShape, rows: int) -> Network:
-    """Return the network of a lookup row by row: ``slice0`` to ``sliceN``.
+    """Return the network of a lookup row by row, of the slices ``slice0`` to ``sliceN``.
 
     The row number picks one slice of each core, so every tensor carries the batch index:
     ``(batch, left bond, column mode, right bond)``.
@@ -69,7 +68,7 @@ def lookup_network(shape: TTMShape, rows: int) -> Network:
 def chain_indices(
     modes: Sequence[int], ranks: Sequence[int]
 ) -> tuple[list[str], dict[str, Indices], dict[str, int]]:
-    """Name the indices of a chain: those of the modes, of each core, and the size of each."""
+    """Return the letters of a chain's modes, the indices of each core, and the index sizes."""
     mode_letters = [_letter(_MODES, k) for k in range(len(modes))]
     bond_letters = [_letter(_BONDS, k) for k in range(len(ranks))]
     cores = {
@@ -105,10 +104,10 @@ class Search:
 
     @property
     def separate_operations(self) -> int:
-        """Multiply-adds of the forward pass and each gradient along this tree, nothing shared.
+        """Multiply-adds of the forward pass and each gradient by itself, nothing shared.
 
         With another tensor as its root, the best tree of the forward pass is the best tree of that
-        tensor's gradient and costs the same, so this is also the sum of the separate optima.
+        tensor's gradient and costs the same.
         """
         return (1 + self.gradients) * self.forward
 
@@ -117,15 +116,14 @@ def search(network: Network, wanted: Collection[str]) -> Search:
     """Search the tree of a network that takes the fewest multiply-adds.
 
     opt_einsum's dynamic programming counts one multiply-add for each point of the joint index
-    space, as this package does. Its ``optimal`` counts two where an index is summed and one where
-    none is, so its trees can take more multiply-adds; it is also slower.
+    space, as this package does; its ``optimal`` counts two where an index is summed.
 
     Args:
         network: The network of the forward pass.
         wanted: Names of the tensors whose gradient is needed.
     """
     names = list(network.tensors)
-    find = DynamicProgramming("flops", search_outer=len(names) <= ALL_TREES_UP_TO)
+    find = DynamicProgramming("flops", search_outer=len(names) <= _ALL_TREES_UP_TO)
     inputs = [frozenset(network.tensors[name]) for name in names]
     path = find(inputs, frozenset(network.output), dict(network.sizes)) if len(names) > 1 else []
     # Each node: the place of its first tensor, its tree, its indices, whether it gets a gradient.

@@ -316,3 +316,18 @@ def test_a_state_that_is_given_is_what_is_written(tmp_path):
     assert same(model, type(model).from_pretrained(tmp_path / "own"))
     zeros.save_pretrained(tmp_path / "again", state_dict=model.state_dict())
     assert same(model, type(model).from_pretrained(tmp_path / "again"))
+
+
+def test_tied_weights_over_shared_cores_are_saved_without_attach(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    comera.tensorize_(model, comera.TTConfig(rank=4, tied="share"))
+    model.save_pretrained(tmp_path)
+    model.tie_weights()
+    assert model.lm_head.embedding.cores is model.model.embed_tokens.cores
+    comera.densify_(model)
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight

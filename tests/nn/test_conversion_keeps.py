@@ -188,3 +188,15 @@ def test_lists_of_layers_hold_the_new_ones_there_and_back():
         assert model.project.__self__ is model.head
         torch.testing.assert_close(model(x), want)
         comera.densify_(model)
+
+
+def test_a_whisper_model_keeps_its_frozen_sinusoids():
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        f"{part}_{n}": 2 for part in ("encoder", "decoder") for n in ("layers", "attention_heads")
+    }
+    config = transformers.WhisperConfig(vocab_size=200, d_model=32, **sizes, pad_token_id=0)
+    model = transformers.WhisperForConditionalGeneration(config)
+    before = model.model.encoder.embed_positions.weight.clone()
+    comera.tensorize_(model, comera.TTConfig(rank=4))
+    torch.testing.assert_close(model.model.encoder.embed_positions.weight, before, rtol=0, atol=0)

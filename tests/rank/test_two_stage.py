@@ -251,7 +251,7 @@ def test_state_goes_on_where_it_was(batch, steps):
     ranks = comera.TwoStage(first, 0.7, 3, 30)
     optimizer = optimizer_for(first, gate_lr=0.1)
     learn(first, batch, ranks, optimizer, steps)
-    assert bool(ranks._reached) == (steps == 14)
+    assert bool(ranks.state_dict()["target_met"]) == (steps == 14)
     second = make_model()
     second.load_state_dict(first.state_dict())
     other_optimizer = optimizer_for(second, gate_lr=0.1)
@@ -468,3 +468,14 @@ def test_steps_without_the_objective_are_said_once(model, batch, caplog):
     for _ in range(5):
         ranks.step(1.0)
     assert caplog.text.count("without its objective") == 1
+
+
+def test_the_target_is_met_where_someone_else_has_closed_a_whole_bond():
+    """At ``min_rank=1`` the layer keeps a rank of that bond, and all of its others."""
+    model = nn.Sequential(comera.TTLinear(64, 64, rank=8), comera.TTLinear(64, 64, rank=8))
+    ranks = comera.TwoStage(model, 0.3, 1, 1)
+    with torch.no_grad():
+        model[0].gates[1].zero_()
+    outcome = ranks.finish_()
+    cores = sum(core.numel() for m in tensor_trains(model).values() for core in m.cores)
+    assert cores == outcome["size"] <= outcome["target_size"]

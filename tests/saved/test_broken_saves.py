@@ -45,7 +45,7 @@ def test_a_model_that_is_trained_meanwhile(tmp_path, monkeypatch):
     """By another thread: what is noted of a tensor and what is written would not be one."""
     model = comera.tensorize_(nn.Linear(64, 64), comera.TTConfig(rank=2, init="orthogonal"))
     comera.save_model(model, tmp_path)
-    want, real = model.cores[1].detach().clone(), model_folder.save_file
+    want, real = model.cores[1].detach().clone(), model_folder.write_tensors
 
     def slow(*args):
         with torch.no_grad():
@@ -53,7 +53,7 @@ def test_a_model_that_is_trained_meanwhile(tmp_path, monkeypatch):
         real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_folder, "save_file", slow)
+        patch.setattr(model_folder, "write_tensors", slow)
         with pytest.raises(RuntimeError, match=r"being saved: cores\.1\. .*copy\.deepcopy"):
             comera.save_model(model, tmp_path)
     assert torch.equal(comera.load_model(tmp_path, nn.Linear(64, 64)).cores[1], want)

@@ -1,8 +1,4 @@
-"""Variants of a sweep compared: means over seeds, and differences seed by seed.
-
-:func:`compare` computes the figures, :func:`comparison_cells` shows them as a table, and
-:func:`write_comparison` writes them as JSON and Markdown.
-"""
+"""Variants of a sweep compared: means over seeds, and differences seed by seed."""
 
 import io
 import math
@@ -19,9 +15,9 @@ from rich.table import Table
 from comera.files import replacing
 from comera.planning.printing import show_bytes
 from comera.recipes.folder import read_result
+from comera.recipes.run_config import HIGHER_IS_BETTER
 from comera.train.log import from_json, to_json
 
-HIGHER_IS_BETTER = ("accuracy", "auc")
 _NONE = "–"
 _WIDEST = 200
 
@@ -31,15 +27,12 @@ class Trained:
     """One finished run of a sweep.
 
     Attributes:
-        variant: Name of the variant that was trained.
-        seed: Seed of the run.
         params: Parameters of the whole model after training.
         metrics: Figures of the last evaluation.
-        steps: Optimizer steps.
         seconds: Time in training steps.
-        test: Figures on the test data; empty for a run without.
-        checkpoint_bytes: Size of a checkpoint, the mean of those kept; None if it is not known.
-        more: The rest of its ``result.json``, without the layers.
+        test: Figures on test data; empty for a run without such data.
+        checkpoint_bytes: Mean size of the kept checkpoints; None if it is not known.
+        more: The rest of ``result.json``, without the layers.
     """
 
     variant: str
@@ -67,26 +60,19 @@ class Failed:
 
 @dataclass(frozen=True)
 class Row:
-    """One variant over its finished seeds.
+    """Means of one variant over its finished seeds; None where no run gives such a figure.
 
     Attributes:
-        variant: Name of the variant.
-        seeds: Seeds that are finished.
-        params: Parameters after training, the mean.
-        fewer: How many times fewer than the reference has.
-        mean: Mean of the metric.
-        deviation: Sample standard deviation of the metric; None for one seed.
-        differences: By seed: metric minus metric of the reference, where both have it.
-        reference_mean: Mean of the metric of the reference over those seeds, None without any.
-        difference: Mean of those differences, None without any.
-        difference_error: Standard error of that mean; None for one seed.
-        steps: Optimizer steps, the mean.
-        seconds: Time in training steps, the mean.
-        speed: How many times less time a step takes than one of the reference, over the seeds
-            both have.
-        dev_mean: Mean of the metric on the development data, where all other
-            figures are of test data; None where they are of the former.
-        checkpoint_bytes: The mean size of a checkpoint; None where one is not known.
+        fewer: How many times fewer parameters than the reference.
+        deviation: Sample standard deviation of the metric.
+        differences: Metric minus that of the reference, by the seeds that both have.
+        reference_mean: Mean metric of the reference over those seeds.
+        difference: Mean of the differences.
+        difference_error: Standard error of that mean.
+        seconds: Time in training steps.
+        speed: Time of a step of the reference, divided by that of this variant, over those seeds.
+        dev_mean: Mean metric on development data, if all other figures are of test data.
+        checkpoint_bytes: Mean size of a checkpoint.
     """
 
     variant: str
@@ -112,11 +98,9 @@ class Comparison:
 
     Attributes:
         metric: Key of the evaluation that is compared.
-        reference: Name of the variant the others are compared with.
         seeds: All seeds of the sweep, finished or not.
-        rows: One row a variant, in the order of the sweep.
-        tested: Whether the figures are of test data, which no choice has seen: all finished runs
-            have them.
+        rows: One for each variant, in the order of the sweep.
+        tested: Whether the figures are of test data, which all runs then have.
         failed: Runs that ended without a result; they are in no figure.
     """
 
@@ -179,15 +163,8 @@ def compare(
     """Compute means over the seeds, and differences to the reference seed by seed.
 
     Runs of one seed see the same batches in the same order, so what seeds have in common drops
-    out of the differences. Where every run has figures on test data, these are compared.
-
-    Args:
-        runs: The finished ones.
-        variants: All names, in the order of the table.
-        seeds: All seeds of the sweep.
-        reference: One of the names; it may have no run yet.
-        metric: A key of the evaluations.
-        failed: Runs that ended without a result.
+    out of the differences. Figures on test data are compared if every finished run has them.
+    ``variants`` are all names in the order of the table; the reference may have no run yet.
     """
     tested = bool(runs) and all(metric in run.test for run in runs)
     by_variant: dict[str, dict[int, Trained]] = {name: {} for name in variants}

@@ -1,7 +1,4 @@
-"""Pages from the templates beside this file, with all text escaped, and the charts in them.
-
-Charts are plain data, which the template ``parts.html`` draws.
-"""
+"""HTML pages from the templates beside this file; ``parts.html`` draws the charts."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,13 +13,9 @@ from comera.planning.printing import show_count
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text.
+    """Cells as text; the first of a row names it.
 
-    Attributes:
-        header: Names of the columns.
-        rows: What is in them; the first cell names the row.
-        text_columns: How many columns, from the left, hold text; the others hold numbers.
-        total: A last row set apart, or none.
+    ``text_columns`` columns from the left hold text, the others numbers; ``total`` is a last row.
     """
 
     header: list[str]
@@ -32,33 +25,21 @@ class Table:
 
 
 def write_page(path: Path, template: str, content: Any) -> None:
-    """Fill a template and write the file, whole or not at all.
-
-    Args:
-        path: The file to write; it needs nothing beside it and no network.
-        template: Name of a file in the folder ``templates``.
-        content: What the template knows as ``report``.
-    """
+    """Write a page that needs nothing beside it; the template knows ``content`` as ``report``."""
     with needed_by("a report"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader(__package__),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     text = environment.get_template(template).render(report=content)
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 SIDE = 1000
-"""Width and height of what is drawn in; the page stretches it to the room there is."""
-
-_MOST_DIGITS = 15
-"""Digits of a float that are not from rounding."""
+"""Width and height of a picture, which the page stretches."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +67,7 @@ class Axis:
         plain = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10])
         locator = LogLocator(subs=steps) if decades > 0.7 else plain
         inside = [v for v in locator.tick_values(self.low, self.high) if self.low <= v <= self.high]
-        for digits in range(3, _MOST_DIGITS + 1):
+        for digits in range(3, 16):  # more are from rounding
             texts = [show_count(value, digits) for value in inside]
             if len(set(texts)) == len(texts):
                 break
@@ -95,14 +76,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One value of a line.
+    """One value: shown are ``text`` when it is pointed at, ``name`` always.
 
-    Attributes:
-        x: Where it lies along the horizontal axis.
-        y: Where it lies along the vertical one.
-        text: What is shown when it is pointed at.
-        name: What always stands beside it.
-        error: Half the length of the bar through it.
+    ``error`` is half the length of the bar through it.
     """
 
     x: float
@@ -117,9 +93,7 @@ class Line:
     """Points that belong together.
 
     Attributes:
-        name: What the legend says.
-        look: Class of the style sheet that colours it.
-        points: In the order in which they are joined.
+        look: Class of the style sheet.
         joined: Whether a line goes through the points.
         dots: Whether each point is drawn; else only the one that is pointed at.
     """
@@ -133,7 +107,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Band:
-    """A part of the horizontal axis that is shaded."""
+    """A shaded part of the horizontal axis."""
 
     name: str
     look: str
@@ -143,16 +117,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over common axes.
-
-    Attributes:
-        title: Heading, which also stands for the picture where it cannot be seen.
-        caption: What one needs to know to read it.
-        x: The horizontal axis.
-        y: The vertical one.
-        lines: Those drawn later lie above.
-        bands: Parts of the horizontal axis that are shaded.
-    """
+    """Lines over common axes, those drawn later above."""
 
     title: str
     caption: str
@@ -165,14 +130,10 @@ class Chart:
 def axis_around(
     label: str, values: Iterable[float], log: bool = False, zero: bool = False, room: float = 0.05
 ) -> Axis:
-    """Return an axis for all ``values``.
+    """Return an axis for all ``values``, at least one, all finite.
 
-    Args:
-        label: Name of the axis.
-        values: At least one, all finite.
-        log: Whether the axis is logarithmic; it is not where a value is 0 or below.
-        zero: Whether it begins at 0, if no value is below.
-        room: What is left free at either end, as a share of the range.
+    It is logarithmic if ``log`` and all are above 0, begins at 0 if ``zero`` and none is below, and
+    leaves ``room`` free at either end, a share of the range.
     """
     every = list(values)
     low, high = min(every), max(every)

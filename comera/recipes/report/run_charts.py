@@ -17,7 +17,7 @@ from comera.recipes.run_config import RANK_SECTIONS
 from comera.train.log import read_metrics
 
 MOST_POINTS = 150
-"""Points of a line at most: more cannot be told apart, and make the page large."""
+"""Most points of a line: more cannot be told apart, and make the page large."""
 
 _STAGES = {"late": "late stage", "done": "ranks truncated"}
 
@@ -32,13 +32,11 @@ Series = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class History:
-    """One model's way through training.
+    """Log and result of one model.
 
-    Attributes:
-        name: ``compressed``, ``dense``, or ``model`` where the folder does not say.
-        lines: Lines of the model's ``metrics.jsonl``.
-        result: Content of the model's ``result.json``; None while it is unfinished.
-        target_share: The target of rank learning, as a share of the size at the start.
+    ``name`` is ``compressed``, ``dense``, or ``model`` if the folder does not say; ``result`` is
+    None while it is unfinished; ``target_share`` is the target of rank learning, as a share of the
+    size at the start.
     """
 
     name: str
@@ -47,17 +45,9 @@ class History:
     target_share: float | None = None
 
     def series(self, key: str) -> Series:
-        """Return what was logged under ``key``, and when; empty if nothing was."""
+        """Return the values logged under ``key``, with their steps."""
         found = [line for line in self.lines if isinstance(line.get(key), int | float)]
         return [(line["step"], line[key]) for line in found]
-
-    def seconds_at(self, steps: Sequence[int]) -> list[float]:
-        """Return the seconds that training steps had taken by then, if any were logged."""
-        logged = self.series("seconds")
-        if not logged:
-            return []
-        known, seconds = zip(*logged, strict=True)
-        return np.interp(steps, (0, *known), (0.0, *seconds)).tolist()
 
     @property
     def last_step(self) -> int:
@@ -65,18 +55,18 @@ class History:
 
     @property
     def failure(self) -> str | None:
-        """Return why a model could not be trained to its end; None if it can still be."""
+        """Why training failed; None if it can still be finished."""
         return next((line["failed"] for line in self.lines if "failed" in line), None)
 
     @property
     def evaluations(self) -> list[str]:
-        """Return the names of a model's evaluations, without the leading ``eval/``."""
+        """Names of the evaluations, without the leading ``eval/``."""
         keys = dict.fromkeys(key for line in self.lines for key in line)
         return [key.removeprefix("eval/") for key in keys if key.startswith("eval/")]
 
     @property
     def stages(self) -> list[tuple[str, int, int]]:
-        """Return stages of rank learning with first and last step, as far as the log tells."""
+        """Stages of rank learning with their first and last step."""
         starts: list[tuple[str, int]] = []
         for line in self.lines:
             if "stage" in line and (not starts or starts[-1][0] != line["stage"]):
@@ -86,26 +76,26 @@ class History:
 
     @property
     def live_ranks(self) -> dict[int, dict[str, list[int]]]:
-        """Return, by step and layer name, the live rank of each bond."""
+        """Live rank of each bond, by step and layer."""
         return {line["step"]: line["live_ranks"] for line in self.lines if "live_ranks" in line}
 
     @property
     def start_ranks(self) -> dict[str, list[int]]:
-        """Return ranks by layer before training, or those first logged without a result."""
+        """Ranks by layer before training, or those first logged without a result."""
         if self.result is not None:
             return {layer["name"]: layer["start_ranks"] for layer in self.result["layers"]}
         return next(iter(self.live_ranks.values()), {})
 
     @property
     def ranks(self) -> dict[str, list[int]]:
-        """Return ranks by layer after training, or those last logged without a result."""
+        """Ranks by layer after training, or those last logged without a result."""
         if self.result is not None:
             return {layer["name"]: layer["ranks"] for layer in self.result["layers"]}
         return next(reversed(self.live_ranks.values()), {})
 
     @property
     def target_size(self) -> int | None:
-        """Return the entries that cores may have at the end; estimated until truncation."""
+        """Entries that cores may have at the end; estimated until truncation."""
         reached, sizes = self.series("target_size"), self.series("size")
         if reached:
             return int(reached[-1][1])
@@ -124,11 +114,10 @@ def read_histories(folder: Path) -> list[History]:
     lines = read_metrics(folder)
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
     result = _result(folder)
-    name = "model"
     if result is not None:
         name = result["name"]
-    elif config:
-        name = "compressed" if config.get("tensorize") else "dense"
+    else:
+        name = ("compressed" if config.get("tensorize") else "dense") if config else "model"
     sections = [s for name in RANK_SECTIONS if isinstance(s := config.get(name), dict)]
     share = next((section["target"] for section in sections if "target" in section), None)
     found = [History(name, lines, result, share)]
@@ -149,7 +138,7 @@ def _result(folder: Path) -> dict[str, Any] | None:
 
 
 def loss_by_step(models: Sequence[History]) -> Chart | None:
-    """Show training and evaluation loss of each model over the optimizer steps."""
+    """Draw training and evaluation loss of each model over the optimizer steps."""
     caption = (
         "Each point of a line is the mean training loss since the one before it. Dots are "
         "evaluations on data the model was not trained on. Lower is better."
@@ -159,17 +148,24 @@ def loss_by_step(models: Sequence[History]) -> Chart | None:
 
 
 def loss_by_clock(models: Sequence[History]) -> Chart | None:
-    """Show the same losses over the time that training steps have taken."""
+    """Draw the same losses over the time in training steps."""
     caption = (
         "The same by the wall clock: seconds spent in training steps, without evaluation and "
         "saving. Further left is faster."
     )
-    lines = [_by_clock(model, line) for model in models for line in _losses(model)]
+    lines = []
+    for model in models:
+        if logged := model.series("seconds"):
+            known, seconds = zip(*logged, strict=True)
+            for line in _losses(model):
+                steps = [point.x for point in line.points]
+                places = np.interp(steps, (0, *known), (0.0, *seconds)).tolist()
+                lines.append(_moved(line, places, "{:,.1f} seconds"))
     return _chart("Loss by the wall clock", caption, "seconds in training steps", "loss", lines)
 
 
 def metric_by_step(models: Sequence[History], key: str) -> Chart | None:
-    """Show a figure of the evaluations over the steps; None if no model has two of them."""
+    """Draw a figure of the evaluations over the steps; None if no model has two of them."""
     found = [(model, _finite(model.series(f"eval/{key}"))) for model in models]
     if all(len(series) < 2 for _, series in found):
         return None
@@ -179,20 +175,20 @@ def metric_by_step(models: Sequence[History], key: str) -> Chart | None:
 
 
 def loss_by_size(models: Sequence[History]) -> Chart | None:
-    """Show the way of the compressed model through size and loss, and where each model ended."""
+    """Draw the loss of the compressed model against its size, and where each model ended."""
     model, twins = models[0], models[1:]
     sizes = dict(_finite(model.series("size")))
     if not sizes:
         return None
     losses = [(s, loss) for s, loss in _averaged(_finite(model.series("loss"))) if s in sizes]
     way = _line(model, "training loss", losses)
-    lines = [_at_size(way, [sizes[step] for step, _ in losses])]
+    lines = [_moved(way, [sizes[step] for step, _ in losses], "{:,.0f} entries")]
     ends = [(model, list(sizes.values())[-1])]
     ends += [(twin, twin.result["layer_params"]) for twin in twins if twin.result]
     for each, size in ends:
         last = _finite(each.series("eval/loss"))[-1:]
         line = _line(each, "last evaluation", last, joined=False, dots=True)
-        lines.append(_at_size(line, [size] * len(last)))
+        lines.append(_moved(line, [size] * len(last), "{:,.0f} entries"))
     caption = (
         "Further left is smaller, lower is better. Training comes down at full size, then gives "
         "up entries where they cost the least loss, and goes on at the size that is left."
@@ -203,7 +199,7 @@ def loss_by_size(models: Sequence[History]) -> Chart | None:
 
 
 def size_by_step(model: History) -> Chart | None:
-    """Show entries in the cores over the steps, the target as a line, the stages shaded."""
+    """Draw entries in the cores over the steps, the target as a line, the stages shaded."""
 
     def line(name: str, series: Series, look: str) -> Line:
         return Line(name, look, _points(name, series, "{:,.0f}"))
@@ -224,14 +220,26 @@ def size_by_step(model: History) -> Chart | None:
         "Entries in the cores of all tensor-train layers. The exact size counts the ranks whose "
         "gate is above its threshold; the relaxed size adds up the gates themselves, which "
         "training can lower smoothly. In the late stage the size is regularised towards the "
-        f"target; then closed ranks are cut away and the rest goes on training. {_how_small(model)}"
+        "target; then closed ranks are cut away and the rest goes on training. "
     )
+    if done := next((line for line in model.lines if "target_size" in line), None):
+        caption += (
+            f"From {done['start_size']:,} entries to {done['size']:,}; "
+            f"the target was {done['target_size']:,}."
+        )
+        if done["forced"]:
+            caption += (
+                f" The rank objective had come to {done['reached']:,}; {done['forced']:,} ranks "
+                "were still open then and were closed by how little they carried."
+            )
+    else:
+        caption += "The target shown is the share asked for, of the size first logged."
     title, label = "Size over the optimizer steps", "entries in the cores"
     return _chart(title, caption, steps_axis([model]), label, lines, zero=True, bands=bands)
 
 
 def rate_by_step(models: Sequence[History]) -> Chart | None:
-    """Show the learning rate of each model over the steps."""
+    """Draw the learning rate of each model over the steps."""
     caption = "Of the weights. The gates of the ranks have a constant rate."
     rates = [(model, _picked(_finite(model.series("lr")))) for model in models]
     lines = [_line(model, "learning rate", series, "{:.3g}") for model, series in rates]
@@ -240,7 +248,7 @@ def rate_by_step(models: Sequence[History]) -> Chart | None:
 
 
 def steps_axis(models: Sequence[History]) -> Axis:
-    """Return the axis of all pictures over steps, so that they can be read one below the other."""
+    """Return the axis that all charts over steps share."""
     return Axis("optimizer step", 0, max(1, *(model.last_step for model in models)))
 
 
@@ -254,7 +262,7 @@ def _chart(
     bands: Sequence[Band] = (),
     **up: bool,
 ) -> Chart | None:
-    """Fit axes to the lines, where they are not given; None if no line has a point."""
+    """Draw lines over axes that fit them; None if no line has a point."""
     shown = [line for line in lines if line.points]
     points = [point for line in shown for point in line.points]
     if not points:
@@ -274,7 +282,7 @@ def _losses(model: History) -> list[Line]:
 
 
 def _line(model: History, what: str, series: Series, form: str = "{:,.4f}", **look: Any) -> Line:
-    """Return a line over the steps in the colour of a model."""
+    """Return a line over the steps, in the colour of a model."""
     name = f"{model.name}, {what}"
     return Line(name, model.name, _points(name, series, form), **look)
 
@@ -285,21 +293,11 @@ def _points(name: str, series: Series, form: str) -> list[Point]:
     ]
 
 
-def _by_clock(model: History, line: Line) -> Line:
-    """Return a line over the steps as one over seconds; without points if none were logged."""
-    seconds = model.seconds_at([int(point.x) for point in line.points])
-    return _moved(line, seconds, [f"{second:,.1f} seconds" for second in seconds])
-
-
-def _at_size(line: Line, sizes: Sequence[float]) -> Line:
-    return _moved(line, sizes, [f"{size:,.0f} entries" for size in sizes])
-
-
-def _moved(line: Line, places: Sequence[float], texts: Sequence[str]) -> Line:
-    """Return a line along another horizontal axis, which is added to what its points say."""
+def _moved(line: Line, places: Sequence[float], form: str) -> Line:
+    """Return a line along another horizontal axis, whose values are added to the points' text."""
     points = [
-        dataclasses.replace(point, x=x, text=f"{point.text}, {text}")
-        for point, x, text in zip(line.points, places, texts, strict=bool(places))
+        dataclasses.replace(point, x=x, text=f"{point.text}, {form.format(x)}")
+        for point, x in zip(line.points, places, strict=True)
     ]
     return dataclasses.replace(line, points=points)
 
@@ -309,7 +307,7 @@ def _finite(series: Series) -> Series:
 
 
 def _averaged(series: Series) -> Series:
-    """Return means over neighbours, so many that ``MOST_POINTS`` are left, at their last steps."""
+    """Average neighbours until ``MOST_POINTS`` are left, at their last steps."""
     groups = np.array_split(np.arange(len(series)), max(1, min(len(series), MOST_POINTS)))
     return [
         (series[group[-1]][0], statistics.fmean(series[k][1] for k in group))
@@ -319,22 +317,6 @@ def _averaged(series: Series) -> Series:
 
 
 def _picked(series: Series) -> Series:
-    """Return at most ``MOST_POINTS`` of a series, the first and the last among them."""
+    """Sample at most ``MOST_POINTS`` of a series, its first and last among them."""
     chosen = np.linspace(0, len(series) - 1, min(len(series), MOST_POINTS)).round().astype(int)
     return [series[k] for k in chosen]
-
-
-def _how_small(model: History) -> str:
-    done = next((line for line in model.lines if "target_size" in line), None)
-    if done is None:
-        return "The target shown is the share asked for, of the size first logged."
-    text = (
-        f"From {done['start_size']:,} entries to {done['size']:,}; "
-        f"the target was {done['target_size']:,}."
-    )
-    if done["forced"]:
-        text += (
-            f" The rank objective had come to {done['reached']:,}; {done['forced']:,} ranks were "
-            "still open then and were closed by how little they carried."
-        )
-    return text

@@ -1,4 +1,4 @@
-"""``comera report RUN``: one HTML file about one run, from nothing but what its folder holds."""
+"""``comera report RUN``: one HTML file about one run, from the files of its folder."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,22 +15,16 @@ from comera.recipes.report.page import Table, write_page
 from comera.recipes.report.run_charts import History, read_histories
 
 MOST_COLUMNS = 60
-"""Steps shown at most."""
+"""Most steps at which ranks are shown."""
 
 _MEASURED = {"metrics": "evaluation", "test": "test"}
-"""Keys of figures in a result: the data that choices are made by, and those kept apart."""
+"""Keys of figures in a result, and the data that they are of."""
 
 
 def write_report(folder: Path, say: Callable[[str], object] = lambda text: None) -> Path:
-    """Write ``report.html`` into a run folder, finished or not; whole, or not at all.
+    """Write ``report.html`` into the folder of a run, finished or not, and return its path.
 
-    Args:
-        folder: Folder of a run, holding ``metrics.jsonl`` and, as far as they are there,
-            ``config.yaml``, ``result.json`` and the twin's folder ``dense``.
-        say: Called with each sentence on what of that is missing or damaged, as the page has it.
-
-    Returns:
-        The path of the report.
+    ``say`` is called with a sentence for each file that is missing or damaged.
 
     Raises:
         FileNotFoundError: If the folder holds no run.
@@ -44,12 +38,7 @@ def write_report(folder: Path, say: Callable[[str], object] = lambda text: None)
 
 
 def gather(folder: Path) -> dict[str, Any]:
-    """Return what ``run.html`` shows; a part that is empty or None is left out there.
-
-    Raises:
-        FileNotFoundError: If the folder holds no run.
-        ValueError: If its settings or its result are damaged.
-    """
+    """Return what ``run.html`` shows; it leaves out what is empty or None."""
     models = read_histories(folder)
     model, results = models[0], [each.result for each in models if each.result is not None]
     others = dict.fromkeys(key for each in models for key in each.evaluations if key != "loss")
@@ -64,20 +53,20 @@ def gather(folder: Path) -> dict[str, Any]:
         "title": f"Run {folder.resolve().name}",
         "findings": _findings(model.result, results[1:]) if model.result else [],
         "gaps": list(_gaps(folder, models)),
-        "unfinished": [_so_far(each) for each in models if each.result is None],
+        "unfinished": [_progress(each) for each in models if each.result is None],
         "figures": Table(*outcome_cells(results)) if results else None,
         "losses": [chart for chart in losses if chart],
         "sizes": [chart for chart in sizes if chart],
         "ranks": layer_ranks(model),
         "steps": run_charts.steps_axis(models),
         "rate": run_charts.rate_by_step(models),
-        "layers": _layers(model.result) if model.result else _layers_so_far(model),
+        "layers": _layers(model),
         "settings": config.read_text(encoding="utf-8") if config.is_file() else None,
     }
 
 
 def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
-    """Name what is missing or damaged in the folder, of the model and its dense twin."""
+    """Describe what is missing or damaged in the folder, of the model and its dense twin."""
     if not (folder / "config.yaml").is_file():
         yield "config.yaml is missing: the settings are not shown."
     for model, place in zip(models, ("", "dense/"), strict=False):
@@ -103,7 +92,11 @@ def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
 
 def _findings(facts: dict[str, Any], twins: Sequence[dict[str, Any]]) -> list[str]:
     """Describe a finished model in sentences, beside its dense twin if that is finished too."""
-    out = [f"Trained for {facts['steps']:,} steps in {_duration(facts['seconds'])}."]
+    duration = f"{facts['seconds']:.1f} seconds"
+    if facts["seconds"] >= 120:
+        minutes = facts["seconds"] / 60
+        duration = f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
+    out = [f"Trained for {facts['steps']:,} steps in {duration}."]
     if facts["layers"]:
         dense, stored = facts["layer_dense_params"], facts["layer_params"]
         out.append(
@@ -132,7 +125,7 @@ def _findings(facts: dict[str, Any], twins: Sequence[dict[str, Any]]) -> list[st
     return out
 
 
-def _so_far(model: History) -> str:
+def _progress(model: History) -> str:
     text = f"The {model.name} model is unfinished"
     if model.failure is not None:
         text = f"The {model.name} model failed: {model.failure}. It is unfinished"
@@ -148,13 +141,9 @@ def _so_far(model: History) -> str:
 
 @dataclass(frozen=True)
 class Span:
-    """Steps over which the live ranks of a layer stayed the same.
+    """Steps ``first`` to ``last`` over which the live ranks of a layer stayed the same.
 
-    Attributes:
-        first: Step at which the span begins, from 0 on.
-        last: Step at which it ends.
-        ranks: Live ranks of the bonds.
-        share: Their sum, as a share of that before training.
+    ``share`` is the sum of the ranks over that before training.
     """
 
     first: int
@@ -165,7 +154,7 @@ class Span:
 
 @dataclass(frozen=True)
 class LayerRanks:
-    """The ranks of one layer: sums over its bonds before training and now, and those between."""
+    """Ranks of one layer: sums over its bonds before training and now, and the spans between."""
 
     name: str
     start: int
@@ -174,10 +163,7 @@ class LayerRanks:
 
 
 def layer_ranks(model: History) -> list[LayerRanks]:
-    """Return the ranks of every layer that has bonds; nothing if none were logged.
-
-    A long log is sampled at evenly spaced lines.
-    """
+    """Return the logged ranks of every layer that has bonds; a long log is sampled evenly."""
     logged = model.live_ranks
     every = np.array(list(logged), int)
     chosen = np.linspace(0, len(every) - 1, min(len(every), MOST_COLUMNS)).round().astype(int)
@@ -198,8 +184,16 @@ def layer_ranks(model: History) -> list[LayerRanks]:
     return layers
 
 
-def _layers(facts: dict[str, Any]) -> Table | None:
-    """List the tensor-train layers of a finished model."""
+def _layers(model: History) -> Table | None:
+    """List the tensor-train layers; of an unfinished model only their ranks are known."""
+    if model.result is None:
+        ranks = [
+            [name or "(model)", _arrow(start, model.ranks[name])]
+            for name, start in model.start_ranks.items()
+        ]
+        header = ["layer", "ranks, first logged → now"]
+        return Table(header, ranks, text_columns=2) if ranks else None
+    facts = model.result
     rows = [
         [
             layer["name"] or "(model)",
@@ -220,26 +214,11 @@ def _layers(facts: dict[str, Any]) -> Table | None:
     return Table(header, rows, text_columns=4, total=total)
 
 
-def _layers_so_far(model: History) -> Table | None:
-    """List the layers of an unfinished model: only their ranks are known."""
-    rows = [
-        [name or "(model)", _arrow(start, model.ranks[name])]
-        for name, start in model.start_ranks.items()
-    ]
-    return Table(["layer", "ranks, first logged → now"], rows, text_columns=2) if rows else None
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} seconds"
-    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
-
-
 def _arrow(start: Sequence[int], end: Sequence[int]) -> str:
     before, after = (" ".join(map(str, ranks)) for ranks in (start, end))
     return before if before == after else f"{before} → {after}"
 
 
 def _ratio(over: float, under: float) -> str:
-    """Return a ratio as text, blank where there is nothing left to divide by."""
+    """Return a ratio as text, empty for a divisor of 0."""
     return f"{over / under:,.1f}" if under else ""

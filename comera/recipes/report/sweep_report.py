@@ -1,7 +1,6 @@
 """The page of a sweep: one HTML file about all its variants."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -18,26 +17,23 @@ from comera.recipes.report.comparison import (
     show_metric,
     show_times,
 )
-from comera.recipes.report.page import Axis, Chart, Line, Point, Table, axis_around, write_page
+from comera.recipes.report.page import Chart, Line, Point, Table, axis_around, write_page
 
 
 def write_sweep_report(folder: Path) -> Path:
-    """Write ``report.html`` into the folder of a sweep, from its ``results.json``.
-
-    Returns:
-        The path of the report.
+    """Write ``report.html`` into the folder of a sweep, from its ``results.json``; return its path.
 
     Raises:
-        FileNotFoundError: If there is no such file: nothing of the sweep has ended.
+        FileNotFoundError: If there is no such file.
     """
     path = folder / "report.html"
-    name = folder.resolve().name
-    write_page(path, "sweep.html", gather_sweep(f"Sweep {name}", read_comparison(folder)))
+    title = f"Sweep {folder.resolve().name}"
+    write_page(path, "sweep.html", gather_sweep(title, read_comparison(folder)))
     return path
 
 
 def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
-    """Return what ``sweep.html`` shows: ``findings`` in sentences, ``table``, ``charts``, ..."""
+    """Return what ``sweep.html`` shows."""
     finite = tuple(row for row in comparison.rows if math.isfinite(row.mean))
     others = [
         row
@@ -46,7 +42,6 @@ def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
         and math.isfinite(row.difference)
         and row.variant != comparison.reference
     ]
-    drawn = replace(comparison, rows=finite)
     differences = [_differences(row, comparison) for row in others]
     points = [point for each in differences for point in (*each["by_seed"], each["mean"])]
     ends = [end for point in points for end in (point.x - point.error, point.x + point.error)]
@@ -58,7 +53,7 @@ def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
         "table": Table(*comparison_cells(comparison)),
         "note": comparison.note,
         "failed": [str(run) for run in comparison.failed],
-        "charts": [_by_size(drawn), _by_seconds(drawn)] if finite else [],
+        "charts": _charts(replace(comparison, rows=finite)) if finite else [],
         "axis": axis_around(label, [0.0, *ends]) if ends else None,
         "differences": differences,
     }
@@ -69,7 +64,7 @@ def _named(comparison: Comparison) -> str:
 
 
 def _finding(row: Row, comparison: Comparison) -> str:
-    """Compare a variant with the reference in words, over the seeds that both have."""
+    """Compare a variant with the reference over the seeds that both have, in a sentence."""
     assert row.reference_mean is not None, "they share seeds"
     metric, reference, seeds = comparison.metric, row.reference_mean, len(row.differences)
     value = reference + (row.difference or 0.0)
@@ -86,7 +81,7 @@ def _finding(row: Row, comparison: Comparison) -> str:
 
 
 def _differences(row: Row, comparison: Comparison) -> dict[str, Any]:
-    """Return the points of a variant's differences to the reference, of which only ``x`` counts."""
+    """Return a variant's differences to the reference as points; only their ``x`` is used."""
     assert row.difference is not None, "they share seeds"
     metric, error = comparison.metric, row.difference_error
     shown = show_change(metric, row.difference, error)
@@ -101,10 +96,12 @@ def _differences(row: Row, comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _by_size(comparison: Comparison) -> Chart:
-    """Show the metric against the parameters, with the variants that nothing smaller beats."""
-    points = {row.variant: _point(row, comparison, row.params) for row in comparison.rows}
-    best = [points[row.variant] for row in pareto_front(comparison)]
+def _charts(comparison: Comparison) -> list[Chart]:
+    """Draw the metric against the parameters, with the Pareto front, and against the time."""
+    named, rows = _named(comparison), comparison.rows
+    sizes = {row.variant: _point(row, comparison, row.params) for row in rows}
+    times = {row.variant: _point(row, comparison, row.seconds) for row in rows}
+    best = [sizes[row.variant] for row in pareto_front(comparison)]
     # Steps, no slope: a size between two variants reaches what the smaller one does.
     corners = [Point(right.x, left.y, "") for left, right in pairwise(best)]
     steps = [replace(point, text="", error=0.0, name="") for point in best]
@@ -115,25 +112,16 @@ def _by_size(comparison: Comparison) -> Chart:
     )
     if len(comparison.seeds) > 1:
         caption += " Bars are standard deviations over the seeds."
-    x = axis_around("parameters", [point.x for point in points.values()], log=True, room=0.1)
-    lines = [Line("best at that size or below", "front", front), *_dots(points, comparison)]
-    return _chart(f"Size and {_named(comparison)}", caption, x, lines, comparison)
-
-
-def _by_seconds(comparison: Comparison) -> Chart:
-    """Show the metric against the time that training took."""
-    points = {row.variant: _point(row, comparison, row.seconds) for row in comparison.rows}
-    caption = "Seconds in training steps by the wall clock, the mean. Further left is faster."
-    x = axis_around("seconds", [point.x for point in points.values()], zero=True, room=0.1)
-    lines = _dots(points, comparison)
-    return _chart(f"Time and {_named(comparison)}", caption, x, lines, comparison)
-
-
-def _chart(
-    title: str, caption: str, x: Axis, lines: Sequence[Line], comparison: Comparison
-) -> Chart:
-    ends = [y for line in lines for p in line.points for y in (p.y - p.error, p.y + p.error)]
-    return Chart(title, caption, x, axis_around(_named(comparison), ends, room=0.1), lines)
+    x = axis_around("parameters", [point.x for point in sizes.values()], log=True, room=0.1)
+    seconds = axis_around("seconds", [point.x for point in times.values()], zero=True, room=0.1)
+    ends = [y for p in sizes.values() for y in (p.y - p.error, p.y + p.error)]
+    y = axis_around(named, ends, room=0.1)
+    lines = [Line("best at that size or below", "front", front), *_dots(sizes, comparison)]
+    said = "Seconds in training steps by the wall clock, the mean. Further left is faster."
+    return [
+        Chart(f"Size and {named}", caption, x, y, lines),
+        Chart(f"Time and {named}", said, seconds, y, _dots(times, comparison)),
+    ]
 
 
 def _point(row: Row, comparison: Comparison, x: float) -> Point:
