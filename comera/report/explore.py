@@ -21,7 +21,6 @@ from comera.compress.compress import check_unused, compress_, measured
 from comera.compress.layer_moments import LossFn, linear_targets
 from comera.compress.sensitivity import Sensitivity, look_at
 from comera.files import replacing
-from comera.nn.block_linear import BTTLinear
 from comera.nn.convert import speed_log, tensorize_
 from comera.nn.forms import as_torch
 from comera.nn.linear import CompressedLinear, TTLinear
@@ -249,7 +248,7 @@ def _facts(model: nn.Module, small: nn.Module, tokens: int) -> dict[str, Any]:
     if not layers:
         return facts
     orders = {
-        None if isinstance(layer, BTTLinear)
+        None if not layer.is_chain
         else len(layer.cores) // (2 if isinstance(layer, TTLinear) else 1)
         for layer in layers.values()
     }  # fmt: skip
