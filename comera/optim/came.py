@@ -42,24 +42,18 @@ class CAME(Optimizer):
     of ``clip_threshold``; ``m = mean of u``; ``p -= lr * m / sqrt(mean of (u - m)^2)``, where the
     two means under roots are factored. Tensors that are not factored step by ``lr * m``. As in
     came-pytorch no mean is corrected for its start at zero: the first steps are up to 11 times
-    ``lr`` in size and shrink over ten thousand steps; for shorter runs see ``bias_correction``.
-    The authors recommend learning rates of 0.5 to 0.9 times AdamW's.
+    ``lr`` in size and shrink over ten thousand steps. The authors recommend learning rates of 0.5
+    to 0.9 times AdamW's.
 
     Unlike in came-pytorch, tensors of three and more dimensions are factored as the most balanced
     matrix; matrices too small or narrow to gain by factors are not factored; a first gradient that
     is all zero leaves the state empty, as ``torch.distributed.checkpoint`` needs; moments of
-    low-precision parameters survive loading.
+    low-precision parameters survive loading, and their updates are rounded once, to nearest.
 
-    State of a parameter, all tensors: ``step`` float32 ``()``; ``exp_avg_update`` (m), shaped like
+    State of a parameter, in float32 or wider: ``step`` ``()``; ``exp_avg_update`` (m), shaped like
     the parameter; and either ``exp_avg_sq``, shaped like it, or ``exp_avg_sq_factors`` and
-    ``exp_avg_res_factors``, the row means followed by the column means. It is float32, or float64
-    for float64 parameters. In eight bits ``exp_avg_update`` is int8 and ``exp_avg_update_scale``
-    has one float32 for each 256 entries.
-
-    bfloat16 and float16 parameters are updated in float32 and rounded once, to nearest: a change
-    below half of the last bit of an entry, 1/512 of it in bfloat16, is lost. A step reads nothing
-    back from the device, so it can be captured in a CUDA graph; parameters of equal shape are
-    updated in the same calls.
+    ``exp_avg_res_factors``, the row means followed by the column means. In eight bits
+    ``exp_avg_update`` is int8, with one float32 of ``exp_avg_update_scale`` for each 256 entries.
 
     Args:
         params: Parameters, named parameters, or groups of them as for any torch optimizer.
@@ -73,8 +67,8 @@ class CAME(Optimizer):
         bias_correction: Correct all three means for their start at zero, as Adam does, so that a
             step has the size of ``lr`` from the first to the last.
         maximize: Climb instead of descending.
-        capturable: Accepted for likeness with torch's optimizers; every step can be captured.
-            For a graph that follows a schedule, give ``lr`` as a tensor on the device.
+        capturable: Accepted for likeness with torch's optimizers; every step can be captured in a
+            CUDA graph. To follow a schedule there, give ``lr`` as a tensor on the device.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -121,12 +115,6 @@ class CAME(Optimizer):
             )
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

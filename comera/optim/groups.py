@@ -184,11 +184,10 @@ def galore_param_groups(
             :class:`~comera.TTConfig`: a regular expression over the whole name, or names.
         update_proj_gap: Steps between two subspaces.
         scale: Factor of every projected step.
-        proj_type: From which sides to project, as :class:`~comera.GaLore` names them.
-        gate_lr: Rate of the rank gates, which bounds how fast a rank can be pruned.
-        core_lr: Rate of the tensor-train cores; ``lr`` if None.
-        weight_decay: Decay of dense matrices only, projected or not; that with which the optimizer
-            is built if None.
+        proj_type: Sides to project, as in :class:`~comera.GaLore`.
+        gate_lr: As in :func:`param_groups`.
+        core_lr: As in :func:`param_groups`.
+        weight_decay: As in :func:`param_groups`.
         scale_rates: As in :func:`param_groups`.
 
     Raises:

@@ -87,13 +87,15 @@ class OptimizerInBackward:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Accumulate gradients inside, around forward and backward of all parts but the last::
+        """Accumulate gradients inside, around forward and backward of all parts but the last.
 
-        with updates.accumulate():
-            for part in parts[:-1]:
-                loss_fn(model, part).backward()
-        loss_fn(model, parts[-1]).backward()
-        updates.step()
+        ::
+
+            with updates.accumulate():
+                for part in parts[:-1]:
+                    loss_fn(model, part).backward()
+            loss_fn(model, parts[-1]).backward()
+            updates.step()
         """
         before, self._accumulating = self._accumulating, True
         try:
@@ -154,7 +156,7 @@ class OptimizerInBackward:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state, whether it was saved with per-layer updates or without."""
+        """Load the optimizer's state, saved with or without per-layer updates."""
         self.optimizer.load_state_dict(state_dict)
 
     @property
