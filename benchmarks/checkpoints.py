@@ -11,8 +11,7 @@ from benchmarks.peers import faiss_codes
 from benchmarks.session import Session, add_repeats, add_sizes
 from comera.checkpoint.archive import packed
 from comera.checkpoint.codebook import learn
-from comera.checkpoint.contents import Quality, decode, encode
-from comera.checkpoint.snapshot import Policy, take_snapshot
+from comera.checkpoint.contents import Policy, Quality, decode, encode, take_snapshot
 
 _CODES = 15
 _LARGEST = 50304 * 1024  # entries of the largest tensor of Pythia-410M, the model of ExCP's release

@@ -28,11 +28,11 @@ from benchmarks.session import (
     rank_of,
 )
 from benchmarks.timing import Timings
-from comera.calibrate.in_turn import in_turn
+from comera.calibrate.ways import in_turn
 from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
-from comera.planning.planner import plan_linear
+from comera.planning.planner import plan_layer
 
 DEFAULT_POINTS = {
     "tokens": [1, 4, 16, 64, 256, 1024, 4096, 16384],
@@ -243,7 +243,7 @@ def _points(
     layer, dense = make_layers(session, shape, rank, dtype)
     x = make_input(session, tokens, shape[0], dtype)
     _check(layer, x)
-    plan = plan_linear(layer.at(tokens), **layer.planner_setting())
+    plan = plan_layer(layer.at(tokens), **layer.planner_setting())
     for mode in modes:
         with static_shapes() if mode == "captured" else contextlib.nullcontext():
             runs = {"dense": forward_backward(dense, x), "comera": forward_backward(layer, x)}

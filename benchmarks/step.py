@@ -23,7 +23,7 @@ from benchmarks.encoders import (
     train_step,
 )
 from benchmarks.session import Session, add_peers, add_repeats, add_several, count
-from comera.calibrate.in_turn import tf32_products
+from comera.calibrate.ways import tf32_products
 from comera.train.capture import WARM_UP
 from comera.train.step import TrainStep
 

@@ -31,6 +31,7 @@ from comera.data.click_files import (
     transformed,
 )
 from comera.data.vocabulary import (
+    PATH,
     array_digest,
     changed_meanwhile,
     check_unchanged,
@@ -72,7 +73,7 @@ class ClickData:
             those with other columns, or words, ``nan`` or ``inf`` in the place of a number.
     """
 
-    file: str = ""
+    file: str = field(default="", metadata=PATH)
     format: Literal["table", "criteo", "movielens"] = "table"
     label: str | None = None
     positive: float = 0.0

@@ -16,6 +16,7 @@ from torch import Tensor
 from comera.data.vocabulary import (
     CLS,
     PAD,
+    PATH,
     SEP,
     array_digest,
     as_array,
@@ -66,16 +67,14 @@ class NliData:
         vocab_size: Tokens to train where ``vocab`` is not given.
         length: Longest pair in tokens, ``[CLS]`` and both ``[SEP]`` included; longer ones are cut,
             the longer sentence first.
-        limit: Use only the first so many training rows.
     """
 
-    train: str | list[str] = field(default_factory=list)
-    dev: str | list[str] = field(default_factory=list)
-    test: str | list[str] = field(default_factory=list)
-    vocab: str | None = None
+    train: str | list[str] = field(default_factory=list, metadata=PATH)
+    dev: str | list[str] = field(default_factory=list, metadata=PATH)
+    test: str | list[str] = field(default_factory=list, metadata=PATH)
+    vocab: str | None = field(default=None, metadata=PATH)
     vocab_size: int = 30522
     length: int = 128
-    limit: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("train", "dev", "test"):
@@ -89,10 +88,8 @@ class NliData:
                 f"{name}.length={self.length} must be at least {_SHORTEST}: [CLS], a token of each "
                 "sentence and [SEP] after both"
             )
-        for key in ("limit", "vocab_size"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}.{key}={value} must be at least 1")
+        if self.vocab_size < 1:
+            raise ValueError(f"{name}.vocab_size={self.vocab_size} must be at least 1")
 
     @property
     def splits(self) -> dict[str, list[str]]:
@@ -348,8 +345,6 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
         name: [pair for source in sources for pair in read_pairs(source)]
         for name, sources in settings.splits.items()
     }
-    if settings.limit is not None:
-        splits["train"] = splits["train"][: settings.limit]
     if settings.vocab:
         tokenizer = load_word_pieces(settings.vocab)
     else:

@@ -18,6 +18,7 @@ from torch import Tensor
 from comera.data.vocabulary import (
     CLS,
     MASK,
+    PATH,
     SPECIAL,
     Tokenizer,
     array_digest,
@@ -57,7 +58,7 @@ class TextData:
             chosen any more: the files after those, and the text before that end.
     """
 
-    folder: str | None = None
+    folder: str | None = field(default=None, metadata=PATH)
     pattern: str = "**/*.py"
     max_megabytes: float = 12.0
     vocab_size: int = 8192

@@ -2,6 +2,5 @@
 
 The ways to compute a layer (``linear_ways``, ``lookup_ways``) are lists of steps (``candidate``),
 timed on a ``machine`` and ranked by the ``planner``, which also searches the contraction tree with
-the fewest operations (``contraction``). ``products`` has the number of rows from which the dense
-weight is faster than its factors.
+the fewest operations (``contraction``).
 """

@@ -2,8 +2,9 @@
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from comera.planning.contraction import chain_indices
 from comera.planning.machine import Machine, item_size
@@ -57,7 +58,7 @@ class Step:
         return machine.in_all(self.working(machine, dtype), self.starting(machine))
 
     def starting(self, machine: Machine) -> float:
-        """Predict what starting its kernels takes, Python included."""
+        """Predict the time to start its kernels, Python included."""
         return (
             self.calls * machine.call_overhead
             + self.operators * machine.operator_overhead
@@ -65,15 +66,13 @@ class Step:
         )
 
     def working(self, machine: Machine, dtype: str) -> float:
-        """Predict its work: of products by :func:`product_seconds`, of all else as one pass."""
+        """Predict the time of its work: a matrix product, or one pass over what is moved."""
         item = item_size(dtype)
         rearranging = 2 * self.copied * item / machine.strided_bandwidth
-        if self.product is None:
-            computing = 2 * self.operations / machine.rate(dtype)
-            working = max(computing, machine.moving(self.moved * item))
-        else:
-            working = product_seconds(machine, dtype, *self.product)
-        return working + rearranging
+        if self.product is not None:
+            return product_seconds(machine, dtype, *self.product) + rearranging
+        computing = 2 * self.operations / machine.rate(dtype)
+        return max(computing, machine.moving(self.moved * item)) + rearranging
 
 
 def product(
@@ -84,7 +83,7 @@ def product(
     copied: int = 0,
     calls: int = 1,
 ) -> Step:
-    """Describe a batched matrix product of ``dims = (batch, rows, depth, columns)``."""
+    """Return the step of a batched matrix product of ``dims = (batch, rows, depth, columns)``."""
     batch, rows, depth, columns = dims
     return Step(
         result=result,
@@ -104,9 +103,8 @@ def product_seconds(
 ) -> float:
     """Predict the time of a batched ``(rows, depth) @ (depth, columns)``, its call not counted.
 
-    The larger of computing and moving, where computing takes longer the further a thin product
-    stays below the machine's peak (:meth:`~comera.planning.machine.Machine.share`). A product
-    with a vector is nothing but moving.
+    The larger of computing, at a share of the peak rate, and moving. A product with a vector only
+    moves.
     """
     numbers = batch * (rows * depth + depth * columns + rows * columns)
     moving = machine.moving(numbers * item_size(dtype))
@@ -124,19 +122,52 @@ OUTPUT_GRADIENT = "gy"
 """Name of the gradient of a layer's output among the tensors that steps read."""
 
 
+class Work:
+    """Base of a layer at one batch, as the ways to compute it see it."""
+
+    shape: Shape
+    tokens: int
+    train: bool
+    input_grad: bool = True
+
+    def sizes(self, dtype: str) -> tuple[dict[str, int], int]:
+        """Return the numbers in each input by name, and those in the output."""
+        raise NotImplementedError
+
+    def check_count(self, name: str) -> None:
+        count = getattr(self, name)
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise ValueError(f"{name}={count!r} must be a whole number")
+        if count < 1:
+            raise ValueError(f"{name}={count} must be at least 1")
+
+    def fill_width(self, name: str, modes: int) -> None:
+        """Set a width to what the modes multiply to if it is None, and check it."""
+        width = getattr(self, name)
+        if width is None:
+            object.__setattr__(self, name, modes)  # the subclasses are frozen
+        elif not 1 <= width <= modes:
+            raise ValueError(
+                f"{name}={width} must be between 1 and {modes}, what the modes multiply to"
+            )
+
+    def cores(self) -> dict[str, int]:
+        """Return the numbers in each core by name."""
+        return {f"core{k}": math.prod(size) for k, size in enumerate(self.shape.core_shapes)}
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to compute a layer, with its predicted time and memory.
 
     Attributes:
-        name: The way to compute the layer, in a word.
-        forward: Steps of the forward pass.
-        backward: Steps of the backward pass; empty when there is none.
+        forward: Steps of the forward pass; ``backward`` may be empty.
         seconds: Predicted time of both passes.
-        saved_bytes: Kept from the forward to the backward pass, parameters not counted; nor small
-            cores, of which eager mode keeps copies.
+        saved_bytes: Kept from the forward to the backward pass; parameters, and the copies of small
+            cores in eager mode, are not counted.
         peak_bytes: The most that is held at once: parameters, their gradients, the layer's input
             and output and the gradients of these, everything saved and everything transient.
+        runs: Whether the layer has code for it; if not, it is there for comparison.
     """
 
     name: str
@@ -145,6 +176,7 @@ class Candidate:
     seconds: float
     saved_bytes: int
     peak_bytes: int
+    runs: bool = True
 
     @property
     def operations(self) -> int:
@@ -154,67 +186,51 @@ class Candidate:
 
 def candidate(
     name: str,
+    work: Work,
     machine: Machine,
     dtype: str,
-    *,
     forward: Sequence[Step],
     backward: Sequence[Step],
-    inputs: Mapping[str, int],
-    output_gradient: int,
     parameters: Mapping[str, int],
 ) -> Candidate:
     """Make a candidate, and add up the time and memory of its steps.
 
-    Args:
-        name: The way to compute the layer, in a word.
-        machine: The machine on which it runs.
-        dtype: Dtype of all numbers.
-        forward: Steps of the forward pass in the order in which they run.
-        backward: Steps of the backward pass likewise; none if there is no such pass.
-        inputs: Numbers in each input of the layer, by name.
-        output_gradient: Numbers in ``gy``.
-        parameters: Numbers in each parameter, by name.
+    Steps are in the order in which they run; ``parameters`` are the numbers in each, by name. The
+    backward pass is left out without training, and the gradient of an input that needs none.
     """
+    wanted = [step for step in backward if work.input_grad or step.result != "grad(x)"]
+    backward = wanted if work.train else []
+    inputs, output = work.sizes(dtype)
     sizes = {**inputs, **{step.result: step.size for step in forward}}
-    saved = {name: sizes[name] for name in _read_first(backward) if name in sizes}
-    start = {**saved, OUTPUT_GRADIENT: output_gradient} if backward else {}
+    made, read_first = set[str](), set[str]()
+    for step in backward:
+        read_first.update(name for name in step.reads if name not in made)
+        made.add(step.result)
+    saved = {name: sizes[name] for name in read_first if name in sizes}
+    start = {**saved, OUTPUT_GRADIENT: output} if backward else {}
     peak = max(
         _peak(forward, inputs, {*saved, *inputs, "y"}, parameters),
         _peak(backward, start, set(), parameters),
     )
+    steps = (*forward, *backward)
+    # Work and starts are added up apart: where the host runs ahead, the longer of both counts.
+    seconds = machine.in_all(
+        sum(step.working(machine, dtype) for step in steps),
+        sum(step.starting(machine) for step in steps),
+    )
     item = item_size(dtype)
     return Candidate(
-        name=name,
-        forward=tuple(forward),
-        backward=tuple(backward),
-        seconds=_seconds((*forward, *backward), machine, dtype),
+        name,
+        tuple(forward),
+        tuple(backward),
+        seconds,
         saved_bytes=item * sum(saved.values()),
         peak_bytes=item * (sum(parameters.values()) + peak),
     )
 
 
-def _seconds(steps: Sequence[Step], machine: Machine, dtype: str) -> float:
-    """Add up work and starts apart: where the host runs ahead, the longer of both counts."""
-    return machine.in_all(
-        sum(step.working(machine, dtype) for step in steps),
-        sum(step.starting(machine) for step in steps),
-    )
-
-
-def _read_first(steps: Iterable[Step]) -> set[str]:
-    """Find the names that are read before any of the steps makes them."""
-    made, read = set[str](), set[str]()
-    for step in steps:
-        read.update(name for name in step.reads if name not in made)
-        made.add(step.result)
-    return read
-
-
 def _peak(
-    steps: Sequence[Step],
-    start: Mapping[str, int],
-    keep: set[str],
-    parameters: Mapping[str, int],
+    steps: Sequence[Step], start: Mapping[str, int], keep: set[str], parameters: Mapping[str, int]
 ) -> int:
     """Count the most numbers held at once; a tensor goes after its last reader unless kept."""
     last = {name: k for k, step in enumerate(steps) for name in step.reads}
@@ -230,18 +246,14 @@ def _peak(
     return most
 
 
-_GATES = "gates, dispatch"
-
-
-@dataclass(frozen=True)
-class FactorChain:
+class FactorChain(NamedTuple):
     """The contraction of one factor from its cores, outermost first.
 
     Attributes:
         name: The factor: ``A`` or ``B``, or the name of its only core.
         forward: The products.
-        backward: The gradients of the cores, from that of the factor. The partial products are
-            made anew: they are small, and keeping them would take memory until the backward pass.
+        backward: The gradients of the cores, from that of the factor; small partial products are
+            computed again.
     """
 
     name: str
@@ -257,12 +269,9 @@ def factor_chains(shape: TTShape | TTMShape) -> tuple[FactorChain, FactorChain]:
     """
     _, cores, sizes = chain_indices(shape.slice_sizes, shape.ranks)
     listed, split = list(cores.items()), shape.split
-    left, right = listed[:split], listed[: split - 1 : -1]
-    left_name = "A" if len(left) > 1 else left[0][0]
-    right_name = "B" if len(right) > 1 else right[0][0]
     return (
-        _factor_chain(left_name, left, sizes, from_left=True),
-        _factor_chain(right_name, right, sizes, from_left=False),
+        _factor_chain("A", listed[:split], sizes, from_left=True),
+        _factor_chain("B", listed[: split - 1 : -1], sizes, from_left=False),
     )
 
 
@@ -274,6 +283,7 @@ def _factor_chain(
     From the left each product is ``(N, r) @ (r, n r')``, N being the modes so far; from the right
     ``(r' n, r) @ (r, N)``. So each operand and each gradient lies as the matrix that it is.
     """
+    indices = dict(cores)
 
     def times(result: str, one: str, two: str, summed: set[str]) -> Step:
         rows = [index for index in indices[one] if index not in summed]
@@ -284,36 +294,36 @@ def _factor_chain(
         indices[result] = (*rows, *columns)
         return product(result, (one, two), equation, (1, n, k, m))
 
-    indices = dict(cores)
     partial, forward, backward = cores[0][0], list[Step](), list[Step]()
     for number, (core, _) in enumerate(cores[1:], 2):
         bond = set(indices[partial]) & set(indices[core])
         one, two = (partial, core) if from_left else (core, partial)
         result = name if number == len(cores) else f"{one}·{two}"
         forward.append(times(result, one, two, bond))
-        indices[f"grad({result})"] = indices[result]
         whole = f"grad({result})"
+        indices[whole] = indices[result]
         gradients = [
             times(f"grad({one})", whole, two, set(indices[two]) - bond),
             times(f"grad({two})", one, whole, set(indices[one]) - bond),
         ]
         backward = gradients + backward
         partial = result
-    return FactorChain(name, tuple(forward), (*forward[:-1], *backward))
+    own = name if forward else partial
+    return FactorChain(own, tuple(forward), (*forward[:-1], *backward))
 
 
-def gates(shape: Shape, operators: float) -> list[Step]:
-    """List the step that multiplies each core by the gate of its right bond.
+def gates(shape: Shape, operators: float) -> Step:
+    """Return the step that multiplies each core by the gate of its right bond.
 
-    Args:
-        shape: Modes and ranks of the cores.
-        operators: Python operators of the layer; their overhead is counted here.
+    It also counts the overhead of the layer's Python operators.
     """
     calls, moved = 3 + len(shape.ranks), 2 * shape.num_params
-    return [Step("gates", (), _GATES, 0, moved=moved, calls=calls, operators=operators)]
+    return Step("gates", (), "gates, dispatch", 0, moved=moved, calls=calls, operators=operators)
 
 
-def gate_gradients(shape: Shape, operators: float) -> list[Step]:
-    """List the step that gates the cores anew and makes the gradients of cores and gates."""
+def gate_gradients(shape: Shape, operators: float) -> Step:
+    """Return the step that gates the cores again and makes the gradients of cores and gates."""
     calls, moved = 5 + 4 * len(shape.ranks), 6 * shape.num_params
-    return [Step("grad(gates)", (), _GATES, 0, moved=moved, calls=calls, operators=operators)]
+    return Step(
+        "grad(gates)", (), "gates, dispatch", 0, moved=moved, calls=calls, operators=operators
+    )

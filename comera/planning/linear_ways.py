@@ -8,35 +8,96 @@ Letters of the equations of blocks: t = tokens, a and b = blocks of the input an
 each, c and d = those of the output, r = rank of the blocks.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from comera.planning.candidate import (
     Candidate,
     Step,
+    Work,
     candidate,
     factor_chains,
     gate_gradients,
     gates,
     product,
+    product_seconds,
 )
 from comera.planning.contraction import Search, linear_network, search
-from comera.planning.machine import Machine
-from comera.planning.products import Layer, factorized_products, reconstructed_products
-from comera.shapes import BTTShape, TTShape
+from comera.planning.machine import Machine, item_size
+from comera.shapes import BTTShape, LinearShape, TTShape, padded_rank
+
+Dims = tuple[int, int, int]
+"""``(rows, depth, columns)`` of one matrix product."""
 
 
-def candidates(layer: Layer, machine: Machine, dtype: str) -> tuple[list[Candidate], set[str]]:
-    """Return the candidates of a layer, all of which it has code for, and their names."""
+@dataclass(frozen=True)
+class Layer(Work):
+    """One linear layer at one batch.
+
+    Args:
+        shape: Modes and ranks.
+        tokens: Rows of the batch: all dimensions of the input but the last, multiplied.
+        in_features: Width of the input if the modes multiply to more.
+        out_features: Width of the output if the modes multiply to more.
+        bias: Whether a bias is added.
+        train: Whether a backward pass follows.
+        input_grad: Whether the input needs a gradient; the first layer's does not.
+        together: Number of layers of this shape that contract their cores in the same calls.
+    """
+
+    shape: LinearShape
+    tokens: int
+    in_features: int = None  # type: ignore[assignment]  # filled in by __post_init__
+    out_features: int = None  # type: ignore[assignment]
+    bias: bool = True
+    train: bool = True
+    input_grad: bool = True
+    together: int = 1
+
+    def __post_init__(self) -> None:
+        self.check_count("tokens")
+        self.check_count("together")
+        self.fill_width("in_features", self.shape.in_width)
+        self.fill_width("out_features", self.shape.out_width)
+
+    def __str__(self) -> str:
+        return (
+            f"linear {self.in_features} -> {self.out_features}, modes "
+            f"{self.shape.describe_modes()}, ranks {' '.join(map(str, self.shape.ranks))}"
+        )
+
+    def sizes(self, dtype: str) -> tuple[dict[str, int], int]:
+        return {"x": self.tokens * self.in_features}, self.tokens * self.out_features
+
+    @property
+    def rank(self) -> int:
+        """The bond between the factors."""
+        return self.shape.ranks[self.shape.split - 1]
+
+    @property
+    def bond(self) -> int:
+        """The same as products see it, padded and with room for the bias."""
+        return padded_rank(self.rank, self.bias)
+
+    @property
+    def operators(self) -> float:
+        """Python operators in each direction: one contracts the cores, one takes the batch."""
+        return 1 + 1 / self.together
+
+    @property
+    def biases(self) -> dict[str, int]:
+        """Numbers in the bias by name, if there is one."""
+        return {"bias": self.out_features} if self.bias else {}
+
+
+def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
+    """Return the candidates of a layer, which has code for all of them."""
     if 0 in layer.shape.ranks:
-        ways = [only_bias]
-    elif isinstance(layer.shape, BTTShape):
-        ways = [blocks]
-    else:
-        assert isinstance(layer.shape, TTShape), "there are two formats"
-        ways = [factorized, reconstructed]
-    made = [way(layer, machine, dtype) for way in ways]
-    return made, {one.name for one in made}
+        return [only_bias(layer, machine, dtype)]
+    if isinstance(layer.shape, BTTShape):
+        return [blocks(layer, machine, dtype)]
+    return [factorized(layer, machine, dtype), reconstructed(layer, machine, dtype)]
 
 
 def best_tree(layer: Layer) -> Search | None:
@@ -48,10 +109,36 @@ def best_tree(layer: Layer) -> Search | None:
     return search(network, wanted if layer.train else ())
 
 
+def _factorized_products(layer: Layer) -> tuple[Dims, ...]:
+    """List the products of the batch with both factors: t, y, and gradients of t, x, A and B."""
+    batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
+    return (
+        (batch, wide, bond),
+        (batch, bond, high),
+        (batch, high, bond),
+        (batch, bond, wide),
+        (wide, batch, bond),
+        (bond, batch, high),
+    )
+
+
+def _reconstructed_products(layer: Layer) -> tuple[Dims, ...]:
+    """List the products once the weight is dense: W, y, and gradients of x, W, A and B."""
+    batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
+    return (
+        (wide, bond, high),
+        (batch, wide, high),
+        (batch, high, wide),
+        (wide, batch, high),
+        (wide, high, bond),
+        (bond, wide, high),
+    )
+
+
 def factorized(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     """Plan ``y = (x A) B``; the bias is one more row of B, against a column of ones."""
     left, right = factor_chains(layer.shape)
-    t, y, gt, gx, ga, gb = factorized_products(layer)
+    t, y, gt, gx, ga, gb = _factorized_products(layer)
     ones = Step("t", ("t",), "ones for the bias", layer.tokens * layer.bond, moved=layer.tokens)
     forward = [
         *_factors(layer),
@@ -66,13 +153,14 @@ def factorized(layer: Layer, machine: Machine, dtype: str) -> Candidate:
         product(f"grad({right.name})", ("t", "gy"), "br,bo->ro", (1, *gb)),
         *_core_gradients(layer),
     ]
-    return linear_candidate("factorized", layer, machine, dtype, forward, backward, _cores(layer))
+    parameters = layer.cores() | layer.biases
+    return candidate("factorized", layer, machine, dtype, forward, backward, parameters)
 
 
 def reconstructed(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     """Plan ``W = A B``, then the products of an ordinary linear layer."""
     left, right = factor_chains(layer.shape)
-    w, y, gx, gw, ga, gb = reconstructed_products(layer)
+    w, y, gx, gw, ga, gb = _reconstructed_products(layer)
     forward = [
         *_factors(layer),
         product("W", ("A", "B"), "ir,ro->io", (1, *w)),
@@ -81,29 +169,27 @@ def reconstructed(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     backward = [
         product("grad(x)", ("gy", "W"), "bo,io->bi", (1, *gx)),
         product("grad(W)", ("x", "gy"), "bi,bo->io", (1, *gw)),
-        *bias_gradient(layer),
+        *_bias_gradient(layer),
         product(f"grad({left.name})", ("grad(W)", "B"), "io,ro->ir", (1, *ga)),
         product(f"grad({right.name})", ("A", "grad(W)"), "ir,io->ro", (1, *gb)),
         *_core_gradients(layer),
     ]
-    return linear_candidate(
-        "reconstructed", layer, machine, dtype, forward, backward, _cores(layer)
-    )
+    parameters = layer.cores() | layer.biases
+    return candidate("reconstructed", layer, machine, dtype, forward, backward, parameters)
 
 
 def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     """Plan ``torch.nn.Linear`` of the same widths, for comparison."""
-    _, y, gx, gw, _, _ = reconstructed_products(layer)
+    _, y, gx, gw, _, _ = _reconstructed_products(layer)
     forward = [replace(product("y", ("x", "weight"), "bi,oi->bo", (1, *y)), modules=0.5)]
     backward = [
         product("grad(x)", ("gy", "weight"), "bo,oi->bi", (1, *gx)),
         replace(product("grad(weight)", ("gy", "x"), "bo,bi->oi", (1, *gw)), modules=0.5),
-        *bias_gradient(layer),
+        *_bias_gradient(layer),
     ]
-    weight = {"weight": layer.in_features * layer.out_features}
-    return linear_candidate(
-        "nn.Linear", layer, machine.without_onednn, dtype, forward, backward, weight
-    )
+    parameters = {"weight": layer.in_features * layer.out_features} | layer.biases
+    machine = machine.without_onednn
+    return candidate("nn.Linear", layer, machine, dtype, forward, backward, parameters)
 
 
 def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:
@@ -111,69 +197,35 @@ def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     wide, high = layer.tokens * layer.in_features, layer.tokens * layer.out_features
     what = "the bias in every row" if layer.bias else "zeros"
     forward = [Step("y", (), what, high, moved=high)]
-    backward = [Step("grad(x)", (), "zeros", wide, moved=wide), *bias_gradient(layer)]
-    return linear_candidate("only the bias", layer, machine, dtype, forward, backward, {})
-
-
-def linear_candidate(
-    name: str,
-    layer: Layer,
-    machine: Machine,
-    dtype: str,
-    forward: Sequence[Step],
-    backward: Sequence[Step],
-    parameters: Mapping[str, int],
-) -> Candidate:
-    """Add up time and memory of a linear layer; steps that it does not need are dropped."""
-    needed = [step for step in backward if layer.input_grad or step.result != "grad(x)"]
-    return candidate(
-        name,
-        machine,
-        dtype,
-        forward=forward,
-        backward=needed if layer.train else [],
-        inputs={"x": layer.tokens * layer.in_features},
-        output_gradient=layer.tokens * layer.out_features,
-        parameters={**parameters, **({"bias": layer.out_features} if layer.bias else {})},
-    )
+    backward = [Step("grad(x)", (), "zeros", wide, moved=wide), *_bias_gradient(layer)]
+    return candidate("only the bias", layer, machine, dtype, forward, backward, layer.biases)
 
 
 def _factors(layer: Layer) -> list[Step]:
     """List the steps that contract the cores to A and B, the bond between them padded."""
     left, right = factor_chains(layer.shape)
-    rank, bond = layer.shape.ranks[layer.shape.split - 1], layer.bond
-    wide, high = layer.in_features, layer.out_features
-    bias = ("bias",) if layer.bias else ()
+    rank, bond, wide, high = layer.rank, layer.bond, layer.in_features, layer.out_features
     what = f"bond {rank} padded to {bond}"
     steps = [
-        *gates(layer.shape, layer.operators),
+        gates(layer.shape, layer.operators),
         *left.forward,
         *right.forward,
         Step("A", (left.name,), what, wide * bond, moved=wide * (rank + bond), calls=2),
-        Step("B", (right.name, *bias), what, high * bond, moved=high * (rank + bond), calls=2),
+        Step(
+            "B", (right.name, *layer.biases), what, high * bond, moved=high * (rank + bond), calls=2
+        ),
     ]
-    return _shared(layer, steps)
+    return [replace(step, calls=step.calls / layer.together) for step in steps]
 
 
 def _core_gradients(layer: Layer) -> list[Step]:
     """List the steps from the gradients of A and B to those of cores and gates."""
     left, right = factor_chains(layer.shape)
-    steps = [*left.backward, *right.backward, *gate_gradients(layer.shape, layer.operators)]
-    return _shared(layer, steps)
-
-
-def _shared(layer: Layer, steps: list[Step]) -> list[Step]:
-    """Share the calls of steps on the cores among the layers that they serve."""
-    if layer.together == 1:
-        return steps
+    steps = [*left.backward, *right.backward, gate_gradients(layer.shape, layer.operators)]
     return [replace(step, calls=step.calls / layer.together) for step in steps]
 
 
-def _cores(layer: Layer) -> dict[str, int]:
-    return {f"core{k}": a * n * b for k, (a, n, b) in enumerate(layer.shape.core_shapes)}
-
-
-def bias_gradient(layer: Layer) -> list[Step]:
+def _bias_gradient(layer: Layer) -> list[Step]:
     """List the sum over rows that is a bias's gradient, if there is one."""
     if not layer.bias:
         return []
@@ -186,12 +238,11 @@ def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     shape = layer.shape
     assert isinstance(shape, BTTShape)
     (a, b), (c, d), (rank,), tokens = shape.in_modes, shape.out_modes, shape.ranks, layer.tokens
-    hidden, high, sizes = tokens * a * c * rank, tokens * c * d, shape.slice_sizes
+    hidden, high, right_size = tokens * a * c * rank, tokens * c * d, shape.slice_sizes[1] * rank
     pads = tokens * a * b if a * b > layer.in_features else 0
-    plain = machine.without_onednn
     forward = [
-        *gates(shape, 0),
-        Step("B", ("core1",), "cacr to c,ar,d", sizes[1] * rank, copied=sizes[1] * rank),
+        gates(shape, 0),
+        Step("B", ("core1",), "cacr to c,ar,d", right_size, copied=right_size),
         product("h", ("core0", "x"), "abcr,abt->acrt", (a, c * rank, b, tokens), copied=pads),
         Step("hidden", ("h",), "acrt to c,ar,t", hidden, moved=2 * hidden),
         product("blocks", ("hidden", "B"), "cart,card->ctd", (c, tokens, a * rank, d)),
@@ -199,13 +250,67 @@ def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     ]
     backward = [
         Step("grad(blocks)", ("gy",), "t,cd to ctd", high, copied=high),
-        *bias_gradient(layer),
+        *_bias_gradient(layer),
         product("grad(B)", ("hidden", "grad(blocks)"), "cart,ctd->card", (c, a * rank, tokens, d)),
         product("grad(hidden)", ("grad(blocks)", "B"), "ctd,card->cart", (c, tokens, d, a * rank)),
         Step("grad(h)", ("grad(hidden)",), "c,ar,t to acrt", hidden, moved=2 * hidden),
         product("grad(core0)", ("x", "grad(h)"), "abt,acrt->abcr", (a, b, tokens, c * rank)),
         product("grad(x)", ("grad(h)", "core0"), "acrt,abcr->abt", (a, tokens, c * rank, b)),
-        *gate_gradients(shape, 0),
+        gate_gradients(shape, 0),
     ]
-    cores = {f"core{k}": size * rank for k, size in enumerate(sizes)}
-    return linear_candidate("blocks", layer, plain, dtype, forward, backward, cores)
+    parameters = layer.cores() | layer.biases
+    machine = machine.without_onednn
+    return candidate("blocks", layer, machine, dtype, forward, backward, parameters)
+
+
+_MOST_TOKENS = 1 << 24
+
+
+@functools.lru_cache(maxsize=1024)
+def dense_from(layer: Layer, *, machine: Machine, dtype: str = "float32") -> int | None:
+    """Find the number of tokens from which multiplying by the dense weight beats its two factors.
+
+    The dense weight is formed in each pass, a cost that does not depend on the batch; in return
+    each token is cheaper where ``r (in + out) > in * out``. The layer's own tokens do not count.
+
+    Returns:
+        The smallest such number, or None if dense is slower at any batch (up to 2**24 tokens), or
+        if the layer's weight has vanished.
+    """
+    machine.rate(dtype)
+    if 0 in layer.shape.ranks:
+        return None
+    item, call = item_size(dtype), machine.call_overhead
+    train, bias, high = layer.train, layer.bias, layer.out_features
+
+    def seconds(products: Iterable[Dims]) -> float:
+        return sum(product_seconds(machine, dtype, 1, *dims) for dims in products)
+
+    w, _, _, _, grad_a, grad_b = _reconstructed_products(layer)
+    fixed = seconds([w, grad_a, grad_b] if train else [w])
+
+    def dense_wins(tokens: int) -> bool:
+        here = replace(layer, tokens=tokens)
+        factorized = seconds(_factorized_products(here)[: 6 if train else 2])
+        reconstructed = seconds(_reconstructed_products(here)[1 : 4 if train else 2]) + fixed
+        if bias:  # a column of ones in one way, a sum over rows in the other
+            factorized += call + machine.moving(tokens * item)
+            reconstructed += call + machine.moving(tokens * high * item) if train else 0.0
+        return reconstructed < factorized
+
+    return first_where(dense_wins, _MOST_TOKENS) if dense_wins(_MOST_TOKENS) else None
+
+
+def first_where(holds: Callable[[int], bool], most: int) -> int:
+    """Find the smallest number up to ``most`` at which ``holds``, given that it does at ``most``.
+
+    Doubling finds the power of two, halving the number, so ``holds`` must be monotonic.
+    """
+    high = 1
+    while high < most and not holds(high):
+        high *= 2
+    low, high = high // 2, min(high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

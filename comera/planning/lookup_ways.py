@@ -5,13 +5,13 @@ product of one slice of each; ``unique`` does the same once for every distinct r
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from comera.planning.candidate import (
     OUTPUT_GRADIENT,
     Candidate,
     Step,
+    Work,
     candidate,
     factor_chains,
     gate_gradients,
@@ -20,18 +20,15 @@ from comera.planning.candidate import (
 )
 from comera.planning.contraction import Search, lookup_network, search
 from comera.planning.machine import Machine, item_size
-from comera.planning.products import check_count, check_width
 from comera.shapes import TTMShape
 
-_INDEX = 8
-"""Bytes of an index."""
-
-OPERATORS = 3
+_INDEX_BYTES = 8
+_OPERATORS = 3
 """Python operators of a tensor-train table in each direction: two factors and the lookup."""
 
 
 @dataclass(frozen=True)
-class Lookup:
+class Lookup(Work):
     """One batch of lookups in a table.
 
     Args:
@@ -41,10 +38,6 @@ class Lookup:
         num_embeddings: Rows of the table if the modes multiply to more.
         embedding_dim: Width of the table if the modes multiply to more.
         train: Whether a backward pass follows.
-
-    Raises:
-        ValueError: If ``tokens`` is below one, ``distinct`` is not between one and ``tokens``, or a
-            size does not fit the modes.
     """
 
     shape: TTMShape
@@ -55,15 +48,13 @@ class Lookup:
     train: bool = True
 
     def __post_init__(self) -> None:
-        check_count("tokens", self.tokens)
-        rows = check_width("num_embeddings", self.num_embeddings, self.shape.num_rows)
-        columns = check_width("embedding_dim", self.embedding_dim, self.shape.num_cols)
-        distinct = min(self.tokens, rows) if self.distinct is None else self.distinct
-        if not 1 <= distinct <= self.tokens:
-            raise ValueError(f"distinct={distinct} must be between 1 and tokens={self.tokens}")
-        object.__setattr__(self, "num_embeddings", rows)
-        object.__setattr__(self, "embedding_dim", columns)
-        object.__setattr__(self, "distinct", distinct)
+        self.check_count("tokens")
+        self.fill_width("num_embeddings", self.shape.num_rows)
+        self.fill_width("embedding_dim", self.shape.num_cols)
+        if self.distinct is None:
+            object.__setattr__(self, "distinct", min(self.tokens, self.num_embeddings))
+        if not 1 <= self.distinct <= self.tokens:
+            raise ValueError(f"distinct={self.distinct} must be between 1 and tokens={self.tokens}")
 
     def __str__(self) -> str:
         return (
@@ -72,13 +63,17 @@ class Lookup:
             f"{self.distinct} distinct rows"
         )
 
+    def sizes(self, dtype: str) -> tuple[dict[str, int], int]:
+        indices = self.tokens * _INDEX_BYTES // item_size(dtype)
+        return {"indices": indices}, self.tokens * self.embedding_dim
 
-def candidates(lookup: Lookup, machine: Machine, dtype: str) -> tuple[list[Candidate], set[str]]:
-    """Return the candidates of a table, and the names of those that it runs."""
+
+def candidates(lookup: Lookup, machine: Machine, dtype: str) -> list[Candidate]:
+    """Return the candidates of a table, which has no code for ``factors``."""
     if 0 in lookup.shape.ranks:
-        return [only_zeros(lookup, machine, dtype)], {"zeros"}
-    each = [from_factors(lookup, machine, dtype, unique=unique) for unique in (True, False)]
-    return each, {"unique"}
+        return [only_zeros(lookup, machine, dtype)]
+    factors = from_factors(lookup, machine, dtype, unique=False)
+    return [from_factors(lookup, machine, dtype, unique=True), replace(factors, runs=False)]
 
 
 def best_tree(lookup: Lookup) -> Search | None:
@@ -93,35 +88,31 @@ def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) 
     """Plan every row, or with ``unique`` every distinct one, as a product of slices of two factors.
 
     The factors are counted as contracted whole. On a CPU that is too much for large tables and
-    small batches, for which only those slices are contracted that they read.
+    small batches, for which only the slices that are read are contracted.
     """
     # Sizes: `rows` are made from slices (wide, rank) and (rank, high) of the two factors.
-    shape, rank = lookup.shape, lookup.shape.ranks[lookup.shape.split - 1]
-    rows = lookup.distinct if unique else lookup.tokens
+    shape, split = lookup.shape, lookup.shape.split
+    rank, rows = shape.ranks[split - 1], lookup.distinct if unique else lookup.tokens
     left, right = factor_chains(shape)
-    wide, high = (
-        math.prod(shape.col_modes[: shape.split]),
-        math.prod(shape.col_modes[shape.split :]),
-    )
-    left_size = math.prod(shape.slice_sizes[: shape.split]) * rank
-    right_size = math.prod(shape.slice_sizes[shape.split :]) * rank
+    wide, high = math.prod(shape.col_modes[:split]), math.prod(shape.col_modes[split:])
+    left_size = math.prod(shape.slice_sizes[:split]) * rank
+    right_size = math.prod(shape.slice_sizes[split:]) * rank
     # Distinct rows are an intermediate: they are sorted out first and gathered to y at the end.
     numbers = lookup.tokens * lookup.embedding_dim
     made = "rows" if unique else "y"
     gradient = "grad(rows)" if unique else OUTPUT_GRADIENT
-    search = [_sort(lookup.tokens, dtype)] if unique else []
     gathers = [
         _gather("slices of A", left.name, rows * wide * rank),
         _gather("slices of B", right.name, rows * rank * high),
     ]
     forward = [
-        *gates(shape, OPERATORS),
+        gates(shape, _OPERATORS),
         *left.forward,
         *right.forward,
         # The modes of rows come first afterwards, so that a slice lies in one piece.
         _permute(left.name, left_size),
         _permute(right.name, right_size),
-        *search,
+        *([_sort(lookup.tokens, dtype)] if unique else []),
         *gathers,
         product(made, ("slices of A", "slices of B"), "bpr,brq->bpq", (rows, wide, rank, high)),
         *([_gather("y", made, numbers)] if unique else []),
@@ -144,10 +135,10 @@ def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) 
         _permute(f"grad({right.name})", right_size),
         *left.backward,
         *right.backward,
-        *gate_gradients(shape, OPERATORS),
+        gate_gradients(shape, _OPERATORS),
     ]
     name = "unique" if unique else "factors"
-    return _lookup(name, lookup, machine, dtype, forward, backward, _cores(shape))
+    return candidate(name, lookup, machine, dtype, forward, backward, lookup.cores())
 
 
 def torch_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
@@ -157,45 +148,21 @@ def torch_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
     forward = [replace(_gather("y", "weight", numbers), modules=0.5)]
     scattered = _scatter("grad(weight)", OUTPUT_GRADIENT, numbers, weight)
     backward = [replace(scattered, modules=0.5)]
-    return _lookup("nn.Embedding", lookup, machine, dtype, forward, backward, {"weight": weight})
+    parameters = {"weight": weight}
+    return candidate("nn.Embedding", lookup, machine, dtype, forward, backward, parameters)
 
 
 def only_zeros(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
     """Plan a table that has vanished: every row is zero."""
     numbers = lookup.tokens * lookup.embedding_dim
     forward = [Step("y", (), "zeros", numbers, moved=numbers)]
-    return _lookup("zeros", lookup, machine, dtype, forward, [], {})
-
-
-def _lookup(
-    name: str,
-    lookup: Lookup,
-    machine: Machine,
-    dtype: str,
-    forward: Sequence[Step],
-    backward: Sequence[Step],
-    parameters: Mapping[str, int],
-) -> Candidate:
-    return candidate(
-        name,
-        machine,
-        dtype,
-        forward=forward,
-        backward=backward if lookup.train else [],
-        inputs={"indices": lookup.tokens * _INDEX // item_size(dtype)},
-        output_gradient=lookup.tokens * lookup.embedding_dim,
-        parameters=parameters,
-    )
-
-
-def _cores(shape: TTMShape) -> dict[str, int]:
-    return {f"core{k}": math.prod(size) for k, size in enumerate(shape.core_shapes)}
+    return candidate("zeros", lookup, machine, dtype, forward, [], {})
 
 
 def _sort(tokens: int, dtype: str) -> Step:
     """Count a sort: numbers and their eight-byte positions move about log2(tokens) times each."""
     moved = math.ceil(4 * tokens * math.log2(max(2, tokens)))
-    size = 2 * tokens * _INDEX // item_size(dtype)
+    size = 2 * tokens * _INDEX_BYTES // item_size(dtype)
     return Step("distinct", ("indices",), "sort the indices", size, moved=moved, calls=6)
 
 

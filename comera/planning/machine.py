@@ -1,7 +1,7 @@
 """The speeds of a machine, in the few numbers that predict the time of a layer.
 
-The numbers are measured once (``comera calibrate``) and kept as one JSON file a machine in the
-cache folder; until then, and where the file cannot be used, rough defaults stand in.
+``comera calibrate`` measures them and saves one JSON file for each machine in the cache folder.
+Without such a file rough defaults are used.
 """
 
 import functools
@@ -21,6 +21,7 @@ log = logging.getLogger("comera.machine")
 ONEDNN_FROM = 1 << 22
 """Multiply-adds from which oneDNN's 30 us a call, and 1 ms a new shape, are soon won back."""
 
+_ABOVE_ZERO = ("bandwidth", "strided_bandwidth", "cache_bandwidth", "tile", "onednn")
 _MAY_BE_ZERO = (
     "cache_bytes", "call_overhead", "operator_overhead", "half_width", "half_depth", "eager_call",
     "eager_operator", "eager_module", "module_overhead",
@@ -29,11 +30,7 @@ _ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def item_size(dtype: str) -> int:
-    """Return the bytes of one number.
-
-    Raises:
-        ValueError: If the dtype is unknown.
-    """
+    """Return the bytes of one number. Raises ValueError if the dtype is unknown."""
     size = _ITEM_SIZES.get(dtype)
     if size is None:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(map(repr, _ITEM_SIZES))}")
@@ -45,33 +42,31 @@ class Machine:
     """One device, and for a CPU one number of threads.
 
     Args:
-        name: What people call it, e.g. ``"NVIDIA H200"``.
+        name: Name of the device, e.g. ``"NVIDIA H200"``.
         kind: ``"cpu"`` or ``"cuda"``.
         flops: Pairs of a dtype and the floating-point operations a second of a large square
             matrix product; a multiply-add is two.
         bandwidth: Bytes a second, read and written together, of a pass over a large tensor.
         strided_bandwidth: The same where numbers are rearranged: permuted copies, gathers.
-        cache_bandwidth: The same of a pass over a tensor that stays in the last cache.
-        cache_bytes: How much does.
-        call_overhead: Seconds that starting one kernel costs, however small; on a GPU as a node of
-            a CUDA graph.
-        operator_overhead: Seconds that entering one Python operator costs on top; zero on a GPU,
-            where a graph holds no Python.
+        cache_bandwidth: The same for a tensor that stays in the last cache.
+        cache_bytes: Size of that cache.
+        call_overhead: Seconds to start one kernel; on a GPU as a node of a CUDA graph.
+        operator_overhead: Seconds to enter one Python operator, on top; zero on a GPU, where a
+            graph holds no Python.
         tile: Columns that the kernels of matrix products work on at once.
         whole_tiles: Whether a remainder costs one tile more, as on a GPU, or as many as it has
             powers of two (14 = 8 + 4 + 2: three), as in the kernels of CPU libraries.
         half_width: Narrower side of the result, in whole tiles, at which a product reaches half
             its peak rate.
         half_depth: The same for the side that is summed over.
-        onednn: How many times as fast oneDNN is at float32 products as what torch takes by itself,
-            which is what ``flops`` tells.
-        threads: Threads the numbers hold for; None on a GPU.
+        onednn: Speed of oneDNN at float32 products, in units of torch's default library, whose
+            rate is in ``flops``.
+        threads: Threads that the numbers hold for; None on a GPU.
         measured: False for the rough defaults.
-        eager_call: Seconds that the host takes to start one kernel in eager mode; of this and the
-            next two only a GPU has any.
-        eager_operator: Seconds that the host takes to enter one Python operator there, on top.
-        eager_module: Seconds that the host takes for a layer of torch's there, beyond its calls.
-        module_overhead: What ``eager_module`` is, in a machine that :attr:`eager` made.
+        eager_call: On a GPU, seconds of the host to start one kernel in eager mode.
+        eager_operator: On a GPU, seconds of the host to enter one Python operator, on top.
+        eager_module: On a GPU, seconds of the host for a layer of torch's beyond its calls.
+        module_overhead: ``eager_module`` in a machine that :attr:`eager` made.
         runs_ahead: Whether the host starts kernels while the device works: the longer of both
             counts, not the sum.
 
@@ -106,17 +101,11 @@ class Machine:
         for dtype, rate in self.flops:
             item_size(dtype)
             _check_number(f"flops of {dtype}", rate, above_zero=True)
-        for name in ("bandwidth", "strided_bandwidth", "cache_bandwidth", "tile", "onednn"):
-            _check_number(name, getattr(self, name), above_zero=True)
-        for name in _MAY_BE_ZERO:
-            _check_number(name, getattr(self, name), above_zero=False)
+        for name in (*_ABOVE_ZERO, *_MAY_BE_ZERO):
+            _check_number(name, getattr(self, name), above_zero=name in _ABOVE_ZERO)
 
     def rate(self, dtype: str) -> float:
-        """Return the floating-point operations a second of a large product.
-
-        Raises:
-            ValueError: If this machine has no rate for ``dtype``.
-        """
+        """Return the floating-point operations a second; ValueError if there is no such rate."""
         for name, rate in self.flops:
             if name == dtype:
                 return rate
@@ -129,7 +118,7 @@ class Machine:
         return self.onednn > 1.1
 
     def product_rate(self, dtype: str, multiply_adds: int) -> float:
-        """Return the rate of one product in the layers: large ones take the faster library."""
+        """Return the rate of one product in the layers: large ones use the faster library."""
         by_onednn = dtype == "float32" and self.prefers_onednn and multiply_adds >= ONEDNN_FROM
         return self.rate(dtype) * (self.onednn if by_onednn else 1.0)
 
@@ -152,16 +141,11 @@ class Machine:
         )
 
     def in_all(self, working: float, starting: float) -> float:
-        """Return the seconds of steps whose work and whose starts take so long."""
+        """Return the seconds of steps from those of their work and those of their starts."""
         return max(working, starting) if self.runs_ahead else working + starting
 
     def share(self, narrow: int, depth: int) -> float:
-        """Predict which share of its peak rate a matrix product reaches; at most 1.
-
-        Args:
-            narrow: Narrower side of the result.
-            depth: The side that is summed over.
-        """
+        """Predict the share of the peak rate of a product: narrower side, side summed over."""
         whole, rest = divmod(narrow, self.tile)
         tiles = whole + (rest > 0 if self.whole_tiles else rest.bit_count())
         width = narrow / (tiles * self.tile + self.half_width)
@@ -197,67 +181,35 @@ def _check_number(name: str, value: object, above_zero: bool) -> None:
 _DEFAULTS = {
     # A desktop-like CPU with two cores.
     "cpu": Machine(
-        name="two cores",
-        kind="cpu",
+        name="two cores", kind="cpu", threads=2, measured=False,
         flops=(("float64", 65e9), ("float32", 130e9), ("bfloat16", 65e9), ("float16", 30e9)),
-        bandwidth=12e9,
-        strided_bandwidth=6e9,
-        cache_bandwidth=40e9,
-        cache_bytes=8e6,
-        call_overhead=6e-6,
-        operator_overhead=250e-6,
-        tile=16,
-        whole_tiles=False,
-        half_width=4,
-        half_depth=6,
-        threads=2,
-        measured=False,
+        bandwidth=12e9, strided_bandwidth=6e9, cache_bandwidth=40e9, cache_bytes=8e6,
+        call_overhead=6e-6, operator_overhead=250e-6,
+        tile=16, whole_tiles=False, half_width=4, half_depth=6,
     ),
-    # Like an H200; the host like that of an H100 with a slow Xeon, of which a call took 7.7 us and
-    # a dense layer, both passes, 250 us.
+    # Like an H200, with a host like that of an H100 with a slow Xeon.
     "cuda": Machine(
-        name="H200",
-        kind="cuda",
+        name="H200", kind="cuda", measured=False,
         flops=(("float64", 60e12), ("float32", 60e12), ("bfloat16", 790e12), ("float16", 790e12)),
-        bandwidth=4.3e12,
-        strided_bandwidth=2e12,
-        cache_bandwidth=8e12,
-        cache_bytes=40e6,
-        call_overhead=2e-6,
-        operator_overhead=0.0,
-        tile=64,
-        whole_tiles=True,
-        half_width=32,
-        half_depth=64,
-        measured=False,
-        eager_call=7.7e-6,
-        eager_operator=250e-6,
-        eager_module=220e-6,
+        bandwidth=4.3e12, strided_bandwidth=2e12, cache_bandwidth=8e12, cache_bytes=40e6,
+        call_overhead=2e-6, operator_overhead=0.0,
+        tile=64, whole_tiles=True, half_width=32, half_depth=64,
+        eager_call=7.7e-6, eager_operator=250e-6, eager_module=220e-6,
     ),
-}
+}  # fmt: skip
 
 
 def default_machine(kind: str = "cpu") -> Machine:
-    """Return rough numbers of a two-core CPU, or of an H200-like GPU.
-
-    Raises:
-        ValueError: If ``kind`` is neither ``"cpu"`` nor ``"cuda"``.
-    """
+    """Return rough numbers of a two-core CPU, or of an H200-like GPU (``"cuda"``)."""
     _check_kind(kind)
     return _DEFAULTS[kind]
 
 
 def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None = None) -> Machine:
-    """Load the saved profile of a machine, or else take the default, which is logged once.
+    """Load the saved profile of a machine; without one log that once and return the default.
 
-    Args:
-        kind: ``"cpu"`` or ``"cuda"``.
-        name: Name of the device, as it was saved. This computer's processor if None; a GPU without
-            a name has no profile.
-        threads: Threads in use on a CPU. As many as this process may run on if None.
-
-    Raises:
-        ValueError: If ``kind`` is unknown.
+    On a CPU None is this computer's processor, and as many threads as this process may run on. A
+    GPU without a name has no profile.
     """
     _check_kind(kind)
     if kind == "cpu":
@@ -267,10 +219,7 @@ def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None
 
 
 def save_machine(machine: Machine) -> Path:
-    """Write the profile where :func:`load_machine` finds it, and return the path.
-
-    Plans made before keep the machine they were made for.
-    """
+    """Write the profile where :func:`load_machine` finds it, and return the path."""
     path = profile_path(machine.kind, machine.name, machine.threads)
     content = {**asdict(machine), "flops": dict(machine.flops)}
     with replacing(path) as temporary:
@@ -286,7 +235,7 @@ def processor_name() -> str:
 
 
 def cpu_info(entry: str) -> str | None:
-    """Read what Linux says of the first processor under that name; None elsewhere."""
+    """Read an entry of ``/proc/cpuinfo`` for the first processor; None where there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -297,40 +246,32 @@ def cpu_info(entry: str) -> str | None:
 
 @functools.cache
 def usable_threads() -> int:
-    """Count the cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-@functools.cache  # so that what stands in for a missing profile is said once
+@functools.cache  # a missing profile is logged once
 def _load(kind: str, name: str | None, threads: int | None) -> Machine:
     path = profile_path(kind, name or "", threads)
     if name is None or not path.exists():
-        log.info(
-            "no profile of this machine (%s): times are predicted from default numbers; "
-            "run `comera calibrate`",
-            name or kind,
-        )
-        return default_machine(kind)
-    try:
-        content = json.loads(path.read_text())
-        unknown = set(content) ^ {field.name for field in fields(Machine)}
-        if unknown:
-            raise ValueError(f"the entries {sorted(unknown)} are missing or not known")
-        return Machine(**{**content, "flops": tuple(content["flops"].items())})
-    except (OSError, ValueError, TypeError, AttributeError) as problem:
-        log.info(
-            "the profile %s cannot be used (%s): times are predicted from default numbers; "
-            "run `comera calibrate`",
-            path,
-            problem,
-        )
-        return default_machine(kind)
+        problem = f"no profile of this machine ({name or kind})"
+    else:
+        try:
+            content = json.loads(path.read_text())
+            unknown = set(content) ^ {field.name for field in fields(Machine)}
+            if unknown:
+                raise ValueError(f"the entries {sorted(unknown)} are missing or not known")
+            return Machine(**{**content, "flops": tuple(content["flops"].items())})
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            problem = f"the profile {path} cannot be used ({error})"
+    log.info("%s: times are predicted from default numbers; run `comera calibrate`", problem)
+    return default_machine(kind)
 
 
 def profile_path(kind: str, name: str, threads: int | None, what: str = "") -> Path:
-    """Return where something measured of a device is kept; ``what`` is nothing for its profile."""
+    """Return the file for measurements of a device; its profile if ``what`` is empty."""
     words = re.findall(r"[a-z0-9]+", f"{kind} {name}".lower())
     threaded = [f"{threads}threads"] if threads else []
     more = re.findall(r"[a-z0-9]+", what.lower())

@@ -1,25 +1,23 @@
 """The plan of a layer at a batch: the ways to compute it, timed, and compared with the dense layer.
 
 :func:`break_even` compares one linear layer with ``nn.Linear``, and :func:`suggest` searches a rank
-at which it would be faster.
+at which it would be faster. Results are cached. All raise ValueError if the machine has no rate for
+``dtype``: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
 from comera.planning.contraction import Search
-from comera.planning.linear_ways import factorized, reconstructed, torch_linear
-from comera.planning.lookup_ways import Lookup, torch_embedding
-from comera.planning.machine import Machine, load_machine
+from comera.planning.linear_ways import Layer, first_where
+from comera.planning.lookup_ways import Lookup
+from comera.planning.machine import Machine
 from comera.planning.printing import Report, Table, show_bytes, show_count, show_seconds
-from comera.planning.products import Layer, first_where
 from comera.shapes import BTTShape, LinearShape, TTShape
 
-_KEPT = 1024
-"""Plans that are cached."""
+_CACHED = 1024
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,11 +30,10 @@ class Plan(Report):
         dtype: Dtype of all numbers.
         machine: The machine on which times are predicted.
         candidates: The ways to compute the layer, fastest first by prediction.
-        runs: Names of those that the layer has code for; the others are there for comparison.
         dense: The torch layer it replaces.
         search: The contraction tree with the fewest operations, forward and all gradients planned
             together. None for blocks, and for a layer whose weight has vanished.
-        eager: On a GPU, where all else is of a captured step, the plan of eager mode; else None.
+        eager: On a GPU the plan of eager mode, where all else is of a captured step; else None.
     """
 
     title: str
@@ -44,7 +41,6 @@ class Plan(Report):
     dtype: str
     machine: Machine
     candidates: tuple[Candidate, ...]
-    runs: frozenset[str]
     dense: Candidate
     search: Search | None
     eager: "Plan | None" = None
@@ -52,7 +48,7 @@ class Plan(Report):
     @property
     def chosen(self) -> Candidate:
         """The fastest by prediction of those that the layer runs."""
-        return next(one for one in self.candidates if one.name in self.runs)
+        return next(one for one in self.candidates if one.runs)
 
     @property
     def time_ratio(self) -> float:
@@ -61,7 +57,7 @@ class Plan(Report):
 
     @property
     def winner(self) -> str:
-        """Name what is predicted to be the fastest: the chosen candidate, or the dense layer."""
+        """Name of the faster by prediction: the chosen candidate, or the dense layer."""
         return self.chosen.name if self.time_ratio < 1 else self.dense.name
 
     @property
@@ -81,11 +77,7 @@ class Plan(Report):
         return self.chosen.operations / self.search.operations - 1
 
     def candidate(self, name: str) -> Candidate:
-        """Return the candidate of that name.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """Return the candidate of that name; ValueError if there is none."""
         for one in self.candidates:
             if one.name == name:
                 return one
@@ -111,9 +103,10 @@ class Plan(Report):
             for name in ("forward", "backward")
             for step in getattr(self.chosen, name)
         ]
+        notes = {self.chosen.name: " (chosen)"}
         candidates = [
             (
-                one.name + self._note_of(one),
+                one.name + notes.get(one.name, "" if one.runs else " (not run)"),
                 show_count(one.operations),
                 show_seconds(one.seconds),
                 f"{one.seconds / self.dense.seconds:.2f}x",
@@ -137,11 +130,6 @@ class Plan(Report):
             ),
         ]  # fmt: skip
 
-    def _note_of(self, one: Candidate) -> str:
-        if one is self.chosen:
-            return " (chosen)"
-        return "" if one is self.dense or one.name in self.runs else " (not run)"
-
     def summary(self) -> str:
         """Compare the chosen candidate with the dense layer and with the best tree."""
         memory = show_bytes(self.chosen.peak_bytes), show_bytes(self.dense.peak_bytes)
@@ -158,11 +146,10 @@ class Plan(Report):
                 f"best tree by operations: {show_count(self.search.operations)}; "
                 f"{self.chosen.name} takes {abs(self.excess):.1%} {side}"
             )
-            if self.search.gradients:
-                separate = self.search.separate_operations
+            if self.search.separate > self.search.forward:
                 lines.append(
-                    f"each gradient planned by itself: {show_count(separate)}, "
-                    f"{separate / self.search.operations:.2f}x"
+                    f"each gradient planned by itself: {show_count(self.search.separate)}, "
+                    f"{self.search.separate / self.search.operations:.2f}x"
                 )
         return "\n".join(lines)
 
@@ -171,53 +158,25 @@ class Plan(Report):
         return f"{self.time_ratio:.2f}x the time ({ours} for {dense})"
 
 
-def plan_linear(layer: Layer, *, dtype: str = "float32", machine: Machine | None = None) -> Plan:
-    """Plan a linear layer; a second call with equal arguments returns the same plan.
-
-    Args:
-        layer: The layer and its batch.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
-        machine: The machine on which it will run; the profile of this computer's CPU if None.
+@functools.lru_cache(_CACHED)
+def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32") -> Plan:
+    """Plan a linear layer or the lookups of a table at a batch.
 
     Returns:
         The plan; on a GPU that of a captured step, with the plan of eager mode in it.
-
-    Raises:
-        ValueError: If the machine has no rate for ``dtype``.
     """
-    return _plan(layer, machine or load_machine(), dtype)
-
-
-def plan_embedding(
-    lookup: Lookup, *, dtype: str = "float32", machine: Machine | None = None
-) -> Plan:
-    """Plan the lookups of a table, as :func:`plan_linear` plans a linear layer."""
-    return _plan(lookup, machine or load_machine(), dtype)
-
-
-@functools.lru_cache(maxsize=_KEPT)
-def _plan(layer: Layer | Lookup, machine: Machine, dtype: str) -> Plan:
     machine.rate(dtype)
     if isinstance(layer, Lookup):
-        made, runs = lookup_ways.candidates(layer, machine, dtype)
-        best, dense = lookup_ways.best_tree(layer), torch_embedding(layer, machine, dtype)
+        made = lookup_ways.candidates(layer, machine, dtype)
+        dense = lookup_ways.torch_embedding(layer, machine, dtype)
+        best = lookup_ways.best_tree(layer)
     else:
-        made, runs = linear_ways.candidates(layer, machine, dtype)
-        best, dense = linear_ways.best_tree(layer), torch_linear(layer, machine, dtype)
-    return Plan(
-        title=str(layer),
-        tokens=layer.tokens,
-        dtype=dtype,
-        machine=machine,
-        candidates=tuple(sorted(made, key=lambda one: one.seconds)),  # of equals the first listed
-        runs=frozenset(runs),
-        dense=dense,
-        search=best,
-        eager=None if machine.eager is None else _plan(layer, machine.eager, dtype),
-    )
-
-
-_MOST_ORDER = 4
+        made = linear_ways.candidates(layer, machine, dtype)
+        dense = linear_ways.torch_linear(layer, machine, dtype)
+        best = linear_ways.best_tree(layer)
+    eager = plan_layer(layer, machine=machine.eager, dtype=dtype) if machine.eager else None
+    made.sort(key=lambda one: one.seconds)  # of equals the first listed
+    return Plan(str(layer), layer.tokens, dtype, machine, tuple(made), dense, best, eager)
 
 
 @dataclass(frozen=True)
@@ -226,7 +185,7 @@ class Suggestion:
 
     Attributes:
         shape: Modes and ranks with the change.
-        change: What to change, as one would type it: ``"rank=24"``.
+        change: The change as one would type it: ``"rank=24"``.
         time_ratio: Predicted time in units of the dense layer's.
     """
 
@@ -240,38 +199,41 @@ class BreakEven:
     """Comparison of a tensor train with nn.Linear at a batch; ``str`` gives a sentence or two.
 
     Attributes:
-        tokens: Rows of the batch.
-        time_ratio: Predicted time in units of nn.Linear's; above 1 loses.
-        memory_ratio: The same for the most memory held at once.
+        plan: The plan of the layer.
         suggestion: A shape that is faster than nn.Linear; None if this one is, or if none is.
-        eager_ratio: ``time_ratio`` in eager mode on a GPU, where that is of a captured step; None
-            on a CPU, which has one mode.
         blocks: Whether it is a block tensor train.
     """
 
-    tokens: int
-    time_ratio: float
-    memory_ratio: float
+    plan: Plan
     suggestion: Suggestion | None
-    eager_ratio: float | None = None
     blocks: bool = False
+
+    @property
+    def time_ratio(self) -> float:
+        """Predicted time in units of nn.Linear's; above 1 loses."""
+        return self.plan.time_ratio
 
     @property
     def loses_time(self) -> bool:
         return self.time_ratio > 1
 
     @property
+    def eager_ratio(self) -> float | None:
+        """:attr:`time_ratio` in eager mode on a GPU; None on a CPU, which has one mode."""
+        return None if self.plan.eager is None else self.plan.eager.time_ratio
+
+    @property
     def worst(self) -> float:
-        """The largest of all ratios."""
-        return max(self.time_ratio, self.memory_ratio, self.eager_ratio or 0.0)
+        """The largest of all ratios, memory included."""
+        return max(self.time_ratio, self.plan.memory_ratio, self.eager_ratio or 0.0)
 
     def __str__(self) -> str:
         kind = "block tensor train" if self.blocks else "tensor train"
-        text = f"at {self.tokens} tokens this {kind} takes {self.time_ratio:.2g}x the time "
+        text = f"at {self.plan.tokens} tokens this {kind} takes {self.time_ratio:.2g}x the time "
         text += "of nn.Linear "
         if self.eager_ratio is not None:
             text += f"in a captured step, {self.eager_ratio:.2g}x in eager mode, "
-        text += f"and {self.memory_ratio:.2g}x its memory"
+        text += f"and {self.plan.memory_ratio:.2g}x its memory"
         if self.suggestion is not None:
             return f"{text}; {self.suggestion.change} would take {self.suggestion.time_ratio:.2g}x"
         if self.loses_time:
@@ -282,99 +244,55 @@ class BreakEven:
         return text
 
 
-def break_even(
-    layer: Layer, *, dtype: str = "float32", machine: Machine | None = None
-) -> BreakEven:
-    """Predict whether a tensor train, computed the faster of its ways, beats nn.Linear at a batch.
-
-    Args:
-        layer: The layer and its batch.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
-        machine: The machine on which it will run; the profile of this computer's CPU if None.
-
-    Raises:
-        ValueError: If the machine has no rate for ``dtype``.
-    """
-    return _break_even(layer, dtype, machine or load_machine())
+@functools.lru_cache(_CACHED)
+def break_even(layer: Layer, *, machine: Machine, dtype: str = "float32") -> BreakEven:
+    """Predict whether a tensor train, run in its fastest way, beats nn.Linear at a batch."""
+    plan = plan_layer(layer, machine=machine, dtype=dtype)
+    better = suggest(layer, machine=machine, dtype=dtype) if plan.time_ratio > 1 else None
+    return BreakEven(plan, better, isinstance(layer.shape, BTTShape))
 
 
-@functools.lru_cache(maxsize=_KEPT)
-def _break_even(layer: Layer, dtype: str, machine: Machine) -> BreakEven:
-    plan = plan_linear(layer, dtype=dtype, machine=machine)
-    loses = plan.time_ratio > 1
-    return BreakEven(
-        layer.tokens,
-        plan.time_ratio,
-        plan.memory_ratio,
-        _suggest(layer, dtype, machine) if loses else None,
-        None if plan.eager is None else plan.eager.time_ratio,
-        isinstance(layer.shape, BTTShape),
-    )
-
-
-def suggest(
-    layer: Layer, *, dtype: str = "float32", machine: Machine | None = None
-) -> Suggestion | None:
+@functools.lru_cache(_CACHED)
+def suggest(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Suggestion | None:
     """Find the largest rank at which a tensor train beats nn.Linear at a batch.
 
     First the modes of ``shape`` with one bound on all bonds; if no rank of these is fast enough,
-    the balanced modes of other orders, fewest cores first. No order of contraction is searched:
-    what counts is the faster of multiplying by two factors and by the dense weight.
-
-    Args:
-        layer: The layer and its batch.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
-        machine: The machine on which it will run; the profile of this computer's CPU if None.
+    the balanced modes of other orders, fewest cores first.
 
     Returns:
         The suggestion, or None if nn.Linear is faster than any of them.
-
-    Raises:
-        ValueError: If the machine has no rate for ``dtype``.
     """
-    return _suggest(layer, dtype, machine or load_machine())
-
-
-@functools.lru_cache(maxsize=_KEPT)
-def _suggest(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
     machine.rate(dtype)
-    if isinstance(layer.shape, BTTShape):
-        return _suggest_blocks(layer, dtype, machine)
-    target = torch_linear(layer, machine, dtype).seconds
+    shape = layer.shape
+    if isinstance(shape, BTTShape):
+        for rank in range(shape.max_ranks[0], 0, -1):
+            other = shape.with_rank(rank)
+            found = plan_layer(replace(layer, shape=other), machine=machine, dtype=dtype)
+            if found.time_ratio < 1:
+                return Suggestion(other, f"rank={rank}", found.time_ratio)
+        return None
+    assert isinstance(shape, TTShape), "there are two formats"
+    target = linear_ways.torch_linear(layer, machine, dtype).seconds
 
-    def ratio(shape: TTShape) -> float:
+    def ratio(shape: TTShape) -> float:  # no search of a tree: only the faster way counts
+        ways = linear_ways.factorized, linear_ways.reconstructed
         here = replace(layer, shape=shape)
-        return (
-            min(way(here, machine, dtype).seconds for way in (factorized, reconstructed)) / target
-        )
+        return min(way(here, machine, dtype).seconds for way in ways) / target
 
-    assert isinstance(layer.shape, TTShape), "there are two formats"
-    kept = replace(layer.shape, ranks=(1,) * len(layer.shape.ranks))
+    kept = replace(shape, ranks=(1,) * len(shape.ranks))
     shapes = {"": kept}
-    for order in range(1, _MOST_ORDER + 1):
-        other = TTShape.fit(layer.in_features, layer.out_features, order=order, rank=1)
-        if other != kept:
-            shapes[f"order={order}, "] = other
-    for change, shape in shapes.items():
-        if ratio(shape.with_rank(1)) >= 1:
-            continue
-        widest = max(shape.max_ranks)
-        slower = functools.partial(_slower, shape, ratio)
-        rank = widest if not slower(widest) else first_where(slower, widest) - 1
-        best = shape.with_rank(rank)
-        return Suggestion(best, f"{change}rank={rank}", ratio(best))
+    for order in (1, 2, 3, 4):
+        fitted = TTShape.fit(layer.in_features, layer.out_features, order=order, rank=1)
+        if fitted != kept:
+            shapes[f"order={order}, "] = fitted
+    for change, each in shapes.items():
+
+        def slower(rank: int, each: TTShape = each) -> bool:
+            return ratio(each.with_rank(rank)) >= 1
+
+        if not slower(1):
+            widest = max(each.max_ranks)
+            rank = first_where(slower, widest) - 1 if slower(widest) else widest
+            best = each.with_rank(rank)
+            return Suggestion(best, f"{change}rank={rank}", ratio(best))
     return None
-
-
-def _suggest_blocks(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
-    """Find the largest rank of the blocks at which a block tensor train beats nn.Linear."""
-    for rank in range(layer.shape.max_ranks[0], 0, -1):
-        shape = layer.shape.with_rank(rank)
-        found = plan_linear(replace(layer, shape=shape), dtype=dtype, machine=machine)
-        if found.time_ratio < 1:
-            return Suggestion(shape, f"rank={rank}", found.time_ratio)
-    return None
-
-
-def _slower(shape: TTShape, ratio: Callable[[TTShape], float], rank: int) -> bool:
-    return ratio(shape.with_rank(rank)) >= 1

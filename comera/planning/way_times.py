@@ -1,10 +1,8 @@
 """Measured times of the ways of operators on a card.
 
-``comera calibrate`` measures them and saves one JSON file for each device and version of torch,
-beside the profile of the machine. Until then, and where the file cannot be used, a card takes the
-figures of one H100 below: microseconds of forward and backward pass in a CUDA graph, over several
-sets of inputs (``docs/benchmarks/h100-operators.md``). On a CPU operators try their ways as they
-list them.
+``comera calibrate`` saves them in one JSON file for each device and version of torch. Without one a
+card uses the figures of one H100 below (``docs/benchmarks/h100-operators.md``); on a CPU operators
+try their ways in the order in which they list them.
 """
 
 import functools
@@ -33,15 +31,12 @@ Size = int | str
 class Timing:
     """Times of the ways of one group of operators at one size.
 
-    Attributes:
-        group: Operators whose ways are chosen together, such as a forward and a backward pass.
-        dtype: Such as ``"bfloat16"``.
-        captured: Whether in a CUDA graph; else as the host starts it.
-        sizes: What the times depend on, as the group lists it.
-        seconds: Both passes, by the name of the way.
+    A group is chosen together, such as a forward and a backward pass.
 
-    Raises:
-        ValueError: If a time is not positive and finite, or there is none.
+    Attributes:
+        captured: Whether measured in a CUDA graph, or in eager mode.
+        sizes: Sizes that the times depend on, as the group lists them.
+        seconds: Both passes, by the name of the way.
     """
 
     group: str
@@ -63,11 +58,7 @@ class Timing:
         return self.group, self.dtype, self.captured, self.sizes
 
     def order(self, names: Sequence[str]) -> list[str]:
-        """Sort the names that have times, fastest first; even ones as they are listed.
-
-        Args:
-            names: Ways in the order in which their operator lists them.
-        """
+        """Sort the names that have times, fastest first; even ones stay in the given order."""
         left, found = [name for name in names if name in self.seconds], list[str]()
         while left:
             enough = _EVEN * min(self.seconds[name] for name in left)
@@ -78,13 +69,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class WayTimes:
-    """All times that are known of a device.
+    """All known times of a device.
 
     Attributes:
-        origin: Where they come from, for people.
+        origin: Their source, for people.
         timings: One entry a case.
         measured: Whether they were measured on this device.
-        least: Sizes by group below which the times say nothing.
+        least: Sizes by group below which there are no times.
     """
 
     origin: str
@@ -97,7 +88,7 @@ class WayTimes:
     ) -> Timing | None:
         """Return the entry whose sizes are nearest in ratio; None where nothing is alike.
 
-        Where nothing was measured in a graph what the host takes counts, and the other way round.
+        Eager times count where none was measured in a graph, and the other way round.
         """
         least = self.least.get(group, ())
         if any(isinstance(n, int) and n < low for n, low in zip(sizes, least, strict=False)):
@@ -117,23 +108,14 @@ def _distance(measured: Sequence[Size], asked: Sequence[Size]) -> float | None:
         return None
     total = 0.0
     for one, other in zip(measured, asked, strict=True):
-        if isinstance(one, str) or isinstance(other, str):
-            if one != other:
-                return None
-        else:
+        if isinstance(one, int) and isinstance(other, int):
             total += abs(math.log2(max(1, one) / max(1, other)))
+        elif one != other:
+            return None
     return total
 
 
-WHAT = "an H100 80GB HBM3, torch 2.11, 2026-11-22"
-
-Times = tuple[str, str, tuple[int | str, ...], dict[str, float]]
-"""Group of operators, dtype, sizes and microseconds by way, as in ``way_times.Timing``."""
-
-LEAST: dict[str, tuple[int, ...]] = {"feed_forward": (1024, 0, 0, 0)}
-"""Sizes of a group below which these times say nothing: fewer rows were not measured."""
-
-MICROSECONDS: tuple[Times, ...] = (
+_MICROSECONDS: tuple[tuple[str, str, tuple[Size, ...], dict[str, float]], ...] = (
     # layers, rank; dtype of the factors that are made, of float32 cores
     ("contract_cores", "float32", (36, 30), {"kernel": 162, "torch": 584}),
     ("contract_cores", "bfloat16", (36, 30), {"kernel": 151, "torch": 614}),
@@ -153,12 +135,12 @@ MICROSECONDS: tuple[Times, ...] = (
 )
 
 BUILT_IN = WayTimes(
-    f"built-in, of {WHAT}: never measured here",
+    "built-in, of an H100 80GB HBM3, torch 2.11, 2026-11-22: never measured here",
     tuple(
         Timing(group, dtype, True, sizes, {way: 1e-6 * us for way, us in times.items()})
-        for group, dtype, sizes, times in MICROSECONDS
+        for group, dtype, sizes, times in _MICROSECONDS
     ),
-    least=LEAST,
+    least={"feed_forward": (1024, 0, 0, 0)},  # fewer rows were not measured
 )
 NONE = WayTimes("built-in order: never measured here")
 
@@ -189,7 +171,7 @@ class Setting:
 def save_way_times(setting: Setting, timings: Sequence[Timing], date: str) -> Path:
     """Write times where :func:`load_way_times` finds them, and return the path.
 
-    Those of the same setting that are there already stay, but for cases that are measured anew.
+    Saved times of the same setting stay, except for cases that are measured again.
     """
     known = load_way_times(setting)
     kept = {timing.case: timing for timing in (known.timings if known.measured else ())}
@@ -206,9 +188,9 @@ def save_way_times(setting: Setting, timings: Sequence[Timing], date: str) -> Pa
     return setting.path
 
 
-@functools.cache  # read once, and what cannot be used said once
+@functools.cache  # read once; a file that cannot be used is logged once
 def load_way_times(setting: Setting) -> WayTimes:
-    """Load the times of a device; else those that come with the package, and say why."""
+    """Load the times of a device, or the built-in ones; a file that cannot be used is logged."""
     default = BUILT_IN if setting.kind == "cuda" else NONE
     try:
         content = json.loads(setting.path.read_text())
@@ -229,12 +211,11 @@ def load_way_times(setting: Setting) -> WayTimes:
 
 
 def _check(content: Any, setting: Setting) -> None:
-    """Raise ``ValueError`` if a file is not of this setting."""
+    """Raise ValueError if a file is of another setting."""
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"it is not of format {_FORMAT}")
     for name, value in asdict(setting).items():
-        if content.get(name) == value:
-            continue
-        if name == "kernels":
-            raise ValueError("the kernels have changed since")
-        raise ValueError(f"it is of {name} {content.get(name)!r}, this is {value!r}")
+        if content.get(name) != value:
+            if name == "kernels":
+                raise ValueError("the kernels have changed since")
+            raise ValueError(f"it is of {name} {content.get(name)!r}, this is {value!r}")

@@ -21,7 +21,7 @@ from comera.recipes.folder import other_data
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run import build_step, find_device, make_model, without_remarks
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks.task_kinds import prepare_task
+from comera.recipes.tasks.task import prepare_task
 from comera.train.log import progress_bar, read_metrics
 from comera.train.loop import evaluated
 from comera.train.run_state import load_checkpoint

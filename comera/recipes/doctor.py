@@ -14,8 +14,8 @@ from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
 from comera.ops.kernels import choose, launch, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
+from comera.planning.linear_ways import first_where
 from comera.planning.printing import show_seconds
-from comera.planning.products import first_where
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDTH, _RANKS = 768, (32, 128, 256, 384, 512)
@@ -129,7 +129,7 @@ def _times(device: torch.device) -> Table:
     title = f"times of the ways on {device}, {known.origin}"
     columns = ("operators", "sizes", "dtype", "", "first", "times")
     table = Table(*columns, title=title, title_justify="left")
-    for group in sorted({ways.times.group for ways in TABLE.values() if ways.times}):
+    for group in sorted({ways.group for ways in TABLE.values()}):
         timings = [timing for timing in known.timings if timing.group == group]
         for timing in timings:
             first = timing.order(ways_of(group))[0]

@@ -35,7 +35,7 @@ from comera.recipes.folder import (
     settings_of,
 )
 from comera.recipes.run_config import RunConfig
-from comera.train.stop_signals import PARENT, on_stop_signals
+from comera.train.processes import PARENT, on_stop_signals
 
 LOG = "log.txt"
 

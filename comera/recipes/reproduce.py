@@ -19,7 +19,6 @@ from comera.params import model_size
 from comera.planning.machine import processor_name
 from comera.planning.printing import show_bytes
 from comera.recipes import parse
-from comera.recipes.folder import DataRecord
 from comera.recipes.parse import read_yaml
 from comera.recipes.report.sweep_report import comparison_cells, read_comparison
 from comera.recipes.run import (
@@ -32,8 +31,7 @@ from comera.recipes.run import (
 from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, unskipped
-from comera.recipes.tasks.task import Batch, Task
-from comera.recipes.tasks.task_kinds import kind_of, planned_dense_model
+from comera.recipes.tasks.task import Batch, task_of
 
 Scale = Literal["small", "paper"]
 
@@ -217,18 +215,19 @@ def dry_run(config: RunConfig, most_bytes: int) -> str:
         config.train, steps=steps, epochs=None, batch_size=_ROWS, accumulate=1, compile=False
     )
     small = dataclasses.replace(config, train=train, device="cpu", twin=False)
-    kind = kind_of(small)
+    task = task_of(small)
+    task.sizes, task.steps = task.planned_sizes(), steps
 
     def batch(step: int) -> Batch:
         torch.manual_seed(step)
-        return kind.drawn_batch(_ROWS, kind.planned_sizes())
+        return task.drawn_batch(_ROWS, task.sizes)
 
     with without_remarks():
         if needed > most_bytes:
             model = planned_model(small)
             with torch.device("meta"):
                 data = batch(0)
-            kind.loss(model, data).backward()
+            task.loss(model, data).backward()
             missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
             if missing:
                 raise ValueError(f"{missing[0]} gets no gradient")
@@ -238,11 +237,6 @@ def dry_run(config: RunConfig, most_bytes: int) -> str:
                 "forward and backward fit by their shapes"
             )
         else:
-            task = Task(
-                make_model=lambda: planned_dense_model(small), get_batch=batch, loss_fn=kind.loss,
-                evaluate=lambda model: {}, steps=steps, record=DataRecord({}, ""),
-                per_step=(_ROWS, "rows"), lean=kind.lean,
-            )  # fmt: skip
             torch.manual_seed(config.seed)
             model = make_model(small, task, torch.device("cpu"))
             params, step = model_size(model).params, build_step(model, small, task)

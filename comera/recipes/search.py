@@ -13,7 +13,8 @@ import numpy as np
 from comera.extras import needed_by
 from comera.recipes.jobs import Job
 from comera.recipes.parse import check_nulls, parse_settings
-from comera.recipes.report.sweep_report import HIGHER_IS_BETTER, read_trained
+from comera.recipes.report.sweep_report import read_trained
+from comera.recipes.run_config import HIGHER_IS_BETTER
 
 JOURNAL = "search.journal"
 """Optuna's storage in the folder of a sweep: every trial, its settings and its result."""

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comera.planning.linear_ways import Layer, dense_from
 from comera.planning.machine import default_machine
-from comera.planning.planner import break_even, plan_linear, suggest
-from comera.planning.products import Layer, dense_from
+from comera.planning.planner import break_even, plan_layer, suggest
 from comera.shapes import TTShape
 
 CPU, GPU = default_machine("cpu"), default_machine("cuda")
@@ -34,7 +34,7 @@ def test_the_threshold_is_where_the_candidates_cross(rank, bias, train, machine)
     shape = SHAPE.with_rank(rank)
 
     def dense_wins(tokens):
-        plan = plan_linear(Layer(shape, tokens, bias=bias, train=train), machine=machine)
+        plan = plan_layer(Layer(shape, tokens, bias=bias, train=train), machine=machine)
         return plan.candidate("reconstructed").seconds < plan.candidate("factorized").seconds
 
     threshold = dense_from(Layer(shape, 1, bias=bias, train=train), machine=machine)
@@ -108,7 +108,7 @@ def test_one_that_loses_names_the_rank_that_would_win():
     assert f"; rank={rank} would take " in str(said)
 
     def ratio(rank):
-        plan = plan_linear(Layer(shape.with_rank(rank), 512), machine=CPU)
+        plan = plan_layer(Layer(shape.with_rank(rank), 512), machine=CPU)
         ways = (plan.candidate(name).seconds for name in ("factorized", "reconstructed"))
         return min(ways) / plan.dense.seconds
 

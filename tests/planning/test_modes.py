@@ -11,10 +11,10 @@ from torch import nn
 import comera
 from comera.nn import module
 from comera.planning.candidate import Step
+from comera.planning.linear_ways import Layer
 from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import default_machine, load_machine, save_machine
-from comera.planning.planner import break_even, plan_embedding, plan_linear
-from comera.planning.products import Layer
+from comera.planning.planner import break_even, plan_layer
 from comera.shapes import TTMShape, TTShape
 
 CPU, CARD = default_machine("cpu"), default_machine("cuda")
@@ -24,9 +24,9 @@ WIDE = Layer(TTShape((16, 16, 16), (16, 16, 16), (16, 32, 32, 32, 16)), 16384)
 
 def test_a_cpu_has_one_mode():
     assert CPU.eager is None
-    assert plan_linear(WIDE, machine=CPU).eager is None
+    assert plan_layer(WIDE, machine=CPU).eager is None
     assert break_even(WIDE, machine=CPU).eager_ratio is None
-    assert "captured" not in str(plan_linear(WIDE, machine=CPU))
+    assert "captured" not in str(plan_layer(WIDE, machine=CPU))
 
 
 def test_where_the_host_runs_ahead_the_longer_of_work_and_starts_counts():
@@ -40,8 +40,8 @@ def test_where_the_host_runs_ahead_the_longer_of_work_and_starts_counts():
 
 
 def test_a_layer_whose_host_takes_longer_than_dense_loses_eagerly_and_wins_captured():
-    plan = plan_linear(WIDE, dtype="bfloat16", machine=SLOW_HOST)
-    assert plan is plan_linear(WIDE, dtype="bfloat16", machine=SLOW_HOST)
+    plan = plan_layer(WIDE, dtype="bfloat16", machine=SLOW_HOST)
+    assert plan is plan_layer(WIDE, dtype="bfloat16", machine=SLOW_HOST)
     assert (plan.winner, plan.eager.winner) == ("factorized", "nn.Linear")
     assert plan.eager.chosen.seconds >= 4e-3  # four operators
     text = str(plan)
@@ -55,13 +55,13 @@ def test_a_layer_whose_host_takes_longer_than_dense_loses_eagerly_and_wins_captu
 
 
 def test_with_a_fast_host_it_wins_in_both():
-    plan = plan_linear(WIDE, machine=replace(SLOW_HOST, eager_call=1e-6, eager_operator=1e-6))
+    plan = plan_layer(WIDE, machine=replace(SLOW_HOST, eager_call=1e-6, eager_operator=1e-6))
     assert plan.winner == plan.eager.winner == "factorized"
 
 
 def test_a_table_too():
     shape = TTMShape((20, 20, 10), (4, 8, 8), (8, 8))
-    plan = plan_embedding(Lookup(shape, 512), machine=SLOW_HOST)
+    plan = plan_layer(Lookup(shape, 512), machine=SLOW_HOST)
     assert plan.eager.chosen.seconds > plan.chosen.seconds
     assert "in eager mode" in str(plan)
 

@@ -8,7 +8,7 @@ import torch
 import comera
 from comera.models.transformer import Encoder, SequenceClassifier
 from comera.ops.context import static_shapes
-from comera.planning.products import _dense_from as planned_dense_from
+from comera.planning.linear_ways import dense_from as planned_dense_from
 from comera.train.host_state import make_capturable_
 from tests.train.counting import Calls, Launches, attention_as_on_a_card
 

@@ -28,9 +28,9 @@ from comera.recipes.report.page import (
     show_times,
     write_page,
 )
+from comera.recipes.run_config import HIGHER_IS_BETTER
 from comera.train.log import from_json, to_json
 
-HIGHER_IS_BETTER = ("accuracy", "auc")
 _FIGURES = ("params", "metrics", "steps", "seconds", "test", "checkpoint_bytes")
 _NONE = "–"
 
