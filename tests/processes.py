@@ -95,10 +95,10 @@ def this_process():
 
 
 def said(call):
-    """The message of the ``ValueError`` that a call raises: to be sent to the test."""
+    """The message of the error that a call raises: to be sent to the test."""
     try:
         call()
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         return str(error)
     return "nothing was raised"
 

@@ -2,12 +2,10 @@
 
 ::
 
-    folder/step-000001000/manifest.json        what there is, its checksums, the link to the last
+    folder/step-000001000/manifest.json        description, checksums, link to the one before
                           tensors.safetensors  compressed streams of bytes
 
-A checkpoint is written under another name, flushed to the disk and renamed. Its manifest holds the
-checksum of its file, of itself, and of the manifest it builds on: to change a byte anywhere is to
-break the chain there, visibly.
+A manifest holds the checksum of its file, of itself, and of the manifest it builds on.
 """
 
 import contextlib
@@ -27,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from comera.checkpoint.snapshot import parsed
+from comera.checkpoint.skeleton import parsed
 from comera.checkpoint.streams import DamagedError
 from comera.files import naming_a_full_disk
 
@@ -50,7 +48,7 @@ class Manifest:
             a key frame.
         size: Bytes of the file of streams.
         sha256: Checksum of that file.
-        raw_bytes: Bytes of all tensors as they are in memory.
+        raw_bytes: Bytes of all tensors in memory.
         streams: Bytes of every stream before and after its compression.
         figures: Measurements that are not needed to read it.
     """
@@ -65,15 +63,15 @@ class Manifest:
 
     @property
     def checksum(self) -> str:
-        """Return the SHA-256 of the canonical text without the checksum."""
-        return hashlib.sha256(_canonical(self._fields()).encode()).hexdigest()
+        """SHA-256 of the text without the checksum."""
+        return hashlib.sha256(self._text({}).encode()).hexdigest()
 
     def text(self) -> str:
-        """Return the whole file, the same for the same manifest."""
-        return _canonical({**self._fields(), "checksum": self.checksum})
+        """Return the content of the file, the same for the same manifest."""
+        return self._text({"checksum": self.checksum})
 
-    def _fields(self) -> dict[str, Any]:
-        return {
+    def _text(self, more: Mapping[str, str]) -> str:
+        fields = {
             "version": VERSION,
             "step": self.step,
             "previous": self.previous and {"step": self.previous[0], "checksum": self.previous[1]},
@@ -81,11 +79,9 @@ class Manifest:
             "raw_bytes": self.raw_bytes,
             "streams": self.streams,
             "figures": self.figures,
+            **more,
         }
-
-
-def _canonical(fields: Mapping[str, Any]) -> str:
-    return json.dumps(fields, indent=1, sort_keys=True) + "\n"
+        return json.dumps(fields, indent=1, sort_keys=True) + "\n"
 
 
 class FolderInUseError(RuntimeError):
@@ -123,15 +119,11 @@ class Archive:
         return self.folder / f"step-{step:09d}"
 
     def size(self, step: int) -> int:
-        """Count the bytes of a checkpoint's files; what it links to is not among them."""
+        """Return the bytes of a checkpoint's own files."""
         return sum(file.stat().st_size for file in self.path(step).iterdir())
 
     def manifest(self, step: int) -> Manifest:
-        """Read the manifest of a step, checked against itself.
-
-        Raises:
-            DamagedError: If it is missing or not as it was written.
-        """
+        """Read the manifest of a step; ``DamagedError`` if it is missing or was changed."""
         path = self.path(step) / MANIFEST
         try:
             with path.open("rb") as file:
@@ -165,11 +157,7 @@ class Archive:
         return manifest
 
     def streams(self, manifest: Manifest) -> dict[str, bytes]:
-        """Read the compressed streams of a checkpoint.
-
-        Raises:
-            DamagedError: If the file is missing or not what was written.
-        """
+        """Read the streams of a checkpoint; ``DamagedError`` if the file is not the one written."""
         path = self.path(manifest.step) / TENSORS
         try:
             if path.stat().st_size != manifest.size:
@@ -190,7 +178,7 @@ class Archive:
         """Return manifests from the key frame to a step, each checked against the next one.
 
         Raises:
-            DamagedError: If one is missing or not sound, or is not the one that was built on.
+            DamagedError: If one is missing, was changed, or is not the one that was built on.
         """
         found = [self.manifest(step)]
         while (previous := found[-1].previous) is not None:
@@ -203,13 +191,11 @@ class Archive:
             found.append(before)
         return found[::-1]
 
-    # ── writing ──────────────────────────────────────────────────────────────────────────────────
-
     def lock(self) -> None:
-        """Make this process the one that writes; clear what an interrupted one left.
+        """Lock the folder for this process, and delete what an interrupted one left.
 
         Raises:
-            FolderInUseError: If another one is.
+            FolderInUseError: If another process has locked it.
         """
         if self._lock.is_locked:
             return
@@ -237,7 +223,7 @@ class Archive:
         """Add a checkpoint, which appears in full or not at all; arguments as of :class:`Manifest`.
 
         Raises:
-            OSError: If it cannot be written; says what to do if the disk is full.
+            OSError: If it cannot be written; the message has the way out if the disk is full.
         """
         sha256 = hashlib.sha256(file).hexdigest()
         manifest = Manifest(step, previous, len(file), sha256, raw_bytes, streams, figures)
@@ -256,14 +242,14 @@ class Archive:
         return manifest
 
     def remove(self, steps: list[int]) -> None:
-        """Delete checkpoints, the last first, so that none is ever without what it builds on."""
+        """Delete checkpoints, the last first: none is ever without the one it builds on."""
         for step in sorted(steps, reverse=True):
             leaving = self.folder / f"{_PARTIAL}removed-{step:09d}"
             self.path(step).rename(leaving)
             shutil.rmtree(leaving)
 
     def clear(self) -> None:
-        """Delete all that is a chain's, and the folder unless something else is in it."""
+        """Delete all files of the chain, and the folder unless something else is in it."""
         self.remove(self.steps())
         for pattern in (f"{_PARTIAL}*", f"{_DAMAGED}step-*"):
             for left in self.folder.glob(pattern):
@@ -273,7 +259,7 @@ class Archive:
             self.folder.rmdir()
 
     def set_aside(self, step: int) -> Path:
-        """Rename an unsound checkpoint, so that its step is free; returns where it is."""
+        """Rename an unsound checkpoint, so that its step is free; returns its new path."""
         for again in ("", *(f"-{k}" for k in range(2, 1000))):
             to = self.folder / f"{_DAMAGED}{self.path(step).name}{again}"
             with contextlib.suppress(OSError):  # that name is taken

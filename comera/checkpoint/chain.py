@@ -10,20 +10,26 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 
 from comera.checkpoint.archive import Archive, Manifest, packed
-from comera.checkpoint.contents import Quality, decode, decode_model, encode
-from comera.checkpoint.snapshot import Policy, Snapshot, take_snapshot
+from comera.checkpoint.contents import (
+    Policy,
+    Quality,
+    Snapshot,
+    decode,
+    decode_model,
+    encode,
+    take_snapshot,
+)
 from comera.checkpoint.streams import DamagedError
 
 log = logging.getLogger("comera")
 
 KEY_EVERY = 20
-"""Checkpoints from one key frame to the next, where nothing else is asked for."""
+"""Default number of checkpoints from one key frame to the next."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,9 @@ class Checkpoint:
 
     Attributes:
         step: Optimizer steps done.
-        model: What ``model.load_state_dict`` takes.
-        optimizer: What ``optimizer.load_state_dict`` takes; None if none was saved.
-        extra: What was given as ``extra``.
+        model: The state dict of the model.
+        optimizer: The state dict of the optimizer; None if none was saved.
+        extra: The ``extra`` of the caller.
         parameters: Names of weights by the keys of ``optimizer["state"]``, where known.
     """
 
@@ -50,16 +56,15 @@ class CheckpointChain:
 
     After ExCP (arXiv 2406.11257): a checkpoint holds the change of the weights since the one
     before, as that one will be read, and the optimizer's moments; small changes are left out, and
-    the moments that belong to them; what is kept becomes one of a few values, learned tensor by
-    tensor; what remains is entropy coded. Errors do not add up, since the next change makes up for
-    them. Unlike in the paper, a value is given to the nearest *or a cheaper* of the few, second
-    moments that are left out are read as the mean of their row and column instead of zero, and
-    every ``key_every``-th checkpoint stands alone. So does, in any checkpoint, a tensor that has
-    changed by an amount not well below its size (the squares of its change sum to more than half
-    of its own), or of which many entries became zero.
+    their moments; the rest becomes one of a few values, learned for each tensor, and is entropy
+    coded. Errors do not add up, since the next change makes up for them. Unlike in the paper, a
+    value becomes the nearest *or a cheaper* of the few, second moments that are left out are read
+    as the mean of their row and column instead of zero, and every ``key_every``-th checkpoint
+    stands alone. So does, in any checkpoint, a tensor whose change is about as large as itself, or
+    that lost many entries to zero.
 
-    A checkpoint is there in full or not at all, whatever happens while it is written; what has been
-    damaged since is found, named and not used. Nothing that is read can run code.
+    A checkpoint is there in full or not at all, whatever interrupts its writing; damage is found,
+    named and not used. Reading runs no code of the files.
 
     Example::
 
@@ -96,32 +101,30 @@ class CheckpointChain:
             mode: ``lossless`` keeps every bit; files are about a sixth smaller than the tensors.
             bits: 2 to 8; a change or a moment becomes one of ``2 ** bits - 1`` values or is left
                 out.
-            rate: What a bit is worth, as a share of the variance of what it describes: larger makes
-                smaller files and larger errors. For changes it grows as they become small beside
-                their weights, and for cores of tensor trains it is 5.5 times less. 0 is the paper's
-                k-means, without a price.
+            rate: Price of a bit, as a share of the variance of the values: larger makes smaller
+                files and larger errors. It grows as changes become small beside their weights, and
+                is 5.5 times less for cores of tensor trains. 0 is the paper's k-means.
             alpha: Changes smaller than ``alpha / sqrt(mean(v))`` medians, at most 2.5 medians, are
                 left out whatever the rate, v being the second moments. The paper's is 5e-5 (with a
                 rate of 0).
             beta: First moments smaller than ``beta`` times the mean are left out; the paper's is 2.
-                Training goes on as well without them, once second moments are read as means.
-            key_every: How many checkpoints make a chain; the first of them, the key frame, stands
-                alone. 1 for no chains at all.
+            key_every: Number of checkpoints in a chain; the first of them, the key frame, stands
+                alone. At 1 all do.
             key_bits: 2 to 8; weights in a key frame, and others that stand alone, become one of
                 ``2 ** key_bits - 1`` values; cores of tensor trains get two bits more.
             policy: ``exact``, ``lossy`` or ``skip`` by regular expressions of whole names, such as
-                ``{r"model\\.head\\..*": "exact", r"optimizer\\..*": "skip"}``; the first that
-                matches counts. What none matches: weights and moments that are matrices are lossy,
-                all else is exact.
-            keep_last: Older checkpoints are deleted once nothing that is kept builds on them, so up
-                to ``key_every`` more than that stay; None keeps all.
+                ``{r"model\\.head\\..*": "exact", r"optimizer\\..*": "skip"}``; the first match
+                counts. Without a match weights and moments that are matrices are lossy, all else
+                is exact.
+            keep_last: Older checkpoints are deleted once no later one builds on them, so up to
+                ``key_every`` more than that stay; None keeps all.
             keep_every: Steps divisible by it are kept for good.
-            background: Compress and write in a thread of its own, after the state is copied. An
-                error in it is raised by the next call of this object.
-            max_bytes: Refuse to read more than that; None for the memory of this machine.
+            background: Compress and write in another thread, after the state is copied. The next
+                call of this object raises its errors.
+            max_bytes: Most memory that reading may take; None for the memory of this machine.
 
         Raises:
-            ValueError: If an argument makes no sense; says which.
+            ValueError: If an argument is out of range.
         """
         if mode not in ("lossy", "lossless"):
             raise ValueError(f"mode is {mode!r}: choose 'lossy' or 'lossless'")
@@ -139,24 +142,26 @@ class CheckpointChain:
         self._policy = Policy(policy, lossless=mode == "lossless")
         self._quality = Quality(bits, rate, alpha, beta, key_bits)
         self._key_every, self._keep_last, self._keep_every = key_every, keep_last, keep_every
-        self._max_bytes = max_bytes or _memory()
+        try:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):  # not on every system
+            memory = 1 << 36
+        self._max_bytes = max_bytes or memory
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
         self._calls = threading.RLock()
-        """Held in each call that writes: any thread may make it."""
+        """Held in each call that writes, in whatever thread."""
         self._last: tuple[Manifest, int, dict[str, Tensor]] | None = None
         """The last checkpoint, its place in its chain, and its weights as they will be read."""
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the checkpoints."""
+        """Folder of the checkpoints."""
         return self._archive.folder
 
     def steps(self) -> list[int]:
         """Return steps of all checkpoints in the folder, ascending, damaged ones included."""
         return self._archive.steps()
-
-    # ── saving ───────────────────────────────────────────────────────────────────────────────────
 
     def save(
         self,
@@ -178,7 +183,7 @@ class CheckpointChain:
 
         Raises:
             ValueError: If a later checkpoint is there.
-            TypeError: If something is of another kind; nothing is written.
+            TypeError: If something is of another type; nothing is written.
             FolderInUseError: If another process writes to the folder.
             OSError: If the disk is full or the folder not writable; earlier checkpoints stay.
         """
@@ -203,23 +208,23 @@ class CheckpointChain:
                 self._pending = self._thread.submit(self._write, step, snapshot, copying)
 
     def lock(self) -> None:
-        """Make this the one process that writes to the folder, as the first save does.
+        """Lock the folder for this process, as the first save does.
 
         Raises:
-            FolderInUseError: If another one does. It is a RuntimeError.
+            FolderInUseError: If another process writes to it. It is a RuntimeError.
         """
         with self._calls:
             self._archive.lock()
 
     def wait(self) -> None:
-        """Wait until everything is on the disk; raises what went wrong in the background."""
+        """Wait until everything is on the disk; raises errors of the background."""
         with self._calls:
             pending, self._pending = self._pending, None
             if pending is not None:
                 pending.result()
 
     def close(self) -> None:
-        """Wait, and let other processes write to the folder. Can be used again after."""
+        """Wait, and unlock the folder; the object can be used again."""
         with self._calls:
             try:
                 self.wait()
@@ -230,16 +235,11 @@ class CheckpointChain:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def rewind(self, step: int) -> None:
-        """Delete all checkpoints after a step, to go on from there."""
+        """Delete all checkpoints after a step, to resume there."""
         with self._calls:
             self.wait()
             self.lock()
@@ -269,6 +269,7 @@ class CheckpointChain:
         self._retain()
 
     def _retain(self) -> None:
+        """Delete checkpoints that are neither kept nor built on."""
         if self._keep_last is None:
             return
         links: dict[int, int | None] = {}
@@ -303,18 +304,16 @@ class CheckpointChain:
                 return links[-1], len(links) - 1, weights
         return None
 
-    # ── loading ──────────────────────────────────────────────────────────────────────────────────
-
     def load(self, step: int | Literal["latest"] = "latest") -> Checkpoint:
         """Read a checkpoint.
 
         Args:
             step: One of :meth:`steps`; ``latest`` is the last one that is sound, with a warning
-                for each that is not.
+                for each damaged one after it.
 
         Raises:
             FileNotFoundError: If there is none of that step, or none at all.
-            ValueError: If it, or one it builds on, is damaged; says which file and why.
+            ValueError: If it, or one it builds on, is damaged; the message has the file.
         """
         self.wait()
         steps = self.steps()
@@ -325,18 +324,20 @@ class CheckpointChain:
                     f"there is no checkpoint of step {step} in {self.folder}; there are "
                     f"{', '.join(map(str, steps)) or 'none'}"
                 )
-            return self._load(step)
-        for number in reversed(steps):
+        for number in reversed(steps) if step == "latest" else (step,):
             try:
-                return self._load(number)
+                links = self._archive.links(number)
+                streams = self._archive.streams(links[-1])
+                parts, _ = decode(streams, self._weights(links[:-1]), self._max_bytes)
+                return Checkpoint(number, **parts)
             except DamagedError as problem:
+                if step != "latest":
+                    raise
                 log.warning("the checkpoint of step %d cannot be used: %s", number, problem)
         raise FileNotFoundError(f"no checkpoint in {self.folder}" + (" is sound" if steps else ""))
 
     def verify(self, checked: Callable[[int], None] | None = None) -> dict[int, str | None]:
-        """Return for every step what is wrong with its checkpoint, or one it builds on, else None.
-
-        Everything is read in full, once.
+        """Read everything once; returns the damage of each step or of one it builds on, or None.
 
         Args:
             checked: Called with every step when it is done.
@@ -359,13 +360,8 @@ class CheckpointChain:
                 checked(step)
         return found
 
-    def _load(self, step: int) -> Checkpoint:
-        links = self._archive.links(step)
-        model = self._weights(links[:-1])
-        parts, _ = decode(self._archive.streams(links[-1]), model, self._max_bytes)
-        return Checkpoint(step, **parts)
-
     def _weights(self, links: list[Manifest]) -> dict[str, Tensor] | None:
+        """Return the model's tensors at the end of a chain; None if it is empty."""
         weights: dict[str, Tensor] | None = None
         for manifest in links:
             weights = decode_model(self._archive.streams(manifest), weights, self._max_bytes)
@@ -373,7 +369,7 @@ class CheckpointChain:
 
 
 def _checked_step(step: Any) -> int:
-    """Return a step as a whole number; tensors and NumPy's of one entry are too."""
+    """Return a step, possibly a tensor or array of one entry, as an int."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -381,11 +377,3 @@ def _checked_step(step: Any) -> int:
     if number < 0:
         raise ValueError(f"step={step} must be 0 or more")
     return number
-
-
-def _memory() -> int:
-    """Return the bytes of memory of this machine."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not on every system
-        return 1 << 36

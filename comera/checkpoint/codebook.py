@@ -1,10 +1,8 @@
 """The few values that stand for many: one-dimensional k-means, with a price on bits.
 
-Sorted once, a cluster is a run of neighbours, and its sum a difference of two prefix sums. One
-pass of Lloyd's algorithm then costs a binary search a cluster, whatever the number of values.
-
-Everything is on the CPU, and passes over long vectors are numpy's, which are several times faster
-than torch's.
+Of sorted values, a cluster is a run of neighbours, and its sum a difference of two prefix sums. One
+pass of Lloyd's algorithm then costs a binary search for each cluster. Everything is on the CPU;
+passes over long vectors are numpy's, which are several times faster than torch's.
 """
 
 import math
@@ -14,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LEARNED_FROM = 1 << 18
-"""Values a codebook is learned from at most, spread evenly over all: more change nothing."""
-
+_LEARNED_FROM = 1 << 18
+"""Most values that a codebook is learned from, spread evenly over all."""
 _PASSES = 200
 _BINS = 512
 _MOST_BY_SEARCH = 31
-"""Clusters that the best of bins are searched for; the search takes a time in proportion."""
+"""Most clusters for which bins are searched: the search takes a time in proportion."""
 _LITTLE = 2.0
 """A rate of this over the square of the size makes a lattice four standard deviations wide."""
+_AT_A_TIME = 1 << 16
+"""Values that stay in the cache of a core from pass to pass."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,16 @@ class Codebook:
 
     def codes(self, values_n: Tensor) -> Tensor:
         """Return the number of the value that stands for each, uint8 (n,)."""
-        return above(values_n, self.walls)
+        if len(self.walls) > 32:
+            return torch.bucketize(values_n, self.walls).to(torch.uint8)
+        values, walls = values_n.numpy(), self.walls.numpy()
+        count = np.zeros(len(values), np.uint8)
+        above = np.empty(_AT_A_TIME, bool)
+        for start in range(0, len(values), _AT_A_TIME):
+            some, counted = (x[start : start + _AT_A_TIME] for x in (values, count))
+            for wall in walls:  # a pass of comparisons is faster than a search for each value
+                counted += np.greater(some, wall, out=above[: len(some)]).view(np.uint8)
+        return torch.from_numpy(count)
 
 
 def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = None) -> Codebook:
@@ -51,76 +59,88 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
     rare clusters die out (entropy-constrained quantisation: Chou, Lookabaugh and Gray 1989).
 
     Args:
-        values_n: Finite float32 of whatever size, subnormal or near the largest there are, (n,).
-        size: 1 to 256. No more than ``size`` distinct values are kept exactly if there is no rate.
+        values_n: Finite float32, subnormal or near the largest there are, (n,).
+        size: 1 to 256. Without a rate, no more than ``size`` distinct values are kept exactly.
         rate: The price of a bit, as a share of the variance of the values.
-        zeros: There are so many zeros beside the values, and zero is one of the values learned.
+        zeros: Number of zeros beside the values; zero is then one of the values learned.
     """
-    step = max(1, values_n.numel() // LEARNED_FROM)
-    sorted_n = ascending(sample(values_n, step))
+    step = max(1, values_n.numel() // _LEARNED_FROM)
+    if step > 1:
+        # One of every ``step`` at random, as equal distances could hit the same columns of a
+        # matrix; and the least and the largest of all.
+        starts = torch.arange(0, len(values_n) - step + 1, step)
+        generator = torch.Generator().manual_seed(0)
+        drawn = starts + torch.randint(step, starts.shape, generator=generator)
+        ends = map(torch.atleast_1d, values_n.aminmax())
+        values_n = torch.cat((values_n[drawn], *ends))
+    sorted_n = torch.from_numpy(np.sort(values_n.numpy()))
     if not len(sorted_n):
         return _between(values_n.new_zeros(0 if zeros is None else 1).double())
     if rate == 0:
         few = _distinct(sorted_n, size)
         if few is not None and (zeros is None or 0 in few):
             return _between(few.double())
-    power = _power_of_two(sorted_n)
-    book = _learned((sorted_n.double() / power).float(), size, rate, zeros, step)
+    # At a largest magnitude of about 1, squares are neither inf nor 0.
+    largest = float(max(-sorted_n[0], sorted_n[-1]))
+    power = 2.0 ** (math.frexp(largest)[1] - 1) if largest else 1.0
+    beside = 0.0 if zeros is None else 1 + zeros / step  # at least one: zero never dies out
+    book = _learned((sorted_n.double() / power).float(), size, rate, beside)
     return Codebook(*((x.double() * power).float() for x in (book.values, book.walls)))
 
 
-def _power_of_two(sorted_n: Tensor) -> float:
-    """Return a scale by which squares are neither inf nor 0: not above the largest magnitude."""
-    largest = float(max(-sorted_n[0], sorted_n[-1]))
-    return 2.0 ** (math.frexp(largest)[1] - 1) if largest else 1.0
+def _between(values: Tensor) -> Codebook:
+    return Codebook(values.float(), ((values[1:] + values[:-1]) / 2).float())
 
 
-def _learned(sorted_n: Tensor, size: int, rate: float, zeros: int | None, step: int) -> Codebook:
-    """Learn from every ``step``-th of the values, the largest of which is about 1."""
-    sums = _prefix_sums(sorted_n)
+def _distinct(sorted_n: Tensor, size: int) -> Tensor | None:
+    """Return the distinct values if there are no more than ``size``."""
+    found, rest = sorted_n[:0], sorted_n
+    while len(rest):  # ``size`` searches at most instead of a look at every value
+        if len(found) == size:
+            return None
+        found = torch.cat((found, rest[:1]))
+        rest = rest[int(torch.searchsorted(rest, rest[0], right=True)) :]
+    return found
+
+
+def _learned(sorted_n: Tensor, size: int, rate: float, beside: float) -> Codebook:
+    """Learn a codebook from several starts; ``beside`` is the number of zeros beside the values."""
+    # Prefix sums from the middle to both sides: values far out do not take digits from the rest.
+    middle = len(sorted_n) // 2
+    below = sorted_n[:middle].flip(0).cumsum(0, dtype=torch.float64).neg().flip(0)
+    above = sorted_n[middle:].cumsum(0, dtype=torch.float64)
+    sums = torch.cat((below, below.new_zeros(1), above))
     price = rate * float(sorted_n.var(correction=0))
-    beside = 0.0 if zeros is None else 1 + zeros / step  # at least one: zero never dies out
+    ends = _bins(sorted_n)
+    starts = []
+    if price:
+        starts.append(_lattice(sorted_n, size, price))
+    if not price or rate < _LITTLE / size**2:  # else the lattice reaches over all values
+        quartiles = sorted_n[[len(sorted_n) // 4, 3 * len(sorted_n) // 4]].double().diff()
+        if size <= _MOST_BY_SEARCH:
+            starts.append(_best_of_bins(sums, ends, size))
+        starts += [_as_dense(sorted_n, ends, size, most) for most in (math.inf, float(quartiles))]
     if not price:
-        starts = _starts(sorted_n, sums, size)
         books = [_refined(sorted_n, sums, centres, price, beside)[0] for centres in starts]
-        return min(books, key=lambda book: _squared_error(book, sorted_n))
-    starts = [_lattice(sorted_n, size, price)]
-    if rate < _LITTLE / size**2:  # the lattice is too fine to reach over the values
-        starts += _starts(sorted_n, sums, size)
+        errors = [book.values[book.codes(sorted_n).long()].double() - sorted_n for book in books]
+        return min(zip(books, errors, strict=True), key=lambda found: float(found[1] @ found[1]))[0]
     # Of many centres the rare ones die out, and can take the others along where values are few.
     for count in (2, 4):
-        centres = _best_of_bins(sorted_n, sums, max(1, min(count, size - 1)))
-        zero = centres.new_zeros(0 if zeros is None else 1)
+        centres = _best_of_bins(sums, ends, max(1, min(count, size - 1)))
+        zero = centres.new_zeros(1 if beside else 0)
         starts.append(torch.cat((centres, zero)).sort().values[:size])
     refined = [_refined(sorted_n, sums, centres, price, beside) for centres in starts]
     return min(refined, key=lambda found: found[1])[0]
 
 
-def _prefix_sums(sorted_n: Tensor) -> Tensor:
-    """Return sums, float64 (n + 1,), whose differences are sums of neighbours; zero in the middle.
-
-    Summed from there to both sides, what is far out does not take digits from the rest.
-    """
-    middle = len(sorted_n) // 2
-    below = sorted_n[:middle].flip(0).cumsum(0, dtype=torch.float64).neg().flip(0)
-    above = sorted_n[middle:].cumsum(0, dtype=torch.float64)
-    return torch.cat((below, below.new_zeros(1), above))
-
-
-def _squared_error(book: Codebook, values_n: Tensor) -> float:
-    """Return the squared error of the book's values, in float64: some may be far smaller."""
-    error = book.values[book.codes(values_n).long()].double() - values_n
-    return float(error @ error)
-
-
 def _refined(
     sorted_n: Tensor, sums: Tensor, centres: Tensor, price: float, beside: float
 ) -> tuple[Codebook, float]:
-    """Return where Lloyd's algorithm ends, and the cost there, less what all codebooks share.
+    """Return the codebook at which Lloyd's algorithm ends, and its cost up to a constant.
 
     Args:
         sorted_n: The values.
-        sums: Sums of the values before each of them.
+        sums: Sums of the values before each of them, float64 (n + 1,).
         centres: Centres to begin with, ascending, float64 (k,).
         price: Price of a bit.
         beside: Number of zeros beside the values, for which zero stays a centre; 0 if it need not.
@@ -134,7 +154,10 @@ def _refined(
             zero[centres.abs().argmin()] = True
         centres = torch.where(zero, 0, centres)
         walls = _walls(centres, price * bits)
-        before, edges = edges, _edges(sorted_n, walls)
+        before = edges
+        # A value on a wall belongs below it, as in `codes`.
+        inner = torch.searchsorted(sorted_n, walls.float(), right=True)
+        edges = torch.cat((inner.new_zeros(1), inner, inner.new_tensor([len(sorted_n)])))
         counts, totals = edges.diff().double(), sums[edges].diff()
         weighed = counts + beside * zero
         settled = len(before) == len(edges) and int((edges - before).abs().sum()) <= still
@@ -175,30 +198,6 @@ def _walls(centres: Tensor, prices: Tensor) -> Tensor:
     return torch.tensor(walls, dtype=torch.float64)
 
 
-def _between(values: Tensor) -> Codebook:
-    return Codebook(values.float(), ((values[1:] + values[:-1]) / 2).float())
-
-
-def _edges(sorted_n: Tensor, walls: Tensor) -> Tensor:
-    """Return where each cluster begins, and the end of the last."""
-    edges = torch.zeros(len(walls) + 2, dtype=torch.long)
-    # A value on a wall belongs below it, as in `codes`.
-    edges[1:-1] = torch.searchsorted(sorted_n, walls.float(), right=True)
-    edges[-1] = len(sorted_n)
-    return edges
-
-
-def _distinct(sorted_n: Tensor, size: int) -> Tensor | None:
-    """Return the distinct values if there are no more than ``size``."""
-    found, rest = sorted_n[:0], sorted_n
-    while len(rest):  # ``size`` searches at most instead of a look at every value
-        if len(found) == size:
-            return None
-        found = torch.cat((found, rest[:1]))
-        rest = rest[int(torch.searchsorted(rest, rest[0], right=True)) :]
-    return found
-
-
 def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
     """Return centres, float64, at the distance that is best where bits cost and are many."""
     distance = (12 * price / (2 * math.log(2))) ** 0.5
@@ -208,42 +207,24 @@ def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
     if below + above + 1 > size:  # tails go to the outermost
         below = max(size - 1 - above, min(below, size // 2))
         above = size - 1 - below
-    steps = torch.arange(-below, above + 1, dtype=torch.float64)
-    return middle + steps * distance
+    return middle + torch.arange(-below, above + 1, dtype=torch.float64) * distance
 
 
 def _bins(sorted_n: Tensor) -> Tensor:
-    """Return the ends of some hundred bins, int64.
-
-    As many are of equal counts as of equal widths, lest tails share one.
-    """
-    count = len(sorted_n)
+    """Return the ends of some hundred bins, int64: half of equal counts, half of equal widths."""
     low, high = sorted_n[0].double(), sorted_n[-1].double()
     share = torch.linspace(0, 1, _BINS // 2 + 1, dtype=torch.float64)
     ends = torch.searchsorted(sorted_n, (low + (high - low) * share).float(), right=True)
-    ends = torch.cat((ends, (share * count).long()))
-    ends[0], ends[-1] = 0, count
+    ends = torch.cat((ends, (share * len(sorted_n)).long()))
+    ends[0], ends[-1] = 0, len(sorted_n)
     return ends.unique()
-
-
-def _starts(sorted_n: Tensor, sums: Tensor, size: int) -> list[Tensor]:
-    """Return centres, float64, from which to look for the least squared error."""
-    ends = _bins(sorted_n)
-    middle = sorted_n[[len(sorted_n) // 4, 3 * len(sorted_n) // 4]].double().diff()
-    starts = [_best_of_bins(sorted_n, sums, size)] if size <= _MOST_BY_SEARCH else []
-    starts += [_as_dense(sorted_n, ends, size, most) for most in (math.inf, float(middle))]
-    return starts
 
 
 def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
     """Return centres as dense as the cube root of the values' density (Panter and Dite 1951).
 
-    Args:
-        sorted_n: The values.
-        ends: Position one past the last value of each bin.
-        size: Number of centres.
-        most: Width at which a bin is cut off; without a bound, one value far out would draw all
-            centres into the gap between it and the rest.
+    Bins are cut off at the width ``most``: else one value far out would draw all centres into the
+    gap between it and the rest.
     """
     at = sorted_n[torch.cat((ends[:-1], ends[-1:] - 1))].double()
     mass = (ends.diff() * at.diff().clamp(max=most).square()).pow(1 / 3).cumsum(0)
@@ -254,9 +235,8 @@ def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
     return torch.lerp(at[k - 1], at[k], share)
 
 
-def _best_of_bins(sorted_n: Tensor, sums: Tensor, size: int) -> Tensor:
+def _best_of_bins(sums: Tensor, ends: Tensor, size: int) -> Tensor:
     """Return the best centres, float64, of a few clusters of bins."""
-    ends = _bins(sorted_n)
     counts, sums = ends.diff().double(), sums[ends].diff()
     counts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
     sums = torch.cat((sums.new_zeros(1), sums.cumsum(0)))
@@ -275,31 +255,6 @@ def _best_of_bins(sorted_n: Tensor, sums: Tensor, size: int) -> Tensor:
     return sums[at].diff() / counts[at].diff()
 
 
-# ── long vectors ─────────────────────────────────────────────────────────────────────────────────
-
-
-_AT_A_TIME = 1 << 16
-"""Values that stay in the cache of a core from pass to pass."""
-
-
-def ascending(values_n: Tensor) -> Tensor:
-    """Sort the values."""
-    return torch.from_numpy(np.sort(values_n.numpy()))
-
-
-def sample(values_n: Tensor, step: int) -> Tensor:
-    """Return one of every ``step`` values, and the least and the largest of all.
-
-    Which one is random with a fixed seed: every ``step``-th could lie in the same few columns of a
-    matrix.
-    """
-    if step == 1:
-        return values_n
-    starts = torch.arange(0, len(values_n) - step + 1, step)
-    drawn = starts + torch.randint(step, starts.shape, generator=torch.Generator().manual_seed(0))
-    return torch.cat((values_n[drawn], *map(torch.atleast_1d, values_n.aminmax())))
-
-
 def norm(values: Tensor) -> float:
     """Return the root of the sum of squares of any tensor; not finite if a value is not."""
     found = float(torch.linalg.vector_norm(values)) if values.dtype == torch.float32 else 0.0
@@ -315,19 +270,5 @@ def median(values_n: Tensor) -> Tensor:
 
 
 def positions(mask_n: Tensor) -> Tensor:
-    """Return where it is true, ascending, int64."""
+    """Return where a mask is true, ascending, int64."""
     return torch.from_numpy(np.flatnonzero(mask_n.numpy()))
-
-
-def above(values_n: Tensor, walls_k: Tensor) -> Tensor:
-    """Count, uint8, how many of at most 255 ascending ``walls_k`` each value lies above."""
-    if len(walls_k) > 32:
-        return torch.bucketize(values_n, walls_k).to(torch.uint8)
-    values, walls = values_n.numpy(), walls_k.numpy()
-    count = np.zeros(len(values), np.uint8)
-    above = np.empty(_AT_A_TIME, bool)
-    for start in range(0, len(values), _AT_A_TIME):
-        some, counted = (x[start : start + _AT_A_TIME] for x in (values, count))
-        for wall in walls:  # a pass of comparisons is faster than a search a value
-            counted += np.greater(some, wall, out=above[: len(some)]).view(np.uint8)
-    return torch.from_numpy(count)

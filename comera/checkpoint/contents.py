@@ -1,89 +1,286 @@
-"""Write all of a checkpoint's tensors into streams, and read them back.
+"""The contents of a checkpoint: a copy of a training state, written into streams and read back.
 
-The model's tensors come first and have streams of their own: to follow a chain, those are all that
-is read of the checkpoints on the way.
+The model's tensors come first and have streams of their own: following a chain reads no others.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comera.checkpoint import codec
 from comera.checkpoint.codebook import norm
-from comera.checkpoint.codec import Quality, Record, Section
-from comera.checkpoint.snapshot import Snapshot, parsed, put_together
-from comera.checkpoint.streams import Bytes, DamagedError, StreamReader, Streams
+from comera.checkpoint.codec import Quality, Record
+from comera.checkpoint.skeleton import check_dtype, parsed, put_together, take_apart
+from comera.checkpoint.streams import DamagedError, StreamReader, Streams
+from comera.params import Undisturbed
 
+Treatment = Literal["exact", "lossy", "skip"]
+
+_SMALLEST_LOSSY = 256
+"""Smaller tensors are kept exactly, as are vectors: a loss is sensitive to them."""
+_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+_SECOND_MOMENT = "exp_avg_sq"
+_SMALLEST = 1e-30
+"""Smallest maximum of a float64 tensor that is lossy: a millionth of it is still a float32."""
 _LARGEST_INDEX = 1 << 28
 _LENGTH = 8
+
+
+class Policy:
+    """Treatment of tensors, by patterns of names, and else by their kind.
+
+    Weights and moments of floats are lossy if they are matrices or larger; all else is exact:
+    vectors, counters, projections, quantised states, buffers, and everything in ``extra``.
+    """
+
+    def __init__(self, patterns: Mapping[str, str] | None = None, lossless: bool = False) -> None:
+        """
+        Args:
+            patterns: Treatments by regular expressions of whole names, the first match counts.
+                Names are ``model.NAME``, ``optimizer.NAME.KEY`` and ``extra.KEY``.
+            lossless: Whether tensors without a pattern are exact.
+
+        Raises:
+            ValueError: If a pattern or a treatment is invalid.
+        """
+        self._patterns, self._lossless = [], lossless
+        for pattern, treatment in (patterns or {}).items():
+            if treatment not in get_args(Treatment):
+                raise ValueError(
+                    f"policy {pattern!r}: {treatment!r} is not one of {get_args(Treatment)}"
+                )
+            try:
+                self._patterns.append((re.compile(pattern), treatment))
+            except re.error as problem:
+                raise ValueError(
+                    f"policy {pattern!r} is no regular expression: {problem}"
+                ) from None
+
+    def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
+        """Return the treatment of a tensor; ``lossy``: whether it is a weight or a moment."""
+        wide = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
+        for pattern, treatment in self._patterns:
+            if pattern.fullmatch(name) and (treatment != "lossy" or wide):
+                return treatment
+        matrix = tensor.ndim > 1 and tensor.numel() >= _SMALLEST_LOSSY
+        return "lossy" if lossy and not self._lossless and wide and matrix else "exact"
+
+
+@dataclass
+class Snapshot:
+    """Tensors by name, in the order in which they are written.
+
+    Attributes:
+        skeleton: Everything but the tensors.
+        model: The model's tensors; a chain holds the changes of these.
+        rest: All other tensors.
+        lossy: Names of tensors that may be changed a little.
+    """
+
+    skeleton: Any = None
+    model: dict[str, Tensor] = field(default_factory=dict)
+    rest: dict[str, Tensor] = field(default_factory=dict)
+    lossy: set[str] = field(default_factory=set)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for part in (self.model, self.rest) for t in part.values())
+
+
+def take_snapshot(
+    model: nn.Module | Mapping[str, Any],
+    optimizer: Any,
+    extra: Mapping[str, Any] | None,
+    policy: Policy,
+    parameters: Mapping[Any, str] | None = None,
+) -> Snapshot:
+    """Copy the state of a model, an optimizer and the caller to the CPU.
+
+    Arguments are those of :meth:`CheckpointChain.save`, and ``policy`` the treatment of tensors.
+
+    Raises:
+        TypeError: If something is neither a tensor nor a plain value; the message has its name.
+        RuntimeError: If another thread trains the model meanwhile.
+    """
+    if not isinstance(model, nn.Module | Mapping):
+        raise TypeError(
+            f"the model is a {type(model).__name__}; what is saved is (step, model, optimizer), "
+            "modules and optimizers or their state_dict()"
+        )
+    weights = model.state_dict() if isinstance(model, nn.Module) else model
+    states = optimizer.state_dict() if hasattr(optimizer, "state_dict") else optimizer
+    # Buffers must be exact, but a bare state does not tell them from parameters: all may be lossy.
+    trained = set(weights)
+    if isinstance(model, nn.Module):
+        trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = parameters or _names_of_parameters(model, optimizer, weights, states)
+    name_of_state = {
+        f"optimizer.state.{key}.{entry}": f"optimizer.{names.get(key, key)}.{entry}"
+        for key, found in (states or {}).get("state", {}).items()
+        if isinstance(found, Mapping)
+        for entry in found
+    }
+    snapshot = Snapshot()
+    taken: dict[Any, str] = {}  # tied tensors are kept once, if they are treated alike
+
+    def take(path: str, tensor: Tensor) -> str | None:
+        part, _, inner = path.partition(".")
+        name, lossy = path, part == "model" and inner in trained
+        if path in name_of_state:
+            name = name_of_state[path]
+            lossy = name.rpartition(".")[2] in (*_FIRST_MOMENTS, _SECOND_MOMENT)
+        treatment = policy.treatment(name, tensor, lossy)
+        if treatment == "skip":
+            return None
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else f"of {tensor.layout}"
+            raise TypeError(f"{name} is {kind}: checkpoints hold dense tensors")
+        if tensor.is_meta:
+            raise TypeError(f"{name} is on the meta device: it has no numbers that could be saved")
+        check_dtype(name, tensor.dtype)
+        place = (
+            treatment, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride(),
+            tensor.is_conj(), tensor.is_neg(),
+        )  # fmt: skip
+        if tensor.numel() and place in taken:
+            return taken[place]
+        while name in snapshot.model or name in snapshot.rest:
+            name += "'"  # {"a.b": 1, "a": {"b": 2}}
+        into = snapshot.model if part == "model" else snapshot.rest
+        into[name], taken[place] = tensor.detach().to("cpu", copy=True).contiguous(), name
+        if treatment == "lossy":
+            snapshot.lossy.add(name)
+        return name
+
+    watched = Undisturbed(weights)
+    parts = {"model": weights, "optimizer": states, "extra": extra or {}, "parameters": names}
+    snapshot.skeleton = take_apart(parts, take)
+    watched.check()
+    return snapshot
+
+
+def _names_of_parameters(
+    model: nn.Module | Mapping[str, Any],
+    optimizer: Any,
+    weights: Mapping[str, Any],
+    states: Mapping[str, Any] | None,
+) -> dict[Any, str]:
+    """Return names of weights by the optimizer's keys of parameters, as far as they are known.
+
+    Of a bare state these are the names that it has, or those of the weights in order if moments
+    then have the shapes of their weights.
+    """
+    if not states or "state" not in states:
+        return {}
+    if isinstance(model, nn.Module) and hasattr(optimizer, "param_groups"):
+        name_of = {id(param): name for name, param in model.named_parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return {k: name_of[id(param)] for k, param in enumerate(params) if id(param) in name_of}
+    groups = states.get("param_groups", [])
+    keys = [key for group in groups for key in group.get("params", [])]
+    names = [name for group in groups for name in group.get("param_names", [])]
+    if len(names) == len(keys):
+        return dict(zip(keys, names, strict=True))
+    if keys and all(key in weights for key in keys):
+        return {name: name for name in keys}
+    floats = [n for n, w in weights.items() if isinstance(w, Tensor) and w.is_floating_point()]
+    if len(floats) != len(keys):
+        return {}
+    guessed = dict(zip(sorted(keys), floats, strict=True))
+    for key, name in guessed.items():
+        moment = states["state"].get(key, {}).get("exp_avg")
+        if isinstance(moment, Tensor) and moment.shape != weights[name].shape:
+            return {}
+    return guessed
+
+
+class _Moments(NamedTuple):
+    """Names of lossy moments of one parameter, and of its weight if that is lossy too."""
+
+    weight: str | None
+    first: str
+    second: str | None
+
+
+def _find_moments(snapshot: Snapshot) -> list[_Moments]:
+    """Pair moments; of two first moments of a weight, the first one gets the second moments."""
+    found: list[_Moments] = []
+    for first, tensor in snapshot.rest.items():
+        parameter, _, key = first.removeprefix("optimizer.").rpartition(".")
+        if first not in snapshot.lossy or key not in _FIRST_MOMENTS:
+            continue
+        beside: list[str | None] = []
+        for name, part in (
+            (f"model.{parameter}", snapshot.model),
+            (f"optimizer.{parameter}.{_SECOND_MOMENT}", snapshot.rest),
+        ):
+            fits = name in snapshot.lossy and part[name].shape == tensor.shape
+            beside.append(name if fits and all(m.second != name for m in found) else None)
+        found.append(_Moments(beside[0], first, beside[1]))
+    return found
 
 
 def encode(
     snapshot: Snapshot, base: Mapping[str, Tensor] | None, quality: Quality
 ) -> tuple[Streams, dict[str, Any], dict[str, Tensor]]:
-    """Return streams of everything, figures about it, and the model's tensors as they will be read.
+    """Return streams of a snapshot, figures about it, and the model's tensors as they will be read.
 
     Args:
-        snapshot: What to keep.
+        snapshot: The state to write.
         base: The model's tensors as the checkpoint before is read; None for a key frame.
-        quality: Quality of the lossy tensors.
+        quality: Precision of lossy tensors.
     """
-    streams = Streams()
-    section, rest = Section("model", streams), Section("rest", streams)
-    records: list[Record] = []
-    written: dict[str, Tensor] = {}
-    kept: dict[str, Tensor] = {}
-    # Of two first moments of a weight the first one has the second moments.
-    wanted = {moments.weight: moments for moments in reversed(snapshot.moments)}
+    streams, records = Streams(), list[Record]()
+    written, kept = dict[str, Tensor](), dict[str, Tensor]()
+    moments = _find_moments(snapshot)
+    moments_of = {found.weight: found for found in reversed(moments)}
     entries = {"lossy": 0, "changed": 0}
     error = change = 0.0
     for name, tensor in snapshot.model.items():
         before = _matching(base, name, tensor.shape, tensor.dtype)
         if name in snapshot.lossy and _can_be_float32(tensor):
-            moments = wanted.get(name)
-            second = snapshot.rest[moments.second] if moments and moments.second else None
+            second = moments_of[name].second if name in moments_of else None
             record, places, now = codec.write_change(
-                section, tensor, before, second, quality.of(name)
+                streams, name, tensor, before, snapshot.rest[second] if second else None, quality
             )
-            if name in wanted and record.codec == "change":
+            if name in moments_of and record.codec == "change":
                 kept[name] = places  # the moments of other entries are left out with them
             entries["lossy"] += tensor.numel()
             entries["changed"] += len(places)
-            # The error is reported as a share of the change, or of the weight where all of it
-            # was written.
+            # A share of the change, or of the weight where all of it was written.
             error += codec.distance(tensor, now) ** 2
             if before is None or record.places == "all":
                 change += norm(tensor) ** 2
             else:
                 change += codec.distance(tensor, before) ** 2
         else:
-            record, now = codec.write_exact(section, tensor, before), tensor
+            record, now = codec.write_exact(streams, name, tensor, before), tensor
         written[name] = now
-        records.append(record.of([name], [tensor]))
-    for moments in snapshot.moments:
-        names = [entry for entry in (moments.first, moments.second) if entry]
-        tensors = [snapshot.rest[entry] for entry in names]
-        negative = len(tensors) == 2 and bool(tensors[1].amin() < 0)
-        if negative or not all(map(_can_be_float32, tensors)):
-            continue  # written exactly, below
-        weight = moments.weight if moments.weight in kept else None
-        first, second = tensors[0], tensors[1] if len(tensors) == 2 else None
-        kept_weights = kept[weight] if weight else None
-        record = codec.write_moments(rest, first, second, kept_weights, quality)
-        records.append(record.of(names, tensors, weight))
-    # All other tensors are kept bit by bit.
+        records.append(record)
+    for weight, first, other in moments:
+        tensors = {name: snapshot.rest[name] for name in (first, other) if name}
+        negative = other is not None and bool(tensors[other].amin() < 0)
+        if not negative and all(map(_can_be_float32, tensors.values())):
+            weight = weight if weight in kept else None
+            kept_weights = kept[weight] if weight else None
+            records.append(codec.write_moments(streams, tensors, weight, kept_weights, quality))
     done = {name for record in records for name in record.names}
-    for name, tensor in snapshot.rest.items():
-        if name not in done:
-            records.append(codec.write_exact(rest, tensor).of([name], [tensor]))
+    records += [
+        codec.write_exact(streams, name, tensor)
+        for name, tensor in snapshot.rest.items()
+        if name not in done
+    ]
     index = {"skeleton": snapshot.skeleton, "records": [r.as_json() for r in records]}
     raw = json.dumps(index, separators=(",", ":")).encode()
     _checked(parsed(raw))  # a mistake is to be found now, not when the checkpoint is needed
-    streams.write("index", as_bytes(len(raw).to_bytes(_LENGTH, "little") + raw))
+    streams.write("index", np.frombuffer(len(raw).to_bytes(_LENGTH, "little") + raw, np.uint8))
     streams.finish()
     figures = {
         "entries": entries,
@@ -96,11 +293,15 @@ def encode(
 def decode_model(
     blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
 ) -> dict[str, Tensor]:
-    """Return the model's tensors; ``base`` are those of the checkpoint before, None at a key frame.
+    """Return the model's tensors.
+
+    Args:
+        blobs: Compressed streams by name.
+        base: The model's tensors of the checkpoint before; None at a key frame.
+        max_bytes: Most memory that all tensors may take.
 
     Raises:
-        DamagedError: If the streams are not ones of :func:`encode`, or say that they are larger
-            than ``max_bytes``.
+        DamagedError: If the streams are not ones of :func:`encode`, or too large.
     """
     reader = StreamReader(blobs)
     _, records = _read_index(reader, max_bytes)
@@ -112,25 +313,22 @@ def decode(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return ``model``, ``optimizer``, ``extra`` and ``parameters``, and the model's tensors.
 
-    Raises:
-        DamagedError: For the reasons for which :func:`decode_model` raises it.
+    Arguments and errors are those of :func:`decode_model`.
     """
     reader = StreamReader(blobs)
     skeleton, records = _read_index(reader, max_bytes)
     weights, kept = _read_model(reader, records, base)
     tensors = dict(weights)
-    section = Section("rest", reader)
     for record in records:
-        names, shape, dtypes = record.names, list(record.shape), list(record.dtypes)
         if record.codec == "moments":
             weight = record.weight
             if weight is not None and weight not in kept:
-                raise DamagedError(f"{names[0]} belongs to {weight!r}, which is no changed weight")
-            places = None if weight is None else kept[weight]
-            values = codec.read_moments(section, record, shape, dtypes, places)
-            tensors |= dict(zip(names, values, strict=True))
-        elif not record.is_of_model:
-            tensors[names[0]] = codec.read_exact(section, record, shape, dtypes[0], None)
+                raise DamagedError(
+                    f"{record.names[0]} belongs to {weight!r}, which is no changed weight"
+                )
+            tensors |= codec.read_moments(reader, record, None if weight is None else kept[weight])
+        elif record.part != "model":
+            tensors[record.names[0]] = codec.read_exact(reader, record, None)
     reader.check_end()
     parts = put_together(skeleton, tensors)
     if not isinstance(parts, dict) or set(parts) != {"model", "optimizer", "extra", "parameters"}:
@@ -141,55 +339,38 @@ def decode(
 def _read_model(
     reader: StreamReader, records: list[Record], base: Mapping[str, Tensor] | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    section = Section("model", reader)
-    tensors: dict[str, Tensor] = {}
-    kept: dict[str, Tensor] = {}
+    """Return the model's tensors, and where entries of lossy ones are kept."""
+    tensors, kept = dict[str, Tensor](), dict[str, Tensor]()
     for record in records:
-        if not record.is_of_model:
+        if record.part != "model":
             continue
-        name, shape, dtype = record.names[0], list(record.shape), record.dtypes[0]
-        before = _matching(base, name, shape, dtype)
+        name = record.names[0]
+        before = _matching(base, name, torch.Size(record.shape), record.dtypes[0])
         if record.codec == "change":
-            kept[name], tensors[name] = codec.read_change(section, record, shape, dtype, before)
+            kept[name], tensors[name] = codec.read_change(reader, record, before)
         else:
-            tensors[name] = codec.read_exact(section, record, shape, dtype, before)
+            tensors[name] = codec.read_exact(reader, record, before)
     return tensors, kept
 
 
 def _matching(
-    base: Mapping[str, Tensor] | None, name: str, shape: Sequence[int], dtype: torch.dtype
+    base: Mapping[str, Tensor] | None, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the tensor before, if its shape is the same: after truncation there is none."""
+    """Return the tensor of the checkpoint before, unless its shape differs, as after truncation."""
     before = (base or {}).get(name)
-    same = before is not None and before.shape == tuple(shape) and before.dtype == dtype
+    same = before is not None and before.shape == shape and before.dtype == dtype
     return before if same else None
 
 
 def _can_be_float32(tensor: Tensor) -> bool:
-    """Return whether all entries are finite in float32, and the largest is no rounding error there.
-
-    The range of float64 is larger at both ends.
-    """
-    narrow = tensor.float()
-    if not bool(narrow.sum(dtype=torch.float64).isfinite()):
+    """Return whether all entries are finite in float32, and the largest is not subnormal there."""
+    if not bool(tensor.float().sum(dtype=torch.float64).isfinite()):
         return False
     return tensor.dtype != torch.float64 or not 0 < float(tensor.abs().amax()) < _SMALLEST
 
 
-_SMALLEST = 1e-30
-"""Smallest number kept of float64: a millionth of it is still a number of float32."""
-
-
-# ── the index ────────────────────────────────────────────────────────────────────────────────────
-
-
-def as_bytes(raw: bytes) -> Bytes:
-    """Return bytes as an array."""
-    return np.frombuffer(raw, np.uint8)
-
-
 def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]]:
-    """Read the skeleton and the records, checked: what they ask for is bounded."""
+    """Return the skeleton and the records, checked: the memory that they ask for is bounded."""
     length = int.from_bytes(reader.read("index", _LENGTH).tobytes(), "little")
     if length > min(_LARGEST_INDEX, max_bytes):
         raise DamagedError(f"the index says that it is {length} bytes long")
@@ -197,17 +378,17 @@ def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]
         index = parsed(reader.read("index", length).tobytes())
     except (ValueError, RecursionError) as problem:
         raise DamagedError(f"the index is not readable: {problem}") from problem
-    skeleton, checked = _checked(index)
-    size = sum(record.bytes for record in checked)
+    skeleton, records = _checked(index)
+    size = sum(record.bytes for record in records)
     if size > max_bytes:
         raise DamagedError(
             f"the tensors would take {size} bytes of memory, more than max_bytes={max_bytes}"
         )
-    return skeleton, checked
+    return skeleton, records
 
 
 def _checked(index: Any) -> tuple[Any, list[Record]]:
-    """Return the skeleton and the records of an index; ``DamagedError`` if it is none."""
+    """Return the skeleton and the records of an index, or raise ``DamagedError``."""
     match index:
         case {"skeleton": skeleton, "records": list(records)}:
             checked = [Record.of_json(record) for record in records]

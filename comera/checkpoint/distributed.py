@@ -1,4 +1,4 @@
-"""Checkpoints of models that several processes train: gathered by rank 0, and given back by it."""
+"""Checkpoints of models that several processes train, gathered and loaded by rank 0."""
 
 from typing import Any
 
@@ -21,9 +21,8 @@ from comera.checkpoint.chain import Checkpoint
 def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
     """Gather the whole state of model and optimizer on the CPU of rank 0; every rank must call it.
 
-    For ``fully_shard`` and ``DistributedDataParallel``; names are those of the model without them,
-    so the checkpoint can be loaded with any number of processes, and with one that no launcher has
-    started, which is rank 0 too::
+    For ``fully_shard`` and ``DistributedDataParallel``. Names are those of the model without them,
+    so that any number of processes can load the checkpoint::
 
         parts = gathered(model, optimizer)
         if parts is not None:
@@ -44,26 +43,37 @@ def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, 
 def scatter_(
     model: nn.Module, optimizer: Optimizer | None = None, saved: Checkpoint | None = None
 ) -> None:
-    """Load what :func:`gathered` was saved from into every process; every rank must call it.
+    """Load a checkpoint of :func:`gathered` into every process; every rank must call it.
 
-    Tensor trains take the ranks that were saved, whatever they have.
+    Tensor trains take the ranks that were saved.
 
     Args:
-        model: The model that :func:`gathered` was called with, or one like it.
-        optimizer: The optimizer likewise.
-        saved: What ``chain.load`` returned, on rank 0; not looked at elsewhere.
+        model: A model like that of :func:`gathered`.
+        optimizer: Its optimizer.
+        saved: The result of ``chain.load`` on rank 0; ignored elsewhere.
 
     Raises:
-        ValueError: If rank 0 has none.
+        ValueError: If rank 0 has no checkpoint.
     """
     if _is_first() and saved is None:
         raise ValueError("rank 0 needs the checkpoint: scatter_(model, optimizer, chain.load())")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
-    # Copies of the dicts, in which torch puts the parts that are shared out.
-    weights, moments = tree_map(
-        lambda leaf: leaf, (saved.model, saved.optimizer or {}) if saved is not None else ({}, {})
-    )
-    _make_room_(model, weights)
+    # Copies of the dicts, which torch changes; tensors stay the same.
+    parts = (saved.model, saved.optimizer or {}) if saved is not None else ({}, {})
+    weights, moments = tree_map(lambda leaf: leaf, parts)
+    # torch loads no buffer that is None here, such as the ``row_order`` of a table whose rows were
+    # moved after the model was made.
+    shapes: list[Any] = [
+        {name: (x.shape, x.dtype) for name, x in weights.items() if isinstance(x, torch.Tensor)}
+    ]
+    if dist.is_initialized():
+        dist.broadcast_object_list(shapes)
+    device = next(model.parameters()).device
+    for prefix, module in getattr(model, "module", model).named_modules():
+        for key, buffer in module._buffers.items():
+            shape, dtype = shapes[0].get(f"{prefix}.{key}".lstrip("."), (None, None))
+            if buffer is None and shape is not None:
+                setattr(module, key, torch.zeros(shape, dtype=dtype, device=device))
     # One after the other: set_state_dict takes an empty dict of weights for none to be loaded.
     set_model_state_dict(model, weights, options=options)
     if optimizer is not None:
@@ -72,20 +82,3 @@ def scatter_(
 
 def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _make_room_(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Allocate buffers that are None here and not in the checkpoint: torch loads no others.
-
-    ``row_order`` of a table is one, if rows were moved after the model was made.
-    """
-    like = {name: (x.shape, x.dtype) for name, x in saved.items() if isinstance(x, torch.Tensor)}
-    gathered_shapes: list[Any] = [like]
-    if dist.is_initialized():
-        dist.broadcast_object_list(gathered_shapes)
-    device = next(model.parameters()).device
-    for prefix, module in getattr(model, "module", model).named_modules():
-        for key, buffer in module._buffers.items():
-            shape, dtype = gathered_shapes[0].get(f"{prefix}.{key}".lstrip("."), (None, None))
-            if buffer is None and shape is not None:
-                setattr(module, key, torch.zeros(shape, dtype=dtype, device=device))

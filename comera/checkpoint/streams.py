@@ -1,9 +1,8 @@
-"""Bytes of the same kind, one after the other, each kind compressed as one zstd stream.
+"""Streams of bytes of one kind each, compressed by zstd.
 
-Positions and codes become bytes that an entropy coder compresses well. Gaps between kept entries,
-codes and the bytes of floats each have a distribution of their own, so each has its own stream.
-Tensors pass through one at a time: no more than one is held uncompressed, whichever their sizes,
-and a reader takes no more than it asked for.
+Gaps between kept entries, codes and the bytes of floats each have a distribution of their own, so
+each has its own stream. No more than one tensor is held uncompressed, and a reader takes no more
+memory than it asked for.
 """
 
 import math
@@ -33,7 +32,7 @@ class Streams:
         self.done: dict[str, bytes] = {}
 
     def write(self, name: str, values: Bytes) -> None:
-        """Append to the stream of that name."""
+        """Append to a stream."""
         if name not in self._open:
             self._open[name] = zstandard.ZstdCompressor(level=_LEVEL).compressobj()
             self._parts[name], self._taken[name] = [], 0
@@ -41,19 +40,19 @@ class Streams:
         self._taken[name] += len(values)
 
     def finish(self) -> None:
-        """Complete every stream, in ``done``; nothing can be written after."""
+        """Fill ``done`` with the complete streams; nothing can be written after."""
         for name, stream in self._open.items():
             self._parts[name].append(stream.flush())
         self.done = {name: b"".join(parts) for name, parts in self._parts.items()}
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the bytes of every finished stream, before and after compression."""
+        """Bytes of every finished stream, before and after compression."""
         return {name: (self._taken[name], len(blob)) for name, blob in self.done.items()}
 
 
 class StreamReader:
-    """Takes what :class:`Streams` wrote, in the order in which each stream was written."""
+    """Reads what :class:`Streams` wrote, each stream in the order in which it was written."""
 
     def __init__(self, streams: dict[str, bytes]) -> None:
         self._open = {
@@ -62,11 +61,7 @@ class StreamReader:
         }
 
     def read(self, name: str, count: int) -> Bytes:
-        """Read the next ``count`` bytes of a stream.
-
-        Raises:
-            DamagedError: If the stream is missing, has fewer, or is not zstd's.
-        """
+        """Read the next bytes of a stream; ``DamagedError`` if it is missing, short or not zstd."""
         if count == 0:
             return np.empty(0, np.uint8)
         if name not in self._open:
@@ -107,10 +102,10 @@ def to_gaps(positions_k: NDArray[np.int64]) -> Bytes:
 
 
 def from_gaps(gaps: Bytes, count: int, below: int) -> NDArray[np.int64]:
-    """Return the ``count`` positions, all under ``below``, that :func:`to_gaps` turned into gaps.
+    """Return the positions that :func:`to_gaps` turned into gaps.
 
     Raises:
-        DamagedError: If they are more or fewer, or lie beyond.
+        DamagedError: If there are not ``count`` of them, or one is not under ``below``.
     """
     ends = np.flatnonzero(gaps != 255)
     if len(ends) != count:
@@ -129,7 +124,7 @@ def codes_to_a_byte(size: int) -> int:
 def pack(codes_n: Bytes, size: int) -> Bytes:
     """Pack codes under ``size`` into bytes, as many as fit, as the digits of the byte's value.
 
-    zstd spends no less than a bit on a byte: few codes are better taken together.
+    zstd spends no less than a bit on a byte.
     """
     each = codes_to_a_byte(size)
     digits = np.zeros((-(-len(codes_n) // each), each), np.uint8)

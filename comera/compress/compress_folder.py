@@ -28,12 +28,12 @@ from comera.compress.layer_moments import Layer, linear_targets
 from comera.compress.sensitivity import look_at
 from comera.extras import listed
 from comera.files import replacing
-from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
+from comera.nn.swap import evaluation_mode, every_layer_called
 from comera.params import checksum, model_size
 from comera.planning.printing import with_bar
 from comera.saved.description import describe
-from comera.saved.model_folder import DESCRIPTION, WEIGHTS, description_text, note_of
-from comera.saved.shards import INDEX, Shards, write_by_tensor
+from comera.saved.model_folder import DESCRIPTION, write_folder
+from comera.saved.shards import INDEX, Shards
 
 log = logging.getLogger("comera")
 
@@ -250,12 +250,7 @@ def _write(
         tensor = state[name]
         return filler.read(tensor) if tensor.is_meta else tensor.detach()
 
-    described["tensors"] = {name: note_of(read(name)) for name in state}
-    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    text = description_text(described)
-    write_by_tensor(folder / WEIGHTS, shapes, read, {"format": "pt", "comera": text})
-    with replacing(folder / DESCRIPTION) as temporary:
-        temporary.write_text(f"{text}\n", encoding="utf-8")
+    write_folder(folder, described, state, read)
 
 
 def _write_config(source: Path, folder: Path, model: nn.Module) -> None:

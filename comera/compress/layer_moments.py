@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from comera.extras import listed
 from comera.files import replacing
-from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
+from comera.nn.swap import evaluation_mode, every_layer_called
 from comera.nn.targets import TTConfig, find_targets, other_holders, tied_groups
 from comera.params import checksum
 from comera.planning.printing import with_bar

@@ -1,10 +1,7 @@
-"""Files of click logs, and the encoder of their rows.
+"""Files of click logs, and the encoder of their rows as inputs of the model.
 
-:func:`read_chunks` reads tables with named columns (``.npz``, ``.csv``, ``.tsv``, ``.parquet``),
-the ``train.txt`` of the Criteo challenges as distributed, and the ratings of MovieLens.
-
-:class:`ClickRows` is the vocabulary and scaling that preparation has learned from the training rows
-of a log. It is saved with a run, and turns raw rows into inputs of the model.
+Files are tables with named columns (``.npz``, ``.csv``, ``.tsv``, ``.parquet``), the ``train.txt``
+of the Criteo challenges, and the ratings of MovieLens.
 """
 
 import contextlib
@@ -16,7 +13,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,33 +30,22 @@ from comera.files import naming_what_is_no_text, replacing
 if TYPE_CHECKING:
     import pandas as pd
 
-
 CATEGORIES = "categories.safetensors"
-"""Name of the file in the folder of a run."""
+"""Name of the file of :class:`ClickRows` in the folder of a run."""
 
-RARE = 0
-"""Row of a table for all categories that are not in the vocabulary."""
-
+RARE = 0  # row of a table for all categories that are not in the vocabulary
 _KEY = "comera.categories"
 
 
 @dataclass
 class Field:
-    """Vocabulary of one column: from its values to rows of its table.
-
-    Attributes:
-        name: The column.
-        integers: Values are whole numbers, which are their own codes; else text, which is hashed.
-        hash_rows: Rows that categories share by their hashes; None where each has its own.
-        codes: ``(n,)`` uint64, sorted, of the categories that have a row of their own.
-        rows: ``(n,)`` int32, that row.
-    """
+    """Vocabulary of one column, from its values to rows of its table."""
 
     name: str
-    integers: bool
-    hash_rows: int | None
-    codes: np.ndarray
-    rows: np.ndarray
+    integers: bool  # values are whole numbers, which are their own codes; else text, hashed
+    hash_rows: int | None  # number of rows that categories share by their hashes
+    codes: np.ndarray  # (n,) uint64, sorted, of the categories that have a row of their own
+    rows: np.ndarray  # (n,) int32, that row
 
     def rows_of(self, codes: np.ndarray) -> np.ndarray:
         """Return the row of each code, :data:`RARE` where it has none; int32."""
@@ -71,17 +57,13 @@ class Field:
         return np.where(self.codes[place] == codes, self.rows[place], RARE).astype(np.int32)
 
     def code_of(self, value: Any) -> np.uint64:
-        """Return the code of a value as it stands in JSON; null is an empty cell.
-
-        Raises:
-            ValueError: If it is none.
-        """
+        """Return the code of a JSON value, null for an empty cell; raises ``ValueError``."""
         if isinstance(value, list | dict):
             raise ValueError(f"{self.name} is {value!r}, expected a text or a number")
         if not self.integers:
             return codes_of_text(["" if value is None else str(value)])[0]
         try:
-            number = int(str(value))  # of true and false that fails, too
+            number = int(str(value))  # raises for true and false, too
             return np.uint64(number) if number >= 0 else np.int64(number).astype(np.uint64)
         except (ValueError, OverflowError):
             raise ValueError(f"{self.name} is {value!r}, expected a whole number") from None
@@ -89,98 +71,65 @@ class Field:
 
 @dataclass
 class ClickRows:
-    """Encoder of raw rows as the inputs of a click predictor.
+    """Encoder of raw rows as the inputs of a click predictor, learned from its training rows."""
 
-    Attributes:
-        fields: Columns of categories, in the order of the model's tables.
-        continuous: Columns of numbers, in the order in which the model takes them.
-        transform: What becomes of them, see ``ClickData``.
-        mean: ``(C,)``, of ``standard``.
-        spread: ``(C,)``, the same.
-    """
-
-    fields: list[Field]
-    continuous: list[str]
-    transform: str
-    mean: np.ndarray = field(default_factory=lambda: np.empty(0))
-    spread: np.ndarray = field(default_factory=lambda: np.empty(0))
+    fields: list[Field]  # in the order of the model's tables
+    continuous: list[str]  # columns of numbers
+    transform: str  # see ClickData
+    mean: np.ndarray  # (C,), for "standard"
+    spread: np.ndarray  # (C,), standard deviations
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor, list[list[str]]]:
-        """Return the two inputs of the model, and the unknown columns of each row.
+        """Return inputs ``(n, C)`` float32 and ``(n, F)`` int64, and each row's unknown columns.
 
-        Args:
-            rows: Values by column. A number may be missing or null, a category null, which is an
-                empty cell.
-
-        Returns:
-            ``(n, C)`` float32, ``(n, F)`` int64; and of each row the names of columns whose value
-            was not in the training rows, or seldom, and is read as a rare one.
+        Rows are values by column; a number may be missing or null, a category null, an empty cell.
+        Unknown are categories that no or few training rows have; they share a row.
 
         Raises:
-            ValueError: If a column is missing, unknown, or holds what it cannot.
+            ValueError: If a column is missing, unknown, or has a wrong value.
         """
         numbers = np.full((len(rows), len(self.continuous)), np.nan, np.float32)  # as in training
         codes = np.zeros((len(rows), len(self.fields)), np.uint64)
+        names = [column.name for column in self.fields]
         for number, row in enumerate(rows):
-            self._check_names(row)
+            lost = [name for name in names if name not in row]
+            odd = [name for name in row if name not in names and name not in self.continuous]
+            if lost or odd:
+                what = (
+                    f"{lost[0]!r} is missing" if lost else f"{odd[0]!r} is no column of the model"
+                )
+                more = f", and may have {', '.join(self.continuous)}" if self.continuous else ""
+                raise ValueError(f"{what}: a row has {', '.join(names)}{more}")
             for k, name in enumerate(self.continuous):
                 numbers[number, k] = _number(name, row.get(name))
             for k, column in enumerate(self.fields):
                 codes[number, k] = column.code_of(row[column.name])
         found = [column.rows_of(codes[:, k]) for k, column in enumerate(self.fields)]
         places = np.stack(found, 1).astype(np.int64)
-        unknown = [
-            [
-                column.name
-                for column, place in zip(self.fields, line, strict=True)
-                if place == RARE and column.hash_rows is None
-            ]
-            for line in places
-        ]
+        named = np.array([column.hash_rows is None for column in self.fields])
+        unknown = [np.array(names)[(line == RARE) & named].tolist() for line in places]
         continuous = transformed(numbers, self.transform, self.mean, self.spread)
         return torch.from_numpy(continuous), torch.from_numpy(places), unknown
 
-    def _check_names(self, row: Mapping[str, Any]) -> None:
-        names = [column.name for column in self.fields]
-        lost = [name for name in names if name not in row]
-        odd = [name for name in row if name not in names and name not in self.continuous]
-        if lost or odd:
-            what = f"{lost[0]!r} is missing" if lost else f"{odd[0]!r} is no column of the model"
-            numbers = f", and may have {', '.join(self.continuous)}" if self.continuous else ""
-            raise ValueError(f"{what}: a row has {', '.join(names)}{numbers}")
-
     def save(self, path: Path) -> None:
-        """Write everything to a file."""
+        """Write the encoder to a file."""
         arrays = {"mean": self.mean, "spread": self.spread}
         for k, column in enumerate(self.fields):
             arrays |= {f"codes.{k}": column.codes, f"rows.{k}": column.rows}
-        described = {
-            "fields": [[c.name, c.integers, c.hash_rows] for c in self.fields],
-            "continuous": self.continuous,
-            "transform": self.transform,
-        }
+        fields = [[column.name, column.integers, column.hash_rows] for column in self.fields]
+        described = {"continuous": self.continuous, "transform": self.transform, "fields": fields}
         with replacing(path) as temporary:
             save_file(arrays, temporary, {_KEY: json.dumps(described)})
 
     @classmethod
     def load(cls, path: Path) -> "ClickRows":
-        """Read what :meth:`save` has written.
-
-        Raises:
-            ValueError: If the file is damaged or of another program.
-        """
+        """Read the file of :meth:`save`; raises ``ValueError`` if it is damaged."""
         try:
             with safe_open(path, "numpy") as file:
                 described = json.loads((file.metadata() or {})[_KEY])
                 fields = [
-                    Field(
-                        str(name),
-                        bool(integers),
-                        hashed,
-                        file.get_tensor(f"codes.{k}"),
-                        file.get_tensor(f"rows.{k}"),
-                    )
-                    for k, (name, integers, hashed) in enumerate(described["fields"])
+                    Field(name, whole, hashed, *map(file.get_tensor, (f"codes.{k}", f"rows.{k}")))
+                    for k, (name, whole, hashed) in enumerate(described["fields"])
                 ]
                 scale = file.get_tensor("mean"), file.get_tensor("spread")
                 return cls(fields, described["continuous"], described["transform"], *scale)
@@ -191,13 +140,9 @@ class ClickRows:
 def transformed(
     values: np.ndarray, transform: str, mean: np.ndarray, spread: np.ndarray
 ) -> np.ndarray:
-    """Return numbers as a model takes them, float32; those that are not finite are missing.
+    """Transform numbers ``(n, C)`` to inputs of the model, float32; those not finite are missing.
 
-    Args:
-        values: ``(n, C)``.
-        transform: ``log`` or ``standard``, see ``ClickData``.
-        mean: ``(C,)``, of ``standard``.
-        spread: ``(C,)``, the same.
+    ``transform`` is that of ``ClickData``, ``mean`` and ``spread`` are ``(C,)``, for ``standard``.
     """
     missing = ~np.isfinite(values)
     if transform == "log":
@@ -210,23 +155,18 @@ def transformed(
 def _number(name: str, value: Any) -> float:
     if value is None or value == "":
         return np.nan
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = np.nan
-    if isinstance(value, bool) or not abs(number) <= np.finfo(np.float32).max:
-        raise ValueError(f"{name} is {value!r}, expected a number that is finite")
-    return number
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and abs(float(value)) <= np.finfo(np.float32).max:
+            return float(value)
+    raise ValueError(f"{name} is {value!r}, expected a number that is finite")
 
 
-CHUNK = 200_000
-"""Lines that are read at a time."""
-
+CHUNK = 200_000  # lines or rows of a chunk
 CRITEO_CONTINUOUS = tuple(f"I{k}" for k in range(1, 14))
 CRITEO_FIELDS = tuple(f"C{k}" for k in range(1, 27))
 CRITEO_COLUMNS = ["label", *CRITEO_CONTINUOUS, *CRITEO_FIELDS]
 _MOVIELENS = ["user", "item", "rating", "time"]
-_EXPECTED = (
+EXPECTED = (
     "expected a table with named columns (.npz, .csv, .tsv, .parquet; .csv and .tsv also .gz), "
     "Criteo's train.txt (format: criteo) or the ratings of MovieLens (format: movielens)"
 )
@@ -235,29 +175,15 @@ _TO_SKIP = "clicks.skip_bad_lines=true leaves such lines out"
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a click log by what they hold.
-
-    Attributes:
-        label: The column with the label.
-        continuous: Numbers.
-        fields: Categories.
-    """
+    """Columns of a click log: of the label, of numbers, and of categories."""
 
     label: str
     continuous: tuple[str, ...]
     fields: tuple[str, ...]
 
 
-def find_file(source: str) -> Path:
-    """Return the path of a data file; raise ``FileNotFoundError`` if there is none."""
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")
-    return path
-
-
 def fields_named(format: str, fields: Sequence[str]) -> Sequence[str]:
-    """Return the columns of categories as far as the settings tell; none where the file has to."""
+    """Return the columns of categories, as far as the settings determine them."""
     if format == "criteo":
         return CRITEO_FIELDS
     return fields or (["user", "item"] if format == "movielens" else [])
@@ -266,11 +192,11 @@ def fields_named(format: str, fields: Sequence[str]) -> Sequence[str]:
 def columns_of(
     path: Path, format: str, label: str | None, continuous: Sequence[str], fields: Sequence[str]
 ) -> Columns:
-    """Take the columns from the settings, and what those leave open from the file.
+    """Return the columns by the settings, with defaults from the file.
 
     Raises:
-        ValueError: If a named column is not there or is named twice, if no label is named, or if
-            it is a feature as well.
+        ValueError: If a column is missing, named twice or both label and feature, or there is no
+            label.
     """
     if format == "criteo":
         return Columns("label", CRITEO_CONTINUOUS, CRITEO_FIELDS)
@@ -304,24 +230,16 @@ def columns_of(
 def read_chunks(
     path: Path, format: str, columns: Columns, skip_bad: bool, first: int = 0
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the rows of a file in chunks of ``CHUNK`` lines, each as named arrays.
+    """Yield the rows of a file in chunks of ``CHUNK`` lines, from chunk ``first`` on, as arrays.
 
     ``labels`` ``(n,)`` and ``continuous`` ``(n, C)`` float32 with NaN for missing values;
-    ``field0``, ``field1``, ... ``(n,)`` uint64, categories or their hashes; ``integers`` ``(F,)``,
-    whether a field holds whole numbers, which are their own codes; ``skipped`` ``()``, the number
-    of malformed lines that were left out.
-
-    Args:
-        path: The file.
-        format: ``"table"``, ``"criteo"`` or ``"movielens"``.
-        columns: Which columns are what.
-        skip_bad: Leave malformed lines out and count them, instead of raising.
-        first: Number of the first chunk that is wanted.
+    ``field0``, ``field1``, ... ``(n,)`` uint64, codes of categories; ``integers`` ``(F,)``, whether
+    a field holds whole numbers, which are their own codes; ``skipped`` ``()``, the number of
+    malformed lines, which ``skip_bad`` leaves out.
 
     Raises:
-        ValueError: If a line or cell is malformed, with its number and what was expected. A number
-            that is not finite is malformed too; only an empty cell, or NaN in a typed column, is
-            missing, and neither is allowed as a label.
+        ValueError: If a line or cell is malformed; names its number. So is a number that is not
+            finite, except an empty cell, or NaN in a typed column, of a feature.
     """
     layout = _layout(path, format)
     if twice := _repeated(layout.names):
@@ -341,14 +259,9 @@ def read_chunks(
 
 
 def _chunk(
-    path: Path,
-    unit: str,
-    frame: "pd.DataFrame",
-    columns: Columns,
-    skip_bad: bool,
-    skipped: int = 0,
+    path: Path, unit: str, frame: "pd.DataFrame", columns: Columns, skip_bad: bool, skipped: int = 0
 ) -> dict[str, np.ndarray]:
-    """Check numbers and code fields of one frame, whose index holds line numbers for errors."""
+    """Check numbers and encode fields of a frame, whose index holds line numbers for errors."""
     pd = _pandas()
     numbers, good = {}, np.ones(len(frame), bool)
     for name in (columns.label, *columns.continuous):
@@ -380,15 +293,7 @@ def _chunk(
 def _text_frame(
     path: Path, lines: list[bytes], start: int, layout: "_Layout", skip_bad: bool
 ) -> "pd.DataFrame":
-    """Return the cells of well-formed lines as text; the index is the number of the line.
-
-    Args:
-        path: The file, for messages.
-        lines: Consecutive lines.
-        start: Number of the first of them.
-        layout: The columns.
-        skip_bad: Leave out lines with another number of values, instead of raising.
-    """
+    """Return the cells of well-formed lines as text; their index is the number of the line."""
     separator, expected = layout.separator, len(layout.names)
     numbers, kept = [], []
     for number, line in enumerate(lines, start):
@@ -420,7 +325,7 @@ def _text_frame(
 
 
 def _count(line: bytes, separator: bytes) -> int:
-    """Count the values of a line; 0 where quotes around one of a .csv do not close in it."""
+    """Count the values of a line; 0 if a quoted one of a .csv is not closed."""
     if separator != b"," or b'"' not in line:
         return line.count(separator) + 1
     try:
@@ -430,7 +335,7 @@ def _count(line: bytes, separator: bytes) -> int:
 
 
 def _cells(line: str) -> list[str]:
-    """Split a line of a .csv, in which values in quotes may have commas."""
+    """Split a line of a .csv, whose values may be quoted."""
     return next(csv.reader([line], strict=True), [""])
 
 
@@ -449,8 +354,7 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
             raise ValueError(
                 f"{path}: {name} has the shape {column.shape}, expected one value a row"
             )
-        rows = len(table[columns.label])
-        if len(column) != rows:
+        if len(column) != (rows := len(table[columns.label])):
             raise ValueError(f"{path}: {name} has {len(column)} values, the label {rows}")
         if name not in columns.fields:
             try:
@@ -463,24 +367,21 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
 
 
 def _pandas() -> Any:
-    """Import pandas, which takes as long as all else that a command needs, only for its work."""
+    """Import pandas when it is needed, since that takes long."""
     with needed_by("a file of clicks"):
         import pandas
     return pandas
 
 
 def codes_of_text(values: Sequence[Any]) -> np.ndarray:
-    """Return uint64, hashes of 64 bits, equal for equal values."""
+    """Return 64-bit hashes of values."""
     array = np.empty(len(values), object)
     array[:] = values
     return _pandas().util.hash_array(array, categorize=True)
 
 
 def _codes(values: "pd.Series") -> np.ndarray:
-    """Return uint64: whole numbers as they are, all else by a hash of 64 bits of its text.
-
-    A missing value, NaN in a column of numbers, is an empty text, as the empty cell of a .csv is.
-    """
+    """Return codes: whole numbers themselves, hashes of other values, a missing one being ''."""
     if _pandas().api.types.is_integer_dtype(values.dtype):
         return values.to_numpy().astype(np.int64).view(np.uint64)
     return codes_of_text(values.astype(object).where(values.notna(), "").to_numpy(dtype=object))
@@ -488,7 +389,7 @@ def _codes(values: "pd.Series") -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The columns of a file; ``header``: a first line names them; no separator if it is typed."""
+    """Columns of a file, whose first line may name them; a typed file has no separator."""
 
     names: list[str]
     separator: str = ""
@@ -516,7 +417,7 @@ def _layout(path: Path, format: str) -> _Layout:
     if ".tsv" in path.suffixes:
         return _Layout(_first_line(path).split("\t"), "\t", header=True)
     if ".csv" not in path.suffixes:
-        raise ValueError(f"{path}: {_EXPECTED}")
+        raise ValueError(f"{path}: {EXPECTED}")
     try:
         return _Layout(_cells(_first_line(path)), ",", header=True)
     except csv.Error as problem:
@@ -534,7 +435,7 @@ def _first_line(path: Path) -> str:
 
 
 def _open_npz(path: Path) -> NpzFile:
-    # For a file that is no archive np.load suggests allow_pickle=True.
+    # np.load would suggest allow_pickle=True.
     if not zipfile.is_zipfile(path):
         raise ValueError("it is no archive as numpy.savez writes it, or was cut short")
     return np.load(path)

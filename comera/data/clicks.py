@@ -2,7 +2,7 @@
 
 A file is read once and in chunks. Prepared rows are cached, and an interrupted preparation resumes
 with the chunk that is missing. Categories are numbered by falling frequency, so that the first
-rows of a table are the ones read most often (see ``hot_rows`` of ``TTEmbeddingBag``).
+rows of a table are the ones read most often.
 """
 
 import json
@@ -21,20 +21,22 @@ from torch import Tensor
 
 from comera.data.click_files import (
     CATEGORIES,
+    EXPECTED,
     RARE,
     ClickRows,
     Columns,
     Field,
     columns_of,
-    find_file,
     read_chunks,
     transformed,
 )
 from comera.data.vocabulary import (
+    PATH,
     array_digest,
     changed_meanwhile,
     check_unchanged,
     content_digest,
+    find_file,
     save_arrays,
     short_digest,
     signature,
@@ -71,7 +73,7 @@ class ClickData:
             those with other columns, or words, ``nan`` or ``inf`` in the place of a number.
     """
 
-    file: str = ""
+    file: str = field(default="", metadata=PATH)
     format: Literal["table", "criteo", "movielens"] = "table"
     label: str | None = None
     positive: float = 0.0
@@ -86,11 +88,7 @@ class ClickData:
     skip_bad_lines: bool = False
 
     def check(self, name: str = "clicks") -> None:
-        """Raise ``ValueError`` for settings that are wrong whatever the data are.
-
-        Args:
-            name: Name of the section of a recipe that holds these settings, for messages.
-        """
+        """Raise ``ValueError`` for settings that are wrong for any data, in section ``name``."""
         if self.min_count < 1:
             raise ValueError(f"{name}.min_count={self.min_count} must be at least 1")
         if self.hash_rows is not None and self.hash_rows < 2:
@@ -101,28 +99,18 @@ class ClickData:
 
     def find(self) -> None:
         """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
-        find_file(self.file)
+        find_file(self.file, EXPECTED)
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of the file, by its name in the settings.
-
-        Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If it cannot be decompressed.
-        """
-        return {self.file: content_digest(find_file(self.file))}
+        """Return the digest of the file."""
+        return {self.file: content_digest(find_file(self.file, EXPECTED))}
 
 
 class Clicks:
     """Prepared rows, and batches that depend only on a seed and a step number.
 
-    Attributes:
-        table_sizes: Rows of each field's table.
-        field_names: Names of the fields' columns.
-        num_continuous: Continuous features.
-        skipped: Malformed lines that were left out.
-        digests: Digest of the file, by its name in the settings.
-        prepared: Digest of the prepared rows.
+    ``skipped`` is the number of malformed lines that were left out, ``digests`` that of the file,
+    ``prepared`` that of the prepared rows.
     """
 
     def __init__(
@@ -143,18 +131,16 @@ class Clicks:
 
     @classmethod
     def prepare(cls, settings: ClickData, digests: Mapping[str, str] | None = None) -> "Clicks":
-        """Read and number the categories, or take that from the cache.
+        """Read and number the categories, or load that from the cache.
 
-        Args:
-            settings: Where the clicks come from.
-            digests: Those of ``settings.digests()``, if they are known already.
+        ``digests`` are those of ``settings.digests()``, if they are known already.
 
         Raises:
             FileNotFoundError: If there is no such file.
             ValueError: If a column is missing, a line malformed, or a share leaves no rows.
         """
         settings.check()
-        path = find_file(settings.file)
+        path = find_file(settings.file, EXPECTED)
         digests = settings.digests() if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
         folder = cache_folder() / f"clicks-{short_digest([4, relevant])}"
@@ -167,7 +153,7 @@ class Clicks:
 
     @property
     def categories(self) -> ClickRows:
-        """Encoder of raw rows as inputs of the model; read from the cache in each access."""
+        """Encoder of raw rows as inputs of the model; each access reads it from the cache."""
         return ClickRows.load(self._folder / CATEGORIES)
 
     @property
@@ -178,7 +164,7 @@ class Clicks:
         return self.num_train // batch_size
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
-        """Return training batch number ``step``; always the same for the same arguments.
+        """Return training batch number ``step``.
 
         ``continuous`` float32 ``(B, C)``, ``fields`` int64 ``(B, F)``, ``labels`` float32 ``(B,)``.
         """
@@ -194,11 +180,11 @@ class Clicks:
     def valid_batches(
         self, batch_size: int, limit: int | None = None
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield the held-out rows in order, or the first ``limit``, in batches like training's."""
+        """Yield the held-out rows, or the first ``limit``, in batches like those of training."""
         return self._in_order(self._valid[:limit], batch_size)
 
     def test_batches(self, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the test rows in order, in batches like training's."""
+        """Yield the test rows in batches like those of training."""
         return self._in_order(self._test, batch_size)
 
     def _in_order(self, rows: np.ndarray, batch_size: int) -> Iterator[dict[str, Tensor]]:
@@ -243,7 +229,10 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
         sizes.append(size)
         known.append(numbered)
     continuous = np.concatenate([_load(chunk, "continuous") for chunk in chunks])
-    scale = _scale(continuous, training)
+    finite = np.where(np.isfinite(continuous), continuous, np.nan)[training]
+    with warnings.catch_warnings():  # a column may be empty in the training rows
+        warnings.simplefilter("ignore", RuntimeWarning)
+        scale = np.nan_to_num(np.nanmean(finite, 0)), np.nan_to_num(np.nanstd(finite, 0))
     arrays = {
         "labels": labels,
         "fields": fields,
@@ -260,18 +249,16 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
         shutil.rmtree(folder / "chunks")
         raise changed_meanwhile(path)
     facts = {
-        "table_sizes": sizes,
-        "fields": list(columns.fields),
-        "skipped": skipped,
+        "table_sizes": sizes, "fields": list(columns.fields), "skipped": skipped,
         "prepared": array_digest(arrays),
-    }
+    }  # fmt: skip
     with replacing(folder / _FACTS) as temporary:
         temporary.write_text(json.dumps(facts), encoding="utf-8")
     shutil.rmtree(folder / "chunks")
 
 
 def _read(settings: ClickData, path: Path, columns: Columns, folder: Path) -> list[Path]:
-    """Write chunks to files and list them; what an interrupted preparation left is taken over."""
+    """Write the chunks that an earlier preparation has not written to files, and list all."""
     folder.mkdir(parents=True, exist_ok=True)
     found, before = sorted(folder.glob("*.npz")), signature(path)
     chunks = read_chunks(path, settings.format, columns, settings.skip_bad_lines, len(found))
@@ -311,7 +298,7 @@ def _split(settings: ClickData, rows: int) -> dict[str, np.ndarray]:
 def _numbered(
     name: str, integers: bool, codes: np.ndarray, settings: ClickData
 ) -> tuple[Field, int]:
-    """Number the categories of training rows, and count the rows; row 0 is that of rare ones."""
+    """Number the categories of training rows, and count the rows of their table."""
     known, counts = np.unique(codes, return_counts=True)
     none = np.empty(0, np.uint64), np.empty(0, np.int32)
     if settings.hash_rows is not None and len(known) >= settings.hash_rows:
@@ -322,13 +309,3 @@ def _numbered(
     number = np.full(len(known), RARE, np.int32)
     number[order] = 1 + np.arange(len(order))
     return Field(name, integers, None, known[frequent], number[frequent]), 1 + len(order)
-
-
-def _scale(values: np.ndarray, training: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and standard deviation of each column in the training rows."""
-    if not values.shape[1]:
-        return np.empty(0), np.empty(0)
-    known = np.where(np.isfinite(values), values, np.nan)[training]
-    with warnings.catch_warnings():  # a column may be empty in the training rows
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return np.nan_to_num(np.nanmean(known, 0)), np.nan_to_num(np.nanstd(known, 0))

@@ -1,8 +1,4 @@
-"""Natural-language-inference pairs, read as SNLI, MNLI and RTE are distributed.
-
-A row needs a premise, a hypothesis and a label. Accepted: JSON lines or tab-separated values with
-a header line, optionally gzipped, or the name of a Hugging Face ``datasets`` set.
-"""
+"""Natural-language-inference pairs, read as SNLI, MNLI and RTE are distributed."""
 
 import csv
 import gzip
@@ -11,7 +7,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +16,14 @@ from torch import Tensor
 from comera.data.vocabulary import (
     CLS,
     PAD,
+    PATH,
     SEP,
     array_digest,
     as_array,
     cached_arrays,
     changed_meanwhile,
     content_digest,
+    find_file,
     find_vocabulary,
     frequency_order,
     from_array,
@@ -40,10 +37,11 @@ from comera.files import cache_folder, naming_what_is_no_text
 
 log = logging.getLogger("comera")
 
-_SHORTEST = 5
-"""Tokens of a pair: ``[CLS]``, one of each sentence, ``[SEP]`` after both."""
-
+_SHORTEST = 5  # tokens of the shortest pair: [CLS], one of each sentence, [SEP] after both
 LABELS = ("entailment", "neutral", "contradiction")
+_LABEL_NUMBERS = {
+    "entailment": 0, "neutral": 1, "contradiction": 2, "not_entailment": 1, "0": 0, "1": 1, "2": 2,
+}  # fmt: skip
 _FIELDS = {
     "premise": ("premise", "sentence1"),
     "hypothesis": ("hypothesis", "sentence2"),
@@ -69,64 +67,51 @@ class NliData:
         vocab_size: Tokens to train where ``vocab`` is not given.
         length: Longest pair in tokens, ``[CLS]`` and both ``[SEP]`` included; longer ones are cut,
             the longer sentence first.
-        limit: Use only the first so many training rows.
     """
 
-    train: str | list[str] = field(default_factory=list)
-    dev: str | list[str] = field(default_factory=list)
-    test: str | list[str] = field(default_factory=list)
-    vocab: str | None = None
+    train: str | list[str] = field(default_factory=list, metadata=PATH)
+    dev: str | list[str] = field(default_factory=list, metadata=PATH)
+    test: str | list[str] = field(default_factory=list, metadata=PATH)
+    vocab: str | None = field(default=None, metadata=PATH)
     vocab_size: int = 30522
     length: int = 128
-    limit: int | None = None
 
     def __post_init__(self) -> None:
-        self.train = [self.train] if isinstance(self.train, str) else self.train
-        self.dev = [self.dev] if isinstance(self.dev, str) else self.dev
-        self.test = [self.test] if isinstance(self.test, str) else self.test
+        for name in ("train", "dev", "test"):
+            if isinstance(source := getattr(self, name), str):
+                setattr(self, name, [source])
 
     def check(self, name: str = "nli") -> None:
-        """Raise ``ValueError`` for settings that are wrong whatever the pairs are.
-
-        Args:
-            name: Name of the section of a recipe that holds these settings, for messages.
-        """
+        """Raise ``ValueError`` for settings that are wrong for any pairs, in section ``name``."""
         if self.length < _SHORTEST:
             raise ValueError(
                 f"{name}.length={self.length} must be at least {_SHORTEST}: [CLS], a token of each "
                 "sentence and [SEP] after both"
             )
-        for key in ("limit", "vocab_size"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}.{key}={value} must be at least 1")
+        if self.vocab_size < 1:
+            raise ValueError(f"{name}.vocab_size={self.vocab_size} must be at least 1")
 
     @property
     def splits(self) -> dict[str, list[str]]:
-        """Files and data sets by what they are for; those of a test need not be there."""
+        """Files and data sets of train, dev and, if it is given, test."""
         given = {"train": self.train, "dev": self.dev, "test": self.test}
         return {name: list(sources) for name, sources in given.items() if sources or name != "test"}
 
     def find(self) -> None:
-        """Raise if a file is missing; no file or data set is read.
-
-        Raises:
-            FileNotFoundError: If one is missing; the message describes the expected format.
-            ValueError: If no file is named.
-        """
+        """Raise ``FileNotFoundError`` for a missing file, ``ValueError`` if none is named."""
         for name, sources in self.splits.items():
             if not sources:
                 raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
             for source in sources:
                 if not _is_on_hub(source):
-                    _find(source)
+                    find_file(source, _EXPECTED)
         if self.vocab:
             find_vocabulary(self.vocab)
 
     def digests(self) -> dict[str, str]:
         """Return digests of all files and data sets, as the settings name them.
 
-        The rows of a data set of Hugging Face are read for that: its name does not identify them.
+        The rows of a data set of Hugging Face are read, as its name does not identify them.
 
         Raises:
             FileNotFoundError: If a file is missing; the message describes the expected format.
@@ -142,12 +127,8 @@ class NliData:
 class NliPairs:
     """Encoded pairs, and batches that depend only on a seed and a step number.
 
-    Batches hold pairs of similar length, padded to the longest.
-
-    Attributes:
-        digests: Digests of the files and data sets that were read, as the settings name them.
-        prepared: Digest of the encoded pairs.
-        tokenizer: Makes these tokens of sentences.
+    Batches hold pairs of similar length, padded to the longest. ``digests`` are those of the files
+    and data sets that were read, ``prepared`` is that of the encoded pairs.
     """
 
     num_classes = len(LABELS)
@@ -171,18 +152,24 @@ class NliPairs:
 
     @classmethod
     def prepare(cls, settings: NliData, digests: Mapping[str, str] | None = None) -> "NliPairs":
-        """Read and encode, or take that from the cache.
+        """Read and encode, or load that from the cache.
 
-        Args:
-            settings: Where the pairs come from.
-            digests: Those of ``settings.digests()``, if they are known already.
+        ``digests`` are those of ``settings.digests()``, if they are known already.
 
         Raises:
             FileNotFoundError: If a file is missing; the message describes the expected format.
             ValueError: If a row has no label or sentence, or no file is named.
         """
         digests = settings.digests() if digests is None else digests
-        _warn_of_shared(settings, digests)
+        first: dict[str, tuple[str, str]] = {}
+        for part, sources in settings.splits.items():
+            for source in sources:
+                other, same = first.setdefault(digests[source], (part, source))
+                if other != part:
+                    log.warning(
+                        "nli.%s=%s is what nli.%s=%s is: its figures are not of data kept apart",
+                        part, source, other, same,
+                    )  # fmt: skip
         relevant = vars(settings) | {
             **{name: [digests[s] for s in sources] for name, sources in settings.splits.items()},
             "vocab": settings.vocab and digests[settings.vocab],
@@ -202,10 +189,10 @@ class NliPairs:
     def batch(
         self, step: int, batch_size: int, seed: int, length: int | None = None
     ) -> dict[str, Tensor]:
-        """Return training batch number ``step``; always the same for the same arguments.
+        """Return training batch number ``step``.
 
-        ``tokens`` and ``segments`` int64 ``(B, T)``, ``labels`` int64 ``(B,)``. T is that of the
-        longest row, or ``length``, so that all batches have one shape.
+        ``tokens`` and ``segments`` int64 ``(B, T)``, ``labels`` int64 ``(B,)``; T is ``length``, or
+        that of the longest row.
         """
         per_epoch = self.steps_per_epoch(batch_size)
         if not per_epoch:
@@ -232,16 +219,16 @@ class NliPairs:
         return batches[rng.permutation(len(batches))].reshape(-1)
 
     def dev_batches(self, batch_size: int, limit: int | None = None) -> list[dict[str, Tensor]]:
-        """Return all evaluation rows (or the first ``limit``) in batches, sorted by length."""
+        """Return the evaluation rows, or the first ``limit``, in batches sorted by length."""
         return self.dev.batches(batch_size, limit)
 
     def test_batches(self, batch_size: int) -> list[dict[str, Tensor]]:
-        """Return all test rows in batches, sorted by length; none if there are no such rows."""
+        """Return all test rows likewise; none without a test."""
         return self.test.batches(batch_size) if self.test else []
 
 
 class _Split:
-    """Rows of one split, their tokens one after the other."""
+    """Rows of one split, their tokens concatenated."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], name: str) -> None:
         self.tokens = arrays[f"{name}_tokens"]
@@ -251,7 +238,6 @@ class _Split:
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
 
     def batches(self, batch_size: int, limit: int | None = None) -> list[dict[str, Tensor]]:
-        """Return all rows (or the first ``limit``) in batches, sorted by length."""
         rows = np.arange(len(self.labels))[:limit]
         rows = rows[np.argsort(self.lengths[rows], kind="stable")]
         return [self.collate(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size)]
@@ -265,30 +251,14 @@ class _Split:
             start, length = self.starts[row], self.lengths[row]
             tokens[k, :length] = self.tokens[start : start + length]
             segments[k, self.first_lengths[row] : length] = 1
-        labels = torch.from_numpy(self.labels[rows].astype(np.int64))
-        return {
-            "tokens": torch.from_numpy(tokens),
-            "segments": torch.from_numpy(segments),
-            "labels": labels,
-        }
-
-
-def _warn_of_shared(settings: NliData, digests: Mapping[str, str]) -> None:
-    """Warn of files that serve two splits: figures on one of them would be too good."""
-    first: dict[str, tuple[str, str]] = {}
-    for part, sources in settings.splits.items():
-        for source in sources:
-            other, same = first.setdefault(digests[source], (part, source))
-            if other != part:
-                log.warning(
-                    "nli.%s=%s is what nli.%s=%s is: its figures are not of data kept apart",
-                    part, source, other, same,
-                )  # fmt: skip
+        arrays = {"tokens": tokens, "segments": segments}
+        arrays["labels"] = self.labels[rows].astype(np.int64)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def _digest(source: str) -> str:
     if not _is_on_hub(source):
-        return content_digest(_find(source))
+        return content_digest(find_file(source, _EXPECTED))
     running = hashlib.sha256()
     for row in _hub_rows(source):
         running.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -296,7 +266,7 @@ def _digest(source: str) -> str:
 
 
 def read_pairs(source: str) -> Iterator[tuple[str, str, int]]:
-    """Yield premise, hypothesis and label number of every labelled row of a file or data set.
+    """Yield premise, hypothesis and label number of every row of a file or data set.
 
     Rows whose annotators did not agree (label ``-`` or -1) are left out.
     """
@@ -312,33 +282,24 @@ def read_pairs(source: str) -> Iterator[tuple[str, str, int]]:
                 f"row {number} of {source} has no {' or '.join(lacking)} "
                 f"(its fields: {', '.join(map(str, row))}); {_EXPECTED}"
             )
-        label = _label(str(found["label"]), number, source)
-        if label is not None:
-            yield str(found["premise"]), str(found["hypothesis"]), label
+        label = str(found["label"])
+        if label in ("-", "-1"):
+            continue
+        if label not in _LABEL_NUMBERS:
+            raise ValueError(
+                f"row {number} of {source} has the label {label!r}; "
+                f"expected {', '.join(LABELS)} or 0 to {len(LABELS) - 1}"
+            )
+        yield str(found["premise"]), str(found["hypothesis"]), _LABEL_NUMBERS[label]
     if not number:
         raise ValueError(f"{source} holds no rows; {_EXPECTED}")
-
-
-def _label(text: str, number: int, source: str) -> int | None:
-    if text in ("-", "-1"):
-        return None
-    if text in LABELS:
-        return LABELS.index(text)
-    if text == "not_entailment":
-        return 1
-    if text.isdigit() and int(text) < len(LABELS):
-        return int(text)
-    raise ValueError(
-        f"row {number} of {source} has the label {text!r}; "
-        f"expected {', '.join(LABELS)} or 0 to {len(LABELS) - 1}"
-    )
 
 
 def _rows(source: str) -> Iterator[Mapping[str, Any]]:
     if _is_on_hub(source):
         yield from _hub_rows(source)
         return
-    path = _find(source)
+    path = find_file(source, _EXPECTED)
     open_text = gzip.open if path.suffix == ".gz" else open
     with naming_what_is_no_text(path), open_text(path, "rt", encoding="utf-8") as file:
         first = file.readline()
@@ -348,7 +309,6 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
                     try:
                         row = json.loads(line)
                     except json.JSONDecodeError as problem:
-                        # Its own words number the lines of what was parsed, which is one line.
                         raise ValueError(
                             f"line {number} of {source} is no JSON: {problem.msg} at character "
                             f"{problem.pos + 1}"
@@ -368,13 +328,6 @@ def _is_on_hub(source: str) -> bool:
     return source.startswith("datasets:")
 
 
-def _find(source: str) -> Path:
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")
-    return path
-
-
 def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of ``datasets:NAME@SPLIT``; the split is ``train`` if none is named."""
     try:
@@ -392,8 +345,6 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
         name: [pair for source in sources for pair in read_pairs(source)]
         for name, sources in settings.splits.items()
     }
-    if settings.limit is not None:
-        splits["train"] = splits["train"][: settings.limit]
     if settings.vocab:
         tokenizer = load_word_pieces(settings.vocab)
     else:
@@ -419,12 +370,13 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
         "tokenizer": as_array(renumbered(tokenizer, number)),
     }
     for name, (premises, hypotheses) in encoded.items():
-        rows: list[np.ndarray] = []
-        first: list[int] = []
-        for premise, hypothesis in zip(premises, hypotheses, strict=True):
-            row, start = joined(number[premise], number[hypothesis], settings.length)
-            rows.append(row)
-            first.append(start)
+        rows, first = zip(
+            *(
+                joined(number[premise], number[hypothesis], settings.length)
+                for premise, hypothesis in zip(premises, hypotheses, strict=True)
+            ),
+            strict=True,
+        )
         arrays[f"{name}_tokens"] = np.concatenate(rows).astype(np.int32)
         arrays[f"{name}_lengths"] = np.asarray([len(row) for row in rows], np.int32)
         arrays[f"{name}_first"] = np.asarray(first, np.int32)
@@ -433,15 +385,11 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
 
 
 def joined(premise: np.ndarray, hypothesis: np.ndarray, length: int) -> tuple[np.ndarray, int]:
-    """Join the tokens of a pair, cut to a length; returns them, and where the second one starts."""
-    left, right = _fit(len(premise), len(hypothesis), length - 3)
-    return np.concatenate([[CLS], premise[:left], [SEP], hypothesis[:right], [SEP]]), left + 2
-
-
-def _fit(left: int, right: int, room: int) -> tuple[int, int]:
-    """Return the lengths of two sentences once the longer has been cut until both fit."""
-    excess = max(0, left + right - room)
+    """Join the tokens of a pair, cut to a length; returns them and the start of the second one."""
+    left, right = len(premise), len(hypothesis)
+    excess = max(0, left + right - (length - 3))  # the longer is cut first, then both
     cut_left = min(excess, max(0, left - right))
     cut_right = min(excess - cut_left, max(0, right - left))
     rest = excess - cut_left - cut_right
-    return left - cut_left - (rest + 1) // 2, right - cut_right - rest // 2
+    left, right = left - cut_left - (rest + 1) // 2, right - cut_right - rest // 2
+    return np.concatenate([[CLS], premise[:left], [SEP], hypothesis[:right], [SEP]]), left + 2

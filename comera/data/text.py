@@ -1,7 +1,6 @@
-"""A folder of text or source code as streams of tokens, and batches of them for language models.
+"""Files of text or source code as streams of tokens, and batches of them for language models.
 
-The default corpus is the Python source of the standard library of the running interpreter: real
-input that every machine has. :class:`MaskedText` and :class:`CausalText` draw the batches.
+The default corpus is the Python source of the standard library of the running interpreter.
 """
 
 import codecs
@@ -19,6 +18,7 @@ from torch import Tensor
 from comera.data.vocabulary import (
     CLS,
     MASK,
+    PATH,
     SPECIAL,
     Tokenizer,
     array_digest,
@@ -38,8 +38,7 @@ from comera.files import cache_folder
 
 _STREAMS = ("train", "valid", "test")
 
-_TOKENIZER_SAMPLE = 4_000_000
-"""Characters a tokenizer is trained on; more changes little and takes longer."""
+_TOKENIZER_SAMPLE = 4_000_000  # characters that a tokenizer is trained on
 
 
 @dataclass
@@ -59,7 +58,7 @@ class TextData:
             chosen any more: the files after those, and the text before that end.
     """
 
-    folder: str | None = None
+    folder: str | None = field(default=None, metadata=PATH)
     pattern: str = "**/*.py"
     max_megabytes: float = 12.0
     vocab_size: int = 8192
@@ -68,17 +67,25 @@ class TextData:
     test: float = 0.0
 
     def check(self, name: str) -> None:
-        """Raise ``ValueError`` for settings that are wrong whatever the text is.
-
-        Args:
-            name: Name of the section of a recipe that holds these settings, for messages.
-        """
+        """Raise ``ValueError`` for settings that are wrong for any text, in section ``name``."""
         if not self.max_megabytes > 0:
             raise ValueError(f"{name}.max_megabytes={self.max_megabytes} must be above 0")
         if self.length < 2:
             raise ValueError(f"{name}.length={self.length} must be at least 2")
-        _check_shares(self, f"{name}.")
+        self.check_shares(f"{name}.")
         check_vocab_size(self.vocab_size, f"{name}.vocab_size")
+
+    def check_shares(self, prefix: str = "") -> None:
+        """Raise ``ValueError`` for shares of the text that leave nothing to train on."""
+        if not 0 <= self.heldout < 1:
+            raise ValueError(
+                f"{prefix}heldout={self.heldout} must be a share of the text, in [0, 1)"
+            )
+        if not 0 <= self.test < 1 - self.heldout:
+            raise ValueError(
+                f"{prefix}test={self.test} must be a share of the text that leaves some to train "
+                f"on, beside {prefix}heldout={self.heldout}"
+            )
 
     def find(self) -> None:
         """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
@@ -93,11 +100,15 @@ class TextData:
         """
         folder = _folder(self)
         found: dict[str, str] = {}
-        total = 0
+        characters = 0
         for path in _text_files(folder, self.pattern):
-            found[str(path.relative_to(folder))], characters = _measured(path)
-            total += characters
-            if total > self.max_megabytes * 1e6:
+            digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")("replace")
+            for block in read_blocks(path):  # a file may be larger than memory
+                digest.update(block)
+                characters += len(decoder.decode(block))
+            characters += len(decoder.decode(b"", final=True))
+            found[str(path.relative_to(folder))] = digest.hexdigest()
+            if characters > self.max_megabytes * 1e6:
                 break
         return found
 
@@ -106,14 +117,8 @@ class TextData:
 class TextStreams:
     """Token numbers, sorted by falling frequency after the special ones.
 
-    Attributes:
-        settings: Where the text comes from.
-        train: Tokens of the training files, one file after the other.
-        valid: The same of the held-out files.
-        test: The same of the test files; empty where there are none.
-        digests: Digests of the files that were read, by name.
-        prepared: Digest of all streams.
-        tokenizer: Makes these tokens of text; the same ones wherever texts leave no two ways.
+    Files of each stream follow one another; ``test`` is empty without a test. ``digests`` are those
+    of the files that were read, by name, ``prepared`` is that of all streams.
     """
 
     settings: TextData
@@ -130,11 +135,9 @@ class TextStreams:
 
     @classmethod
     def prepare(cls, settings: TextData, digests: Mapping[str, str] | None = None) -> "TextStreams":
-        """Read, train the tokenizer and encode, or take all that from the cache.
+        """Read, train the tokenizer and encode, or load all that from the cache.
 
-        Args:
-            settings: Where the text comes from.
-            digests: Those of ``settings.digests()``, if they are known already.
+        ``digests`` are those of ``settings.digests()``, if they are known already.
 
         Raises:
             FileNotFoundError: If no file matches.
@@ -159,54 +162,30 @@ class TextStreams:
                     f"sequences of {settings.length}"
                 )
         train, valid, test = (torch.from_numpy(arrays[name]) for name in _STREAMS)
-        tokenizer = from_array(arrays.pop("tokenizer"))  # trainers number in no fixed order
+        tokenizer = from_array(arrays.pop("tokenizer"))  # not in the digest: its order may vary
         return cls(settings, train, valid, test, digests, array_digest(arrays), tokenizer)
-
-
-def _measured(path: Path) -> tuple[str, int]:
-    """Return digest and number of characters of a file, which may be larger than memory."""
-    running, characters = hashlib.sha256(), 0
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for block in read_blocks(path):
-        running.update(block)
-        characters += len(decoder.decode(block))
-    return running.hexdigest(), characters + len(decoder.decode(b"", final=True))
 
 
 def _folder(settings: TextData) -> Path:
     return Path(settings.folder or sysconfig.get_paths()["stdlib"]).expanduser()
 
 
-def _check_shares(settings: TextData, prefix: str = "") -> None:
-    """Raise ``ValueError`` for shares of the text that leave nothing to train on."""
-    if not 0 <= settings.heldout < 1:
-        raise ValueError(
-            f"{prefix}heldout={settings.heldout} must be a share of the text, in [0, 1)"
-        )
-    if not 0 <= settings.test < 1 - settings.heldout:
-        raise ValueError(
-            f"{prefix}test={settings.test} must be a share of the text that leaves some to train "
-            f"on, beside {prefix}heldout={settings.heldout}"
-        )
-
-
 def windows(stream: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Cut pieces of a stream from places drawn at random; int64 ``(count, length)``."""
+    """Cut pieces of a stream at random places; int64 ``(count, length)``."""
     starts = torch.randint(len(stream) - length, (count,), generator=generator)
     return stream[starts[:, None] + torch.arange(length)].long()
 
 
 def generator_of(seed: int, step: int) -> torch.Generator:
-    """Seed the random numbers of one batch: the same for the same arguments, in any order."""
+    """Return the random numbers of one batch, which depend on the arguments alone."""
     digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _text_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files of a folder to read as text. Folders of runs and sweeps are left out: their
-    logs change while they are read.
+    """List the files to read as text, in a fixed pseudo-random order.
 
-    Logs and settings of runs among them are no text to learn from, and change while it is read.
+    Folders of runs and sweeps are left out: their logs change while they are read.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
@@ -214,7 +193,7 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
 
     @functools.cache  # most files share their folders
     def is_of_a_run(inner: Path) -> bool:
-        """Return whether a folder is inside one of a run or a sweep, which hold a lock."""
+        """Check for the lock that folders of runs and sweeps hold."""
         return inner != folder and ((inner / ".lock").is_file() or is_of_a_run(inner.parent))
 
     files = [
@@ -226,16 +205,14 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
     ]
     if not files:
         raise FileNotFoundError(f"no file matches {pattern!r} under {folder}")
-
-    def scramble(path: Path) -> bytes:
-        return hashlib.sha256(str(path.relative_to(folder)).encode()).digest()
-
-    return sorted(files, key=scramble)
+    return sorted(
+        files, key=lambda path: hashlib.sha256(str(path.relative_to(folder)).encode()).digest()
+    )
 
 
 def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
-    texts = [_read(path) for path in files]
-    parts = _parted(texts, settings)
+    texts = [b"".join(read_blocks(path)).decode("utf-8", errors="replace") for path in files]
+    parts = _split(texts, settings)
     sample, used = [], 0
     for text in parts["train"]:
         sample.append(text)
@@ -255,14 +232,10 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
     return {**arrays, "tokenizer": as_array(renumbered(tokenizer, number))}
 
 
-def _read(path: Path) -> str:
-    return b"".join(read_blocks(path)).decode("utf-8", errors="replace")
-
-
-def _parted(texts: list[str], settings: TextData) -> dict[str, list[str]]:
-    """Part texts into those to train on, to evaluate on, and to test on; a single one is cut."""
+def _split(texts: list[str], settings: TextData) -> dict[str, list[str]]:
+    """Split texts into those to train on, to evaluate on, and to test on; a single one is cut."""
     held, tested = settings.heldout, settings.test
-    _check_shares(settings)
+    settings.check_shares()
     if len(texts) == 1:
         (text,) = texts
         first, second = (round(share * len(text)) for share in (1 - held - tested, 1 - held))
@@ -273,33 +246,29 @@ def _parted(texts: list[str], settings: TextData) -> dict[str, list[str]]:
 
 
 _PREDICTED_SHARE = 0.15
-"""Share of the tokens to be predicted: 80 % of them masked, 10 % replaced, 10 % kept (BERT)."""
+"""Share of the tokens to predict: 80 % of them masked, 10 % replaced, 10 % kept (BERT)."""
 
 
 class MaskedText:
     """Batches of a masked language model, which depend only on a seed and a step number.
 
-    Args:
-        streams: The text; a sequence is a leading ``[CLS]`` and ``settings.length - 1`` tokens.
+    A sequence is a leading ``[CLS]`` and ``settings.length - 1`` tokens of the streams. Batches
+    hold ``tokens (B, T)``, ``positions (B, M)`` to predict and ``targets (B, M)``, all int64.
     """
 
     def __init__(self, streams: TextStreams) -> None:
         self.streams = streams
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
-        """Draw training batch number ``step``; always the same for the same arguments.
-
-        ``tokens (B, T)``, ``positions (B, M)`` of those that are predicted, ``targets (B, M)``; all
-        int64.
-        """
+        """Draw training batch number ``step``."""
         return self._masked(self.streams.train, batch_size, generator_of(seed, step))
 
     def valid_batches(self, count: int, batch_size: int) -> list[dict[str, Tensor]]:
-        """Draw ``count`` evaluation batches like those of training; the same in every run."""
+        """Draw ``count`` evaluation batches, the same in every run."""
         return self._drawn(self.streams.valid, count, batch_size)
 
     def test_batches(self, count: int, batch_size: int) -> list[dict[str, Tensor]]:
-        """Draw the same of the test text; none where there is no such text."""
+        """Draw ``count`` batches of the test text; none without such text."""
         return self._drawn(self.streams.test, count, batch_size)
 
     def _drawn(self, stream: Tensor, count: int, batch_size: int) -> list[dict[str, Tensor]]:
@@ -309,17 +278,14 @@ class MaskedText:
     def _masked(
         self, stream: Tensor, batch_size: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Draw ``tokens (B, T)``, ``positions (B, M)`` to be predicted and ``targets (B, M)``."""
         length = self.streams.settings.length - 1
         count = max(1, round(_PREDICTED_SHARE * length))
         window = windows(stream, batch_size, length, generator)
         positions = torch.rand(batch_size, length, generator=generator).argsort(1)[:, :count]
         targets = window.gather(1, positions)
         fate = torch.rand(batch_size, count, generator=generator)
-        low = len(SPECIAL)
-        noise = torch.randint(
-            low, self.streams.vocab_size, (batch_size, count), generator=generator
-        )
+        low, high = len(SPECIAL), self.streams.vocab_size
+        noise = torch.randint(low, high, (batch_size, count), generator=generator)
         shown = torch.where(fate < 0.8, MASK, torch.where(fate < 0.9, noise, targets))
         tokens = window.scatter(1, positions, shown)
         tokens = torch.cat([torch.full((batch_size, 1), CLS), tokens], 1)
@@ -329,32 +295,24 @@ class MaskedText:
 class CausalText:
     """Batches of a causal language model, which depend only on a seed and a step number.
 
-    Args:
-        streams: The text; a sequence is ``settings.length`` tokens, each with the next as target.
+    Batches hold ``tokens`` and ``targets``, both int64 ``(B, T)``: ``settings.length`` tokens, each
+    with the next as target.
     """
 
     def __init__(self, streams: TextStreams) -> None:
         self.streams = streams
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
-        """Draw training batch number ``step``: ``tokens`` and ``targets``, both int64 ``(B, T)``.
-
-        Always the same for the same arguments.
-        """
+        """Draw training batch number ``step``."""
         length = self.streams.settings.length + 1
         return _shifted(windows(self.streams.train, batch_size, length, generator_of(seed, step)))
 
     def valid_batches(self, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
-        """Cut the held-out text in order, each token a target once; the same in every run.
-
-        Args:
-            count: Take so many batches from its start; None takes all.
-            batch_size: Sequences a batch.
-        """
+        """Cut the first ``count`` batches (None: all) of the held-out text, in order."""
         return self._cut(self.streams.valid, count, batch_size)
 
     def test_batches(self, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
-        """Cut the test text likewise; no batches where there is no such text."""
+        """Cut the test text likewise; no batches without such text."""
         return self._cut(self.streams.test, count, batch_size) if len(self.streams.test) else []
 
     def _cut(self, stream: Tensor, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:

@@ -1,10 +1,7 @@
 """Tokenizers, digests of content, and the cache of prepared data.
 
-Token numbers are sorted by frequency, special tokens first, so that the first rows of an
-embedding are the ones read most often (see ``hot_rows`` of ``TTEmbedding``).
-
-Digests identify data by content, whatever their names and times are: prepared data are cached by
-them, and a run records those of the data it began with.
+Token numbers are sorted by frequency, special tokens first, so that the first rows of an embedding
+are the ones read most often. Data are identified by their content, not by names and times.
 """
 
 import contextlib
@@ -19,7 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 
@@ -31,15 +28,17 @@ with needed_by("a vocabulary of text"):
 
 log = logging.getLogger("comera")
 
+PATH = {"path": True}
+"""Mark of a setting that is a path to data, or a list of them."""
+
 PAD, UNKNOWN, CLS, SEP, MASK = range(5)
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 """The first tokens of every vocabulary, in this order."""
-_BYTES = 256
 
 
 def check_vocab_size(size: int, name: str = "vocab_size") -> None:
-    """Raise ``ValueError`` for one that cannot hold ``SPECIAL`` and a token for each byte."""
-    least = len(SPECIAL) + _BYTES
+    """Raise ``ValueError`` if a vocabulary cannot hold ``SPECIAL`` and a token for each byte."""
+    least = len(SPECIAL) + 256
     if size < least:
         raise ValueError(f"{name}={size} must be at least {least}: one for each byte")
 
@@ -51,22 +50,19 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         ValueError: If the vocabulary cannot hold those and one token for each byte.
     """
     check_vocab_size(vocab_size)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL,
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
+        vocab_size=vocab_size, special_tokens=SPECIAL, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
 def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a lower-casing WordPiece tokenizer in BERT's manner."""
+    """Train a lower-casing WordPiece tokenizer as BERT's."""
     tokenizer = _word_piece(models.WordPiece(unk_token=SPECIAL[UNKNOWN]))
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=SPECIAL, show_progress=False
@@ -92,14 +88,16 @@ def load_word_pieces(path: str | Path) -> Tokenizer:
     return _word_piece(models.WordPiece(vocab, unk_token=SPECIAL[UNKNOWN]))
 
 
-def find_vocabulary(path: str | Path) -> Path:
-    """Return the path of a vocabulary file; raises ``FileNotFoundError`` if there is none."""
-    path = Path(path).expanduser()
+def find_file(source: str | Path, expected: str, kind: str = "data file") -> Path:
+    """Return the path of a file, or raise ``FileNotFoundError``."""
+    path = Path(source).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no vocabulary at {path}: expected a text file with one WordPiece token a line"
-        )
+        raise FileNotFoundError(f"no {kind} at {path}; {expected}")
     return path
+
+
+def find_vocabulary(path: str | Path) -> Path:
+    return find_file(path, "expected a text file with one WordPiece token a line", "vocabulary")
 
 
 def _word_piece(model: Any) -> Tokenizer:
@@ -111,15 +109,13 @@ def _word_piece(model: Any) -> Tokenizer:
 
 
 def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
-    """Return for each token of a tokenizer its number when sorted by falling frequency.
+    """Return the new number of each token when they are sorted by falling frequency.
 
-    Args:
-        tokenizer: The tokenizer, whose special tokens keep the first places.
-        counts: ``(vocab,)`` occurrences of each of its tokens.
+    Special tokens keep the first places; ``counts`` ``(vocab,)`` are occurrences of each token.
     """
     size = tokenizer.get_vocab_size()
     special = [int(tokenizer.token_to_id(token)) for token in SPECIAL]  # type: ignore[arg-type]
-    # Trainers number equal candidates in no fixed order: among those the token's text decides.
+    # Trainers number equal candidates in no fixed order, so ties are sorted by text.
     texts = [tokenizer.id_to_token(k) for k in range(size)]
     by_count = np.array(sorted(range(size), key=lambda k: (-counts[k], texts[k])))
     rest = by_count[~np.isin(by_count, special)]
@@ -129,7 +125,7 @@ def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
 
 
 def renumbered(tokenizer: Tokenizer, number: np.ndarray) -> Tokenizer:
-    """Return a tokenizer that makes the same tokens, each of the number ``number[old]``."""
+    """Return a tokenizer of the same tokens with the numbers ``number[old]``."""
     described = json.loads(tokenizer.to_str())
     vocab = {token: int(number[old]) for token, old in described["model"]["vocab"].items()}
     described["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))
@@ -140,17 +136,17 @@ def renumbered(tokenizer: Tokenizer, number: np.ndarray) -> Tokenizer:
 
 
 def as_array(tokenizer: Tokenizer) -> np.ndarray:
-    """Return a tokenizer as bytes, to be kept beside arrays of tokens."""
+    """Serialize a tokenizer, to be saved beside arrays of tokens."""
     return np.frombuffer(tokenizer.to_str().encode(), np.uint8)
 
 
 def from_array(kept: np.ndarray) -> Tokenizer:
-    """Return the tokenizer that :func:`as_array` has put into bytes."""
+    """Restore a tokenizer from :func:`as_array`."""
     return Tokenizer.from_str(kept.tobytes().decode())
 
 
 def cached_arrays(path: Path) -> dict[str, np.ndarray] | None:
-    """Load arrays saved earlier; None if there are none, as for an unreadable file."""
+    """Load cached arrays; None if there are none, or the file is unreadable."""
     if not path.is_file():
         return None
     try:
@@ -166,20 +162,15 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-LARGE = 1 << 26
-"""Bytes from which a file that was hashed before is not read again for its digest alone."""
-
-_BLOCK = 1 << 20
+LARGE = 1 << 26  # bytes from which the digest of a file is cached
 _SETTLED_SECONDS = 2.0
-"""A file that changed later than that could change again without its times telling."""
+"""Age of the last change after which another one is sure to change the file's times."""
 
 
 def content_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content, decompressed where its name ends in .gz or .xz.
+    """Return the SHA-256 of a file's content, decompressed if its name ends in .gz or .xz.
 
-    Of a file of ``LARGE`` bytes or more the digest is remembered in the cache folder, until its
-    size, its place on the disk or a time of change is another. Among those times is that of its
-    inode, which cannot be set back as the time of modification can.
+    The digest of a file of ``LARGE`` bytes or more is cached until its :func:`signature` changes.
 
     Raises:
         ValueError: If the file cannot be decompressed, or changes meanwhile.
@@ -195,14 +186,13 @@ def content_digest(path: Path) -> str:
         running.update(block)
     check_unchanged(path, before)
     if large and settled:
-        # In a cache that may only be read it is hashed again the next time.
         with contextlib.suppress(PermissionError), replacing(memory) as temporary:
             temporary.write_text(running.hexdigest(), encoding="ascii")
     return running.hexdigest()
 
 
 def array_digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 of named arrays: of their names, types, shapes and values."""
+    """Return the SHA-256 of the names, types, shapes and values of arrays."""
     running = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         running.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
@@ -211,46 +201,44 @@ def array_digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def short_digest(content: Any) -> str:
-    """Return a name for plain values, 32 hexadecimal digits: equal values have one name."""
+    """Return 32 hexadecimal digits that identify plain values."""
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def signature(path: Path) -> list[Any]:
-    """Return path, place on the disk, size and times of a file: what changes when it does."""
+    """Return path, place on the disk, size and times of a file, one of which changes with it.
+
+    The time of the inode is among them, which cannot be set back.
+    """
     facts = path.stat()
     times = [facts.st_mtime_ns, facts.st_ctime_ns]
     return [os.fspath(path.resolve()), facts.st_dev, facts.st_ino, facts.st_size, *times]
 
 
 def check_unchanged(path: Path, before: list[Any]) -> None:
-    """Raise ``ValueError`` if a file is no longer the one of an earlier :func:`signature`."""
+    """Raise ``ValueError`` if a file no longer has an earlier :func:`signature`."""
     if signature(path) != before:
         raise changed_meanwhile(path)
 
 
 def changed_meanwhile(what: object) -> ValueError:
-    """Return the error for data that changed between two looks at them."""
+    """Return the error for data that changed while they were read."""
     return ValueError(
         f"{what} changed while it was read: run the same command again once nothing writes to it"
     )
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
-    """Yield a file's content in pieces, decompressed where its name ends in .gz or .xz.
+    """Yield a file's content in pieces, decompressed if its name ends in .gz or .xz.
 
     Raises:
         ValueError: If it cannot be decompressed.
     """
+    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
-        with _open(path) as file:
-            while block := file.read(_BLOCK):
+        with opener(path, "rb") as file:
+            while block := file.read(1 << 20):
                 yield block
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as problem:
         raise ValueError(f"{path} cannot be decompressed: {problem}") from None
-
-
-def _open(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    return cast(BinaryIO, lzma.open(path, "rb")) if path.suffix == ".xz" else path.open("rb")

@@ -1,9 +1,7 @@
-"""A causal language model in the shape of LLaMA, its parameters named as Hugging Face names them.
+"""A causal language model of LLaMA's architecture and parameter names.
 
-Touvron et al. 2023, arXiv 2302.13971: RMS norms before each part, rotary positions, a gated
-feed-forward part, no biases. ``transformers`` has the same model behind a large dependency; this
-one is for the recipes, and reads its weights. Shape suffixes: B = batch, T = time, D = width,
-H = heads, E = head width, V = vocabulary.
+Touvron et al. 2023, arXiv 2302.13971. Shape suffixes: B = batch, T = time, D = width, H = heads,
+E = head width, V = vocabulary.
 """
 
 import torch
@@ -12,17 +10,15 @@ from torch.nn import functional as F
 
 from comera.nn.fused import gated_feed_forward, linears
 
-_EPS = 1e-6
-"""Epsilon that RMS norms add to the mean square, so that rows of zeros stay finite."""
+_EPS = 1e-6  # epsilon of RMS norms
 _BASE = 10_000.0
-"""Wavelengths of the rotary positions run from 2 pi to this times 2 pi tokens (2104.09864)."""
+"""Longest wavelength of the rotary positions, divided by 2 pi tokens (arXiv 2104.09864)."""
 
 
 class Attention(nn.Module):
     """Causal multi-head self-attention with rotary positions.
 
-    ``qk_norm`` is an RMS norm of queries and one of keys, over the width of a head and before
-    positions, named as in Qwen3.
+    ``qk_norm`` adds RMS norms over the width of a head, of queries and of keys, as in Qwen3.
     """
 
     def __init__(self, d_model: int, num_heads: int, qk_norm: bool = False) -> None:
@@ -37,9 +33,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(d_model, d_model, bias=False)
         self.v_proj = nn.Linear(d_model, d_model, bias=False)
         self.o_proj = nn.Linear(d_model, d_model, bias=False)
-        width = d_model // num_heads
-        self.q_norm = nn.RMSNorm(width, eps=_EPS) if qk_norm else None
-        self.k_norm = nn.RMSNorm(width, eps=_EPS) if qk_norm else None
+        self.q_norm = nn.RMSNorm(self.head_width, eps=_EPS) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_width, eps=_EPS) if qk_norm else None
 
     def forward(self, x_BTD: Tensor, turns_2TE: Tensor) -> Tensor:
         q, k, v = (
@@ -96,7 +91,7 @@ class Decoder(nn.Module):
         num_heads: Attention heads a layer; ``d_model`` is a multiple of twice as many.
         ffn_dim: Width of the feed-forward part; LLaMA's is 8/3 of ``d_model``.
         dropout: Probability on both residual branches; LLaMA has none.
-        qk_norm: Normalise the queries and keys of every head, as Qwen3 does; LLaMA does not.
+        qk_norm: Normalise the queries and keys of every head, as Qwen3 does.
 
     Shapes:
         tokens ``(B, T)`` integers; output ``(B, T, D)``.
@@ -122,7 +117,13 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTD = self.embed_tokens(tokens_BT)
-        turns_2TE = _turns(tokens_BT.shape[1], self.head_width, x_BTD)
+        # Cosines and sines of the angle of each position and entry.
+        device, width = x_BTD.device, self.head_width
+        steps = torch.arange(0, width, 2, device=device, dtype=torch.float32)
+        positions = torch.arange(tokens_BT.shape[1], device=device)
+        angles = positions[:, None] * _BASE ** (-steps / width)
+        angles_TE = torch.cat([angles, angles], 1)
+        turns_2TE = torch.stack([angles_TE.cos(), angles_TE.sin()]).to(x_BTD.dtype)
         for layer in self.layers:
             x_BTD = layer(x_BTD, turns_2TE)
         return self.norm(x_BTD)
@@ -131,12 +132,8 @@ class Decoder(nn.Module):
 class CausalLanguageModel(nn.Module):
     """Predict each token from those before it.
 
-    A state dict of ``transformers.LlamaForCausalLM`` with as many key as query heads and an output
-    layer of its own loads, and gives the same logits.
-
-    Args:
-        decoder: The stack of layers.
-        vocab_size: Number of tokens.
+    A state dict of ``transformers.LlamaForCausalLM`` loads and gives the same logits, if it has as
+    many key as query heads and an untied output layer.
 
     Shapes:
         tokens ``(B, T)`` integers; output logits ``(B, T, V)``, at each position those of the next.
@@ -149,7 +146,7 @@ class CausalLanguageModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw normal entries of standard deviation 0.02, as LLaMA's; norms start at one."""
+        """Draw normal entries of standard deviation 0.02, as LLaMA does."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -158,16 +155,8 @@ class CausalLanguageModel(nn.Module):
         return self.lm_head(self.model(tokens_BT))
 
 
-def _turns(length: int, head_width: int, like: Tensor) -> Tensor:
-    """Compute cosines and sines of the angle of each position and entry, ``(2, T, E)``."""
-    steps = torch.arange(0, head_width, 2, device=like.device, dtype=torch.float32)
-    angles = torch.arange(length, device=like.device)[:, None] * _BASE ** (-steps / head_width)
-    angles = torch.cat([angles, angles], 1)
-    return torch.stack([angles.cos(), angles.sin()]).to(like.dtype)
-
-
 def _turned(x_BHTE: Tensor, turns_2TE: Tensor) -> Tensor:
-    """Turn each pair of entries, one of either half of a head, by the angle of its position."""
+    """Rotate each pair of entries, one of either half of a head, by the angle of its position."""
     first, second = x_BHTE.chunk(2, -1)
     cos_TE, sin_TE = turns_2TE
     return x_BHTE * cos_TE + torch.cat([-second, first], -1) * sin_TE

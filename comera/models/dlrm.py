@@ -1,15 +1,15 @@
-"""DLRM, which predicts clicks by large embedding tables and small dense parts, and its metrics.
+"""DLRM, a click predictor with large embedding tables, its metrics, and small tables.
 
-Naumov et al. 2019, arXiv 1906.00091, as in facebookresearch/dlrm. Beside it are small embedding
-tables of other kinds, rivals of tensor trains at equal size. Shape suffixes: B = batch or bags,
-C = continuous features, F = fields with a table, D = width, N = entries of all bags, R = rank.
+Naumov et al. 2019, arXiv 1906.00091, as in facebookresearch/dlrm. The small tables are
+alternatives to tensor trains at equal size. Shape suffixes: B = batch or bags, C = continuous
+features, F = fields with a table, D = width, N = entries of all bags, R = rank.
 """
 
 import bisect
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -27,17 +27,17 @@ class DLRM(nn.Module):
 
     Args:
         table_sizes: Rows of each field's table, by name or in order; the tables are the modules
-            ``tables.<name>`` or ``tables.<number>``. A dot in a name becomes an underscore, and one
-            follows names that torch's containers use themselves, such as ``type``.
-        num_continuous: Continuous features; 0 for none, which leaves out the bottom part.
+            ``tables.<name>`` or ``tables.<number>``. Dots in names become underscores, and an
+            underscore follows names of torch's containers, such as ``type``.
+        num_continuous: Continuous features; 0 leaves out the bottom part.
         embedding_dim: Width of the tables.
         bottom: Hidden widths of the part that brings the continuous features to that width.
         top: Hidden widths of the part above the interactions, which ends in one number.
 
     Shapes:
-        continuous ``(B, C)``, or None where there are none; fields ``(B, F)`` integers, or for
-        fields of many values a list of pairs ``(indices (N,), offsets (B,))``, one for each field;
-        output ``(B,)``, the logit of a click.
+        continuous ``(B, C)``, or None if there are none; fields ``(B, F)`` integers, or for fields
+        of many values a pair ``(indices (N,), offsets (B,))`` for each; output ``(B,)``, the logit
+        of a click.
 
     Raises:
         ValueError: If there is no table, a size is below one, or inputs do not fit the model.
@@ -76,11 +76,8 @@ class DLRM(nn.Module):
                 for name, size in table_sizes.items()
             }
         )
-        self.bottom = (
-            _layers([num_continuous, *bottom, embedding_dim], last=nn.ReLU())
-            if num_continuous
-            else None
-        )
+        widths = [num_continuous, *bottom, embedding_dim]
+        self.bottom = _layers(widths).append(nn.ReLU()) if num_continuous else None
         parts = len(table_sizes) + bool(num_continuous)
         width = parts * (parts - 1) // 2 + (embedding_dim if num_continuous else 0)
         self.top = _layers([width, *top, 1])
@@ -90,7 +87,7 @@ class DLRM(nn.Module):
     def reset_parameters(self, init: Init = "orthogonal") -> None:
         """Draw tables uniformly by their size, layers normally by their widths, as DLRM's release.
 
-        Tables and layers that are tensor trains get the same spread, ``init`` says how.
+        Tensor trains get the same standard deviation by ``init``.
         """
         for table in self.tables.values():
             bound = 1 / math.sqrt(table.num_embeddings)  # type: ignore[arg-type]
@@ -129,21 +126,21 @@ def _module_name(name: str) -> str:
     return f"{name}_" if not name or hasattr(TTEmbeddingBagCollection(), name) else name
 
 
-def _layers(widths: Sequence[int], last: nn.Module | None = None) -> nn.Sequential:
-    """Stack linear layers of these widths, rectified in between."""
+def _layers(widths: Sequence[int]) -> nn.Sequential:
+    """Stack linear layers of these widths, with ReLU between them."""
     layers: list[nn.Module] = []
     for wide, narrow in itertools.pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]
-    return nn.Sequential(*layers[:-1], *([] if last is None else [last]))
+    return nn.Sequential(*layers[:-1])
 
 
 def click_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     """Compute the metrics of logits and labels 0 or 1, ``(n,)`` each.
 
     Returns:
-        ``loss``, mean cross entropy; ``auc``, area under the receiver operating characteristic;
-        ``accuracy`` at a probability of one half; ``nce``, the loss over that of always predicting
-        the share of clicks (normalised cross entropy). AUC and NCE are NaN for labels of one kind.
+        ``loss``, mean cross entropy; ``auc``, area under the ROC curve; ``accuracy`` at a
+        probability of one half; ``nce``, normalised cross entropy: the loss over that of always
+        predicting the share of clicks. AUC and NCE are NaN for labels of one kind.
     """
     logits, labels = logits.double(), labels.double()
     loss = float(F.binary_cross_entropy_with_logits(logits, labels))
@@ -158,10 +155,7 @@ def click_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def area_under_curve(scores: Tensor, labels: Tensor) -> float:
-    """Return the probability that a click scores above the rest; equal scores count one half.
-
-    By the sum of ranks (Mann-Whitney).
-    """
+    """Return the area under the ROC curve by the sum of ranks; equal scores count one half."""
     positives = float(labels.sum())
     negatives = len(labels) - positives
     if not positives or not negatives:
@@ -180,11 +174,7 @@ _PRIME = 2**31 - 1
 
 
 class SmallTable(nn.Module):
-    """Base of tables that add up rows, each of which is made when it is asked for.
-
-    Args:
-        num_embeddings: Rows that can be asked for.
-        embedding_dim: Their width D.
+    """Base of tables that sum rows, each of which is computed from its index.
 
     Shapes:
         indices ``(B, n)`` integers, or ``(N,)`` with offsets ``(B,)``; output ``(B, D)``.
@@ -195,7 +185,7 @@ class SmallTable(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     def rows(self, indices_N: Tensor) -> Tensor:
-        """Make rows ``(N, D)``."""
+        """Compute rows ``(N, D)``."""
         raise NotImplementedError
 
     def forward(self, indices: Tensor, offsets_B: Tensor | None = None) -> Tensor:
@@ -205,19 +195,16 @@ class SmallTable(nn.Module):
         order_N = torch.arange(len(rows_ND), device=rows_ND.device)
         return F.embedding_bag(order_N, rows_ND, offsets_B.to(order_N), mode="sum")
 
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}"
-
 
 class HashedTable(SmallTable):
-    """Rows that share fewer ones, by the remainder of their index (arXiv 0902.2206).
+    """Rows shared by the remainder of their index (arXiv 0902.2206).
 
     Args:
-        num_embeddings: Rows that can be asked for; the most frequent ones come first.
-        embedding_dim: Their width D.
-        kept: Number of rows that exist.
-        own: How many of these are those of the first indices alone.
-        rank: Width R at which rows are kept, of which a matrix ``(R, D)`` makes D; None for D.
+        num_embeddings: Number of indices, the most frequent ones first.
+        embedding_dim: Width D of a row.
+        kept: Number of stored rows.
+        own: Number of them that the first indices have alone.
+        rank: Width R of stored rows, which a matrix ``(R, D)`` brings to D; None for D.
     """
 
     def __init__(
@@ -245,14 +232,9 @@ class HashedTable(SmallTable):
 
 
 class QuotientRemainderTable(SmallTable):
-    """Products of a row for the quotient and one for the remainder of the index.
+    """Products of a row for the quotient of the index by ``divisor`` and one for its remainder.
 
     Shi et al. 2020, arXiv 1909.02107, section 3, with the elementwise product.
-
-    Args:
-        num_embeddings: Rows that can be asked for.
-        embedding_dim: Their width.
-        divisor: Number of remainders.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, divisor: int) -> None:
@@ -273,11 +255,11 @@ class SharedArrayTable(SmallTable):
     """Rows cut in blocks from one array that all tables share (ROBE, arXiv 2108.02191).
 
     Args:
-        num_embeddings: Rows that can be asked for.
-        embedding_dim: Their width D.
-        array: The numbers ``(M,)``, held by a module that all of them know.
-        block: Numbers that lie side by side in the array; divides D.
-        number: Number of this table, so that each has a hash of its own.
+        num_embeddings: Number of indices.
+        embedding_dim: Width D of a row.
+        array: Module whose parameter ``(M,)`` is the array.
+        block: Consecutive numbers of a block; divides D.
+        number: Number of this table, which seeds its hash.
     """
 
     def __init__(
@@ -301,12 +283,6 @@ class SharedArrayTable(SmallTable):
         return F.embedding((starts[..., None] + within).flatten(1), array_M[:, None]).squeeze(2)
 
 
-class _Array(nn.Module):
-    def __init__(self, params: int, bound: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(params).uniform_(-bound, bound))
-
-
 def replace_tables_(
     tables: nn.ModuleDict,
     kind: Kind,
@@ -315,68 +291,52 @@ def replace_tables_(
     own: float = 0.0,
     block: int = 16,
 ) -> nn.ModuleDict:
-    """Replace dense tables by small ones of at most ``params`` parameters together.
+    """Replace dense tables by small ones of at most ``params`` parameters together, in place.
 
-    All tables get as many rows, and none more than it had: one that is small already stays dense.
+    All tables get as many rows, and none more than it had: a small one stays dense.
 
     Args:
         tables: :class:`torch.nn.EmbeddingBag` by name, of one width.
         kind: ``hashed``, ``quotient_remainder`` or ``shared_array``.
         params: Parameters of all of them.
-        rank: Of hashed tables, see :class:`HashedTable`.
-        own: Share of the rows of hashed tables that are those of the first indices alone.
-        block: Of a shared array, see :class:`SharedArrayTable`.
-
-    Returns:
-        ``tables``, changed in place.
+        rank: See :class:`HashedTable`.
+        own: Share of the rows of hashed tables that the first indices have alone.
+        block: See :class:`SharedArrayTable`.
 
     Raises:
-        ValueError: If so few parameters do not suffice.
+        ValueError: If ``params`` is too small.
     """
     sizes = {name: int(table.num_embeddings) for name, table in tables.items()}  # type: ignore[arg-type]
     width = int(next(iter(tables.values())).embedding_dim)  # type: ignore[arg-type]
+    largest, rank = max(sizes.values()), rank if kind == "hashed" else None
     if kind == "shared_array":
         if params < block:
             raise ValueError(f"params={params} is less than a block of {block} numbers")
-        array = _Array(params, 1 / math.sqrt(sum(sizes.values()) / len(sizes)))
+        bound = 1 / math.sqrt(sum(sizes.values()) / len(sizes))
+        array = nn.Module()
+        array.weight = nn.Parameter(torch.empty(params).uniform_(-bound, bound))
         for number, (name, size) in enumerate(sizes.items()):
             tables[name] = SharedArrayTable(size, width, array, block, number)
         tables[next(iter(sizes))].array = array
         return tables
 
-    def kept_of(size: int, most: int) -> int:
-        return min(size, most)
+    def rows_of(size: int, most: int) -> int:
+        return min(size, most if kind == "hashed" else most + math.ceil(size / most))
 
-    def composed_of(size: int, most: int) -> int:
-        return min(size, most + math.ceil(size / most))
+    def cost(most: int) -> int:
+        widening = width * (rank or 0)
+        return sum((rank or width) * rows_of(size, most) + widening for size in sizes.values())
 
-    if kind == "hashed":
-        each, widen = rank or width, (rank or 0) * width
-        most = _most_rows(sizes, lambda size, n: each * kept_of(size, n) + widen, params)
-        for name, size in sizes.items():
-            if rank or size > most:
-                kept = kept_of(size, most)
-                tables[name] = HashedTable(size, width, kept, int(own * kept), rank)
-        return tables
-    fewest = math.isqrt(max(sizes.values()))  # with as many remainders as quotients
-    most = _most_rows(sizes, lambda size, n: width * composed_of(size, n), params, fewest)
-    for name, size in sizes.items():
-        if composed_of(size, most) < size:
-            tables[name] = QuotientRemainderTable(size, width, most)
-    return tables
-
-
-def _most_rows(
-    sizes: Mapping[str, int], cost: Callable[[int, int], int], params: int, from_: int = 1
-) -> int:
-    """Return the largest number of rows a table at which all of them cost at most ``params``.
-
-    The cost may not fall with more rows, from ``from_`` of them on.
-    """
-    counts = range(from_, max(sizes.values()) + 1)
-    fitting = bisect.bisect_right(
-        counts, params, key=lambda n: sum(cost(size, n) for size in sizes.values())
-    )
+    # With fewer remainders than quotients the cost falls as remainders are added.
+    counts = range(1 if kind == "hashed" else math.isqrt(largest), largest + 1)
+    fitting = bisect.bisect_right(counts, params, key=cost)
     if not fitting:
         raise ValueError(f"params={params} do not suffice for {len(sizes)} tables")
-    return counts[fitting - 1]
+    most = counts[fitting - 1]
+    for name, size in sizes.items():
+        kept = rows_of(size, most)
+        if kind == "hashed" and (rank or kept < size):
+            tables[name] = HashedTable(size, width, kept, int(own * kept), rank)
+        elif kept < size:
+            tables[name] = QuotientRemainderTable(size, width, most)
+    return tables

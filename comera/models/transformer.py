@@ -1,8 +1,7 @@
-"""A transformer encoder with its projections as separate ``nn.Linear`` layers, and two heads.
+"""A transformer encoder with separate ``nn.Linear`` projections, and two heads.
 
-Existing encoders fuse q, k and v into one parameter or need a large dependency; this one is the
-model of the recipes. Shape suffixes: B = batch, T = time, D = width, H = heads, E = head width,
-V = vocabulary, M = masked positions a sequence, C = classes.
+Shape suffixes: B = batch, T = time, D = width, H = heads, E = head width, V = vocabulary,
+M = masked positions a sequence, C = classes.
 """
 
 from typing import Literal
@@ -16,19 +15,16 @@ from comera.ops.attention import attend, dropout_add, score_bias
 from comera.ops.context import autocast_dtype
 from comera.ops.dispatch import may_read_values
 
-PAD = 0
-"""Token that is attended to by nobody."""
-_EPS = 1e-6
-"""Epsilon that the norms of queries and keys add to the mean square."""
-_STD = 0.02
-"""Standard deviation of fresh embeddings, as in BERT."""
+PAD = 0  # token of padding, which attention leaves out
+_EPS = 1e-6  # epsilon of the norms of queries and keys
+_STD = 0.02  # standard deviation of initial embeddings, as in BERT
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; only positions in ``keep_BT`` are attended to, None for all.
+    """Multi-head self-attention over the positions in ``keep_BT``, None for all.
 
-    With ``qk_norm`` an RMS norm of their own over the width of a head bounds queries and keys
-    (Henry et al., arXiv 2010.04245; Dehghani et al., arXiv 2302.05442).
+    ``qk_norm`` adds RMS norms over the width of a head, of queries and of keys, which bound the
+    scores (arXiv 2010.04245, 2302.05442).
     """
 
     def __init__(self, d_model: int, num_heads: int, dropout: float, qk_norm: bool) -> None:
@@ -36,10 +32,7 @@ class Attention(nn.Module):
         if d_model % num_heads:
             raise ValueError(f"d_model={d_model} is not a multiple of num_heads={num_heads}")
         self.num_heads, self.dropout = num_heads, dropout
-        self.query = nn.Linear(d_model, d_model)
-        self.key = nn.Linear(d_model, d_model)
-        self.value = nn.Linear(d_model, d_model)
-        self.out = nn.Linear(d_model, d_model)
+        self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
         width = d_model // num_heads
         self.query_norm = nn.RMSNorm(width, eps=_EPS) if qk_norm else None
         self.key_norm = nn.RMSNorm(width, eps=_EPS) if qk_norm else None
@@ -66,13 +59,7 @@ class Block(nn.Module):
     """Attention and feed-forward, each with a residual; layer norm before (pre) or after (post)."""
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        ffn_dim: int,
-        dropout: float,
-        norm: str,
-        qk_norm: bool = False,
+        self, d_model: int, num_heads: int, ffn_dim: int, dropout: float, norm: str, qk_norm: bool
     ) -> None:
         super().__init__()
         self.pre_norm = norm == "pre"
@@ -82,17 +69,15 @@ class Block(nn.Module):
         self.dropout = dropout
 
     def forward(self, x_BTD: Tensor, keep_BT: Tensor | None) -> Tensor:
+        rate, training = self.dropout, self.training
         if self.pre_norm:
-            x_BTD = self._add(x_BTD, self.attention(self.norm1(x_BTD), keep_BT))
-            return self._add(x_BTD, self._feed_forward(self.norm2(x_BTD)))
-        x_BTD = self.norm1(self._add(x_BTD, self.attention(x_BTD, keep_BT)))
-        return self.norm2(self._add(x_BTD, self._feed_forward(x_BTD)))
-
-    def _add(self, x_BTD: Tensor, part_BTD: Tensor) -> Tensor:
-        return dropout_add(part_BTD, x_BTD, self.dropout, self.training)
-
-    def _feed_forward(self, x_BTD: Tensor) -> Tensor:
-        return feed_forward(x_BTD, self.fc1, self.fc2, "gelu")
+            mixed_BTD = self.attention(self.norm1(x_BTD), keep_BT)
+            x_BTD = dropout_add(mixed_BTD, x_BTD, rate, training)
+            fed_BTD = feed_forward(self.norm2(x_BTD), self.fc1, self.fc2, "gelu")
+            return dropout_add(fed_BTD, x_BTD, rate, training)
+        x_BTD = self.norm1(dropout_add(self.attention(x_BTD, keep_BT), x_BTD, rate, training))
+        fed_BTD = feed_forward(x_BTD, self.fc1, self.fc2, "gelu")
+        return self.norm2(dropout_add(fed_BTD, x_BTD, rate, training))
 
 
 class Encoder(nn.Module):
@@ -108,16 +93,14 @@ class Encoder(nn.Module):
         dropout: Probability, in attention and on both residual branches and the embeddings.
         num_segments: Size of the segment vocabulary; 0 for none.
         norm: ``"pre"`` or ``"post"`` layer norm.
-        qk_norm: Normalise the queries and keys of every head, so that attention scores stay
-            bounded at high learning rates. Tensor trains then attend by heads, not in the space of
-            their ranks.
-        position_std: Standard deviation of fresh embeddings of positions and segments; those of
-            words have 0.02. Below it they do not hide that two words are the same.
+        qk_norm: Normalise the queries and keys of every head, which bounds attention scores at
+            high learning rates. Tensor trains then attend by heads, not in the space of ranks.
+        position_std: Standard deviation of initial embeddings of positions and segments; that of
+            tokens is 0.02.
 
     Shapes:
         tokens ``(B, T)`` integers, segments likewise or None; output ``(B, T, D)``.
-        ``padded=False`` says that no token is padding: without a mask attention takes a GPU less
-        time. Whoever makes the batch knows that without waiting for the device.
+        ``padded=False`` promises that no token is padding; attention without a mask is faster.
     """
 
     def __init__(
@@ -148,7 +131,7 @@ class Encoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw embeddings as BERT does; a layer norm follows, so their scale is only relative."""
+        """Draw normal embeddings, as BERT does."""
         nn.init.normal_(self.tokens.weight, std=_STD)
         nn.init.normal_(self.positions, std=self.position_std)
         if self.segments is not None:
@@ -162,28 +145,22 @@ class Encoder(nn.Module):
             raise ValueError(f"a sequence of {length} tokens exceeds max_length={self.max_length}")
         x_BTD = self.tokens(tokens_BT) + self.positions[:length]
         if self.segments is not None and segments_BT is not None:
-            # By an index of two rows a GPU sums the gradient far more slowly.
+            # Its gradient on a GPU is far faster than that of indexing.
             x_BTD = x_BTD + F.embedding(segments_BT, self.segments)
         x_BTD = dropout_add(self.norm(x_BTD), None, self.dropout, self.training)
-        _check_padding(tokens_BT, padded)
+        if not padded and may_read_values(tokens_BT) and bool((tokens_BT == PAD).any()):
+            raise ValueError(f"padded=False, but there are tokens {PAD}, which stand for padding")
         keep_BT = score_bias(tokens_BT != PAD, autocast_dtype(x_BTD)) if padded else None
         for block in self.blocks:
             x_BTD = block(x_BTD, keep_BT)
         return self.final_norm(x_BTD)
 
 
-def _check_padding(tokens_BT: Tensor, padded: bool) -> None:
-    """Raise ``ValueError`` for padding that is said not to be there, where a look costs little."""
-    if not padded and may_read_values(tokens_BT) and bool((tokens_BT == PAD).any()):
-        raise ValueError(f"padded=False, but there are tokens {PAD}, which stand for padding")
-
-
 class MaskedLanguageModel(nn.Module):
-    """Predict tokens at given positions.
+    """Predict tokens at given positions; ``padded`` as in :class:`Encoder`.
 
     Shapes:
-        tokens ``(B, T)``, positions ``(B, M)``; output logits ``(B, M, V)``. ``padded`` as
-        :class:`Encoder` has it.
+        tokens ``(B, T)``, positions ``(B, M)``; output logits ``(B, M, V)``.
     """
 
     def __init__(self, encoder: Encoder, vocab_size: int) -> None:
@@ -202,11 +179,10 @@ class MaskedLanguageModel(nn.Module):
 
 
 class SequenceClassifier(nn.Module):
-    """Classify a sequence by its first token: dense, tanh, dense.
+    """Classify a sequence by its first token; ``padded`` as in :class:`Encoder`.
 
     Shapes:
-        tokens and segments ``(B, T)``; output logits ``(B, C)``. ``padded`` as :class:`Encoder`
-        has it.
+        tokens and segments ``(B, T)``; output logits ``(B, C)``.
     """
 
     def __init__(self, encoder: Encoder, num_classes: int, dropout: float = 0.1) -> None:

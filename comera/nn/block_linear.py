@@ -1,15 +1,14 @@
 """A linear layer whose weight is a grid of blocks of low rank, with trainable rank gates."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import check_tolerance
 from comera.nn.init import Init
-from comera.nn.linear import CompressedLinear, check_linear
-from comera.nn.module import PRUNE_BELOW, params_of
+from comera.nn.linear import CompressedLinear
+from comera.nn.module import params_of
 from comera.ops.cores import open_gate
 from comera.ops.linear.blocks import (
     block_linear,
@@ -18,38 +17,25 @@ from comera.ops.linear.blocks import (
     weight_to_blocks,
 )
 from comera.ops.linear.tt_linear import check_width
-from comera.planning.linear_ways import Layer
-from comera.shapes import BTTShape, only_one
+from comera.shapes import BTTShape
 
 
 class BTTLinear(CompressedLinear):
     """Drop-in for :class:`torch.nn.Linear` that stores its weight as a block tensor train.
 
     The weight is a grid of blocks, each a matrix of rank R of its own, so that the whole may be of
-    full rank: with as many numbers it learns more than a :class:`~comera.TTLinear`, whose rank is
-    that of its middle bond. It always multiplies by its two cores, in
-    ``2 R (in c + out a)`` operations a row, where the input is split into ``a`` blocks and the
-    output into ``c``.
+    full rank, where that of a :class:`~comera.TTLinear` is its middle bond. A row takes
+    ``2 R (in c + out a)`` operations for ``a`` blocks of the input and ``c`` of the output.
 
     Args:
-        in_features: Width of the input.
-        out_features: Width of the output.
-        bias: Whether to add a bias.
-        rank: Rank R of the blocks. 2 if nothing is said.
+        rank: Rank R of the blocks; 2 if no size is given.
         shape: ``((a, b), (c, d))``: blocks of a side and the numbers in each, e.g.
-            ``((24, 32), (48, 64))`` for 768 to 3072, or a :class:`~comera.BTTShape`. About the root
-            of the width in blocks if not given. Modes may multiply to more than the width.
+            ``((24, 32), (48, 64))`` for 768 to 3072, or a :class:`~comera.BTTShape`; about the root
+            of the width in blocks if None. Modes may multiply to more than the width.
         compression: Instead of ``rank``: how many times fewer parameters than the dense weight.
-            Ranks are few, and so are the sizes to choose from; fewer blocks make smaller layers.
-        prune_below: A gate at or below this is a pruned rank.
-        device: Device of the parameters; ``"meta"`` allocates nothing.
-        dtype: Type of the cores and the bias; the gate is float32 or wider.
+            There are few sizes to choose from; fewer blocks make smaller layers.
 
-    Shapes:
-        input ``(*, in_features)``, output ``(*, out_features)``.
-
-    Raises:
-        ValueError: If modes or the rank do not fit the widths.
+    Other arguments are those of :class:`~comera.TTLinear`, except ``order``.
 
     Example::
 
@@ -64,25 +50,6 @@ class BTTLinear(CompressedLinear):
     _modes: BTTShape  # type: ignore[assignment]
     _shapes = BTTShape
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        rank: int | Sequence[int] | None = None,
-        shape: BTTShape | Sequence[Sequence[int]] | None = None,
-        compression: float | None = None,
-        prune_below: float = PRUNE_BELOW,
-    ) -> None:
-        super().__init__()
-        fitted = BTTShape.fit(
-            in_features, out_features, rank=rank, shape=shape, compression=compression
-        )
-        self._build_linear(in_features, out_features, bias, fitted, prune_below, device, dtype)
-
     def forward(self, input: Tensor) -> Tensor:
         self._check_there(input)
         check_width(input, self.in_features)
@@ -90,16 +57,14 @@ class BTTLinear(CompressedLinear):
         return block_linear(input, left, right, self.bias, self.out_features)
 
     def gated_cores(self) -> list[Tensor]:
-        """Return the cores with the gate multiplied in; differentiable."""
         (gate,), (left, right) = self.bond_gates(), params_of(self.cores)
         return [left * open_gate(gate, self.prune_below).to(left.dtype), right]
 
     def dense_weight(self) -> Tensor:
-        """Compute the dense ``(out_features, in_features)`` weight anew; differentiable."""
         return blocks_to_dense(*self.gated_cores())[: self.out_features, : self.in_features]
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Make the ranks of every block its singular vectors; the bond carries all of them."""
+        """Return cores whose ranks are the singular vectors of every block."""
         left, right = gated
         weight = blocks_to_dense(left, right)[: self.out_features, : self.in_features]
         if not bool(weight.isfinite().all()) or not bool(weight.any()):
@@ -113,33 +78,12 @@ class BTTLinear(CompressedLinear):
         """Return the squared norm of what each rank adds to the weight, ``(R,)``, in float64."""
         return _rank_norms(*self.gated_cores())
 
-    def kind(self) -> tuple[object, ...]:
-        """Return what layers agree in that cost the same."""
-        core = self.cores[0]
-        return (
-            self.shape,
-            core.dtype,
-            core.device,
-            self.in_features,
-            self.out_features,
-            self.bias is None,
-        )
-
-    def at(self, tokens: int, *, together: int = 1) -> Layer:
-        """Describe this layer at a batch to the planner.
-
-        Args:
-            tokens: Rows of the batch.
-            together: How many layers of this kind the model has; each contracts its own cores.
-        """
-        bias = self.bias is not None
-        return Layer(self.shape, tokens, self.in_features, self.out_features, bias)
-
-    def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
-        check_tolerance(tolerance)
-        modes = self._modes
-        blocks = weight_to_blocks(weight, modes.in_modes, modes.out_modes)
-        self.set_cores_(split_blocks(blocks, self.ranks[0], tolerance))
+    @staticmethod
+    def _cores_of(
+        weight: Tensor, shape: BTTShape, tolerance: float | None
+    ) -> tuple[Tensor, Tensor]:
+        blocks = weight_to_blocks(weight, shape.in_modes, shape.out_modes)
+        return split_blocks(blocks, shape.ranks[0], tolerance)
 
     @torch.no_grad()
     def _init_cores_(self, std: float, init: Init) -> None:
@@ -151,68 +95,22 @@ class BTTLinear(CompressedLinear):
             return
         if init not in ("orthogonal", "normal"):
             raise ValueError(f"init={init!r} must be 'orthogonal' or 'normal'")
-        for core in (left, right):
-            _draw_(core, nn.init.orthogonal_ if init == "orthogonal" else nn.init.normal_)
-        modes = self._modes
-        now = math.sqrt(float(self._squared_norm()) / modes.num_dense)
+        draw = nn.init.orthogonal_ if init == "orthogonal" else nn.init.normal_
+        wide = torch.promote_types(left.dtype, torch.float32)
+        for block in (*left.unbind(1), *right.unbind(1)):  # each is drawn as a matrix
+            rows = block.shape[0] * block.shape[1]
+            drawn = draw(block.new_empty(rows, block.numel() // rows, dtype=wide))
+            block.copy_(drawn.view(block.shape))
+        of_left = torch.einsum("zabcr,zabcs->acrs", left.double(), left.double())
+        of_right = torch.einsum("rcadz,scadz->acrs", right.double(), right.double())
+        size = self._modes.num_dense
+        now = math.sqrt(float((of_left * of_right).sum()) / size)
         if std:
             for core in (left, right):
                 core.mul_(math.sqrt(std / now))
         else:  # were both of them zero, neither would ever have a gradient
-            left.mul_(modes.num_dense**-0.125 / now**0.5)
+            left.mul_(size**-0.125 / now**0.5)
             right.zero_()
-
-    def _squared_norm(self) -> Tensor:
-        """Return the squared norm of the weight, its padding included, a scalar in float64."""
-        left, right = (core.double() for core in self.cores)
-        of_left = torch.einsum("zabcr,zabcs->acrs", left, left)
-        return (of_left * torch.einsum("rcadz,scadz->acrs", right, right)).sum()
-
-    @classmethod
-    @torch.no_grad()
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        *,
-        rank: int | Sequence[int] | None = None,
-        shape: BTTShape | Sequence[Sequence[int]] | None = None,
-        compression: float | None = None,
-        tolerance: float | None = None,
-        prune_below: float = PRUNE_BELOW,
-    ) -> "BTTLinear":
-        """Approximate the weight of a dense layer, block by block; the bias is copied.
-
-        Args:
-            linear: Any module with ``weight (out, in)`` and ``bias``.
-            rank: Rank of the blocks; 2 if no size is given.
-            shape: ``((a, b), (c, d))`` or a :class:`~comera.BTTShape`.
-            compression: Instead of a rank: how many times fewer parameters than the dense weight.
-            tolerance: Instead of a rank: bound on the relative Frobenius error.
-            prune_below: A gate at or below this is a pruned rank.
-
-        Raises:
-            ValueError: If more than one of rank, compression and tolerance is given.
-            TypeError: If ``linear`` is something else.
-        """
-        only_one(rank=rank, compression=compression, tolerance=tolerance)
-        check_tolerance(tolerance)
-        in_features, out_features = check_linear(linear)
-        fitted = BTTShape.fit(
-            in_features, out_features, rank=rank, shape=shape, compression=compression
-        )
-        blocks = weight_to_blocks(linear.weight, fitted.in_modes, fitted.out_modes)
-        cores = split_blocks(blocks, fitted.ranks[0], tolerance)
-        shape = BTTShape(fitted.in_modes, fitted.out_modes, (cores[0].shape[-1],))
-        return cls.from_cores(linear, shape, list(cores), prune_below)
-
-
-def _draw_(core: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
-    """Draw each block of a core as a matrix, in float32 or wider."""
-    wide = torch.promote_types(core.dtype, torch.float32)
-    for block in core.unbind(1):  # (left bond, numbers of the block, other blocks, right bond)
-        rows = block.shape[0] * block.shape[1]
-        drawn = draw(torch.empty(rows, block.numel() // rows, device=core.device, dtype=wide))
-        block.copy_(drawn.view(block.shape))
 
 
 def _rank_norms(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:

@@ -1,12 +1,11 @@
 """TT-SVD: the tensor train nearest to a dense weight.
 
-Written here rather than taken from tensorly because it needs an error bound instead of ranks, a
-randomised factorisation for wide layers, and no process-wide choice of backend. tensorly's
-``tensor_train`` is what the tests hold it to. Source: Oseledets, SIAM J. Sci. Comput. 33 (2011).
+Unlike tensorly's ``tensor_train``, which the tests compare with, it takes an error bound instead of
+ranks and factorises wide layers by a randomised method. Source: Oseledets, SIAM J. Sci. Comput. 33
+(2011).
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,45 +15,13 @@ from comera.shapes import TTMShape, TTShape, is_number
 _OVERSAMPLE = 10
 _POWER_ITERATIONS = 3
 _RANDOMISED_BELOW = 0.2
-"""A rank under this share of the smaller side is found by a randomised range finder."""
-
-
-def check_weight(weight: Any, size: tuple[int, int], cut: bool) -> None:
-    """Refuse what a layer cannot be given as its dense weight.
-
-    Args:
-        weight: The new dense weight, of whatever type the caller gave.
-        size: Shape of the layer's weight.
-        cut: Whether the ranks of the layer are all zero and stay so: it could hold nothing.
-
-    Raises:
-        TypeError: If it is no tensor.
-        ValueError: If its shape is another one, or all ranks were cut.
-    """
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight={weight!r} must be a tensor")
-    if tuple(weight.shape) != size:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}, that of this layer is {size}")
-    if cut:
-        raise ValueError(
-            "all ranks of this layer were cut, its weight is zero: give a tolerance, by which new "
-            "ones are chosen"
-        )
-
-
-def relative_error(made: Tensor, weight: Tensor) -> float:
-    """Return the Frobenius norm of the difference, in units of the weight's."""
-    exact = weight.double()
-    size = float(exact.norm())
-    off = float((made.double() - exact).norm())
-    return off / size if size else off
+"""Ranks below this share of the smaller side are found by a randomised method."""
 
 
 def decompose_matrix(
     weight: Tensor, shape: TTShape, tolerance: float | None = None
 ) -> list[Tensor]:
     """Decompose an ``(out, in)`` weight; one narrower than the modes is padded with zeros."""
-    check_tolerance(tolerance)
     padded = _pad(weight.T, shape.in_width, shape.out_width)
     ranks = None if tolerance is not None else shape.ranks
     return balance(tt_svd(padded.reshape(shape.slice_sizes), ranks, tolerance))
@@ -64,7 +31,6 @@ def decompose_table(
     weight: Tensor, shape: TTMShape, tolerance: float | None = None
 ) -> list[Tensor]:
     """Decompose a ``(rows, columns)`` table, each row mode paired with its column mode."""
-    check_tolerance(tolerance)
     count = len(shape.row_modes)
     padded = _pad(weight, shape.num_rows, shape.num_cols)
     apart = padded.reshape(*shape.row_modes, *shape.col_modes)
@@ -80,18 +46,13 @@ def decompose_table(
 
 
 def decompose_at(weight: Tensor, shape: TTShape, tolerance: float | None) -> list[Tensor]:
-    """Decompose as :func:`decompose_matrix`, to the ranks of a shape even where fewer are exact."""
+    """Decompose as :func:`decompose_matrix`, and pad to the ranks of the shape."""
     cores = decompose_matrix(weight, shape, tolerance)
     return cores if tolerance is not None else widened(cores, shape.ranks)
 
 
 def widened(cores: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
-    """Return cores whose inner bonds are as wide as asked for; what is added is zero.
-
-    Args:
-        cores: ``(left bond, mode(s), right bond)`` each.
-        ranks: The inner bonds, none of them narrower than it is.
-    """
+    """Pad cores ``(left bond, mode(s), right bond)`` with zeros to inner bonds of these ranks."""
     bonds, wide = [1, *ranks, 1], []
     for k, core in enumerate(cores):
         new = core.new_zeros(bonds[k], *core.shape[1:-1], bonds[k + 1])
@@ -108,12 +69,13 @@ def tt_svd(
     Args:
         tensor: Any number of dimensions.
         ranks: The inner bonds; cut where a factor has fewer columns.
-        tolerance: Instead of ranks: bound on the relative Frobenius error of the whole train. Below
-            the precision of the dtype it counts as that, so that 0 finds the numerical ranks.
+        tolerance: Instead of ranks: bound on the relative Frobenius error of the whole train, at
+            least the precision of the dtype, so that 0 finds the numerical ranks.
 
     Raises:
-        ValueError: If the tensor holds a value that is not finite.
+        ValueError: If an entry is not finite.
     """
+    check_tolerance(tolerance)
     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError("a weight with NaN or infinite entries cannot be decomposed")
@@ -125,7 +87,7 @@ def tt_svd(
     for k, size in enumerate(sizes[:-1]):
         rest = rest.reshape(left * size, -1)
         u, s = _leading_directions(rest, None if ranks is None else ranks[k])
-        if ranks is None:  # an equal share for each bond to come of what is left
+        if ranks is None:  # the remaining error is shared equally by the remaining bonds
             rank, lost = _cut(s, allowed / (len(sizes) - 1 - k))
             allowed = max(0.0, allowed - lost)
         else:
@@ -136,10 +98,9 @@ def tt_svd(
 
 
 def balance(cores: list[Tensor], sweeps: int = 2) -> list[Tensor]:
-    """Scale every rank so that it weighs as much in the core before its bond as in the one after.
+    """Scale every rank to equal norm in the cores before and after its bond.
 
-    TT-SVD leaves all of the norm in the last core; training wants it spread. The product of the
-    cores is unchanged.
+    TT-SVD leaves all of the norm in the last core. The product of the cores is unchanged.
     """
     cores = list(cores)
     for _ in range(sweeps):
@@ -156,10 +117,9 @@ def balance(cores: list[Tensor], sweeps: int = 2) -> list[Tensor]:
 def _leading_directions(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tensor]:
     """Compute left singular vectors and singular values, largest first; at least ``rank`` of them.
 
-    Randomised where only a few of many directions are wanted (Halko, Martinsson, Tropp, SIAM
-    Review 53 (2011), algorithms 4.4 and 5.1); the draw has its own generator, so a conversion
-    neither depends on the user's random state nor moves it. Through the Gram matrix in float64
-    where a float32 matrix is much wider than high: squaring then costs no float32 digit.
+    Few of many directions are found by a randomised method (Halko, Martinsson, Tropp, SIAM Review
+    53 (2011), algorithms 4.4 and 5.1), with a generator of its own. A float32 matrix much wider
+    than high is factorised through its Gram matrix in float64, which costs no float32 digit.
     """
     rows, columns = matrix.shape
     if rank is not None and rank + _OVERSAMPLE <= _RANDOMISED_BELOW * min(rows, columns):
@@ -181,7 +141,7 @@ def _leading_directions(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tenso
 
 
 def _cut(singular_values: Tensor, allowed: float) -> tuple[int, float]:
-    """Find the smallest rank from one that loses ``allowed`` of a squared norm; its loss too."""
+    """Return the least rank that loses at most ``allowed`` of the squared norm, and its loss."""
     tail = singular_values.double().square().flip(0).cumsum(0).flip(0)
     rank = max(1, int((tail > allowed).sum()))
     return rank, float(tail[rank]) if rank < len(tail) else 0.0

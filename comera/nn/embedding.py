@@ -1,16 +1,14 @@
 """Lookups in a table held as a tensor-train matrix with trainable ranks, and bags of them."""
 
-from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
 from comera.ops.dispatch import is_eager, may_read_values
 from comera.ops.table.distinct_rows import check_integers, check_range
-from comera.ops.table.tt_embedding import tt_embedding_bag
-from comera.shapes import TTMShape
+from comera.ops.table.tt_embedding import Request, tt_embedding
 
 
 class TTEmbedding(TTTable):
@@ -21,22 +19,19 @@ class TTEmbedding(TTTable):
         embedding_dim: Width of a row.
         padding_idx: A row that reads as zeros and gets no gradient.
         max_norm: Not supported: rows share cores, so one row cannot be renormalised.
-        norm_type: Only here to keep torch's positional order.
+        norm_type: Without effect, for torch's positional order.
         scale_grad_by_freq: Not supported.
-        sparse: Accepted and without effect: the gradients of the cores are small and dense.
-        rank: Bound on every bond, or a list of all inner bonds. 32 if nothing is said.
+        sparse: Without effect: the gradients of the cores are small and dense.
+        rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
         shape: ``(row_modes, col_modes)``, e.g. ``((16, 20, 10, 10), (4, 4, 8, 6))`` for 30522 rows
-            of 768, or a :class:`~comera.TTMShape`. If not given, modes that lookups are fast with.
-        order: Number of cores when ``shape`` does not say.
+            of 768, or a :class:`~comera.TTMShape`; modes that lookups are fast with if None.
+        order: Number of cores if ``shape`` is None.
         compression: Instead of ``rank``: how many times fewer parameters than the dense rows.
-        hot_rows: The first rows kept as a plain dense table, the train standing for the others.
-            Pays when indices are sorted by frequency: few rows take most of the lookups.
-        hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis they
-            share, so that the same memory keeps more of them apart.
-        scatter_rows: Keep indices that follow each other far apart in the train, by arithmetic that
-            costs no memory: rows next to each other share most of their parameters, which the
-            first, most frequent ones of a sorted vocabulary should not. By default where there are
-            no hot rows. False where neighbours are alike.
+        hot_rows: The first rows, kept as a dense table out of the train; for indices sorted by
+            frequency.
+        hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis.
+        scatter_rows: Put neighbouring indices far apart in the train, whose neighbouring rows share
+            most of their parameters. By default without hot rows. False where neighbours are alike.
         prune_below: A gate at or below this is a pruned rank.
         device: Device of the parameters.
         dtype: Type of the cores; gates are float32 or wider.
@@ -54,35 +49,7 @@ class TTEmbedding(TTTable):
 
     __constants__ = ("num_embeddings", "embedding_dim", "padding_idx", "hot_rows", "hot_rank")
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        rank: int | Sequence[int] | None = None,
-        shape: TTMShape | Sequence[Sequence[int]] | None = None,
-        order: int = 4,
-        compression: float | None = None,
-        hot_rows: int = 0,
-        hot_rank: int | None = None,
-        scatter_rows: bool | None = None,
-        prune_below: float = PRUNE_BELOW,
-    ) -> None:
-        super().__init__()
-        self._build_table(
-            num_embeddings, embedding_dim, padding_idx=padding_idx, max_norm=max_norm,
-            norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse,
-            hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=scatter_rows,
-            prune_below=prune_below, device=device, dtype=dtype,
-            rank=rank, shape=shape, order=order, compression=compression,
-        )  # fmt: skip
+    _dense_class = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_there(input)
@@ -90,58 +57,6 @@ class TTEmbedding(TTTable):
         if self.padding_idx is None:
             return rows
         return rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
-
-    @classmethod
-    def from_embedding(
-        cls,
-        embedding: nn.Embedding,
-        *,
-        rank: int | Sequence[int] | None = None,
-        shape: TTMShape | Sequence[Sequence[int]] | None = None,
-        order: int = 4,
-        compression: float | None = None,
-        tolerance: float | None = None,
-        hot_rows: int = 0,
-        hot_rank: int | None = None,
-        prune_below: float = PRUNE_BELOW,
-    ) -> "TTEmbedding":
-        """Approximate a dense table by TT-SVD.
-
-        Every index is kept at its own row. The padding row, whatever it holds, reads as zeros
-        afterwards.
-
-        Args:
-            embedding: The dense table.
-            rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
-            shape: ``(row_modes, col_modes)`` or a :class:`~comera.TTMShape`; modes that lookups are
-                fast with if None.
-            order: Number of cores when ``shape`` does not say.
-            compression: Instead of a rank: how many times fewer parameters than the dense rows.
-            tolerance: Instead of a rank: bound on the relative Frobenius error of those rows.
-            hot_rows: The first rows, kept as a plain dense table; the train stands for the others.
-            hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis.
-            prune_below: A gate at or below this is a pruned rank.
-
-        Raises:
-            ValueError: If more than one of rank, compression and tolerance is given, or modes or
-                ranks do not fit the table.
-            TypeError: If ``embedding`` is no torch embedding.
-            NotImplementedError: If it has a ``max_norm`` or ``scale_grad_by_freq``.
-        """
-        return cls._from_dense(
-            embedding,
-            rank=rank,
-            compression=compression,
-            tolerance=tolerance,
-            hot_rows=hot_rows,
-            hot_rank=hot_rank,
-            fit={"shape": shape, "order": order},
-            prune_below=prune_below,
-        )
-
-    def to_dense(self) -> nn.Embedding:
-        """Return the :class:`torch.nn.Embedding` this layer stands for."""
-        return self._to(nn.Embedding)
 
 
 class TTEmbeddingBag(TTTable):
@@ -153,27 +68,10 @@ class TTEmbeddingBag(TTTable):
     compiled, there must be none.
 
     Args:
-        num_embeddings: Number of rows.
-        embedding_dim: Width of a row.
-        max_norm: Not supported: rows share cores, so one row cannot be renormalised.
-        norm_type: Only here to keep torch's positional order.
-        scale_grad_by_freq: Not supported.
         mode: ``"sum"``, ``"mean"`` or ``"max"`` of the rows of a bag.
-        sparse: Accepted and without effect: the gradients of the cores are small and dense.
         include_last_offset: Whether the last offset is the end of the last bag.
         padding_idx: A row whose entries are left out of their bags.
-        device: Device of the parameters.
-        dtype: Type of the cores; gates are float32 or wider.
-        rank: Bound on every bond, or a list of all inner bonds. 32 if nothing is said.
-        shape: ``(row_modes, col_modes)`` or a :class:`~comera.TTMShape`. If not given, modes that
-            lookups are fast with.
-        order: Number of cores when ``shape`` does not say.
-        compression: Instead of ``rank``: how many times fewer parameters than the dense rows.
-        hot_rows: The first rows kept as a plain dense table, the train standing for the others.
-        hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis.
-        scatter_rows: Keep indices that follow each other far apart in the train, as
-            :class:`TTEmbedding` does; by default where there are no hot rows.
-        prune_below: A gate at or below this is a pruned rank.
+        table: Keywords of :class:`TTEmbedding`, whose other arguments are the same.
 
     Shapes:
         output ``(bags, embedding_dim)``.
@@ -181,15 +79,15 @@ class TTEmbeddingBag(TTTable):
     Raises:
         ValueError: If offsets decrease, do not begin at 0 or pass the end of the input (on the
             CPU), weights do not fit the input, or there are entries and no bags.
-        TypeError: If indices are no whole numbers.
         IndexError: If an index is no row (on the CPU).
-        NotImplementedError: For ``per_sample_weights`` in another mode than ``"sum"``.
     """
 
     __constants__ = (
         "num_embeddings", "embedding_dim", "padding_idx", "hot_rows", "hot_rank", "mode",
     )  # fmt: skip
-    _settings = (*TTTable._settings, "mode", "include_last_offset")
+    _dense_class = nn.EmbeddingBag
+    _own_settings = ("mode", "include_last_offset")
+    _settings = (*TTTable._settings, *_own_settings)
 
     def __init__(
         self,
@@ -204,28 +102,15 @@ class TTEmbeddingBag(TTTable):
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        rank: int | Sequence[int] | None = None,
-        shape: TTMShape | Sequence[Sequence[int]] | None = None,
-        order: int = 4,
-        compression: float | None = None,
-        hot_rows: int = 0,
-        hot_rank: int | None = None,
-        scatter_rows: bool | None = None,
-        prune_below: float = PRUNE_BELOW,
+        **table: Any,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode={mode!r} must be 'sum', 'mean' or 'max'")
-        super().__init__()
-        self._build_table(
-            num_embeddings, embedding_dim, padding_idx=padding_idx, max_norm=max_norm,
-            norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse,
-            hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=scatter_rows,
-            prune_below=prune_below, device=device, dtype=dtype,
-            rank=rank, shape=shape, order=order, compression=compression,
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
+            sparse, device, dtype, **table,
         )  # fmt: skip
-        self.mode = mode
-        self.include_last_offset = include_last_offset
+        self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(
         self,
@@ -237,15 +122,32 @@ class TTEmbeddingBag(TTTable):
         flat, starts, weights = self._request(input, offsets, per_sample_weights)
         if self.mode == "max":
             return self._maxima(flat, starts)
-        rows, train = self._kept_at(flat), self._train()
-        return tt_embedding_bag(rows, starts, weights, **train, checked=is_eager())
+        rows, train, checked = self._kept_at(flat), self._train(), is_eager()
+        bags = Request(rows, **train, weights_N=weights, offsets_B=starts, checked=checked)
+        return tt_embedding(bags)
 
     def _request(
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return all entries, where each bag begins, and the entries' weights, none for ``max``."""
+        """Return all entries, the start of each bag, and the entries' weights; for max none."""
         check_integers(input)
-        flat, starts = self._laid_out(input, offsets)
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError(
+                    "offsets are for a 1-d input; the bags of this 2-d input are its "
+                    f"{input.shape[0]} rows"
+                )
+            flat = input.reshape(-1)
+            starts = torch.arange(input.shape[0], device=input.device) * input.shape[1]
+        elif input.dim() != 1:
+            raise ValueError(f"input has shape {tuple(input.shape)}; it must be 1-d or 2-d")
+        elif offsets is None:
+            raise ValueError("a 1-d input needs offsets: where each bag begins in it")
+        else:
+            flat, starts = input, offsets
+            known = _check_offsets(offsets, input.shape[0], self.include_last_offset)
+            if self.include_last_offset:
+                flat, starts = input[: int(offsets[-1])] if known else input, offsets[:-1]
         check_range(input if input.dim() == 2 else flat, self.num_embeddings)
         if weights is not None:
             if self.mode != "sum":
@@ -263,27 +165,8 @@ class TTEmbeddingBag(TTTable):
             weights = weights.reshape(-1)[: flat.shape[0]]
         return flat, starts, None if self.mode == "max" else self._weights(flat, starts, weights)
 
-    def _laid_out(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return all entries one after the other, and where each bag begins."""
-        if input.dim() == 2:
-            if offsets is not None:
-                raise ValueError(
-                    "offsets are for a 1-d input; the bags of this 2-d input are its "
-                    f"{input.shape[0]} rows"
-                )
-            starts = torch.arange(input.shape[0], device=input.device) * input.shape[1]
-            return input.reshape(-1), starts
-        if input.dim() != 1:
-            raise ValueError(f"input has shape {tuple(input.shape)}; it must be 1-d or 2-d")
-        if offsets is None:
-            raise ValueError("a 1-d input needs offsets: where each bag begins in it")
-        known = _check_offsets(offsets, input.shape[0], self.include_last_offset)
-        if not self.include_last_offset:
-            return input, offsets
-        return input[: int(offsets[-1])] if known else input, offsets[:-1]
-
     def _weights(self, flat: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor | None:
-        """Return the weight of every entry in the sum of its bag; None for ones."""
+        """Return the weight of each entry in the sum of its bag; None for ones."""
         if self.padding_idx is None and self.mode == "sum":
             return weights
         dtype = self.cores[0].dtype
@@ -314,70 +197,19 @@ class TTEmbeddingBag(TTTable):
         )
 
     @classmethod
-    def from_embedding_bag(
-        cls,
-        embedding_bag: nn.EmbeddingBag,
-        *,
-        rank: int | Sequence[int] | None = None,
-        shape: TTMShape | Sequence[Sequence[int]] | None = None,
-        order: int = 4,
-        compression: float | None = None,
-        tolerance: float | None = None,
-        hot_rows: int = 0,
-        hot_rank: int | None = None,
-        prune_below: float = PRUNE_BELOW,
-    ) -> "TTEmbeddingBag":
-        """Approximate a dense table by TT-SVD; mode and padding are those of the dense layer.
-
-        Args:
-            embedding_bag: The dense table.
-            rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
-            shape: ``(row_modes, col_modes)`` or a :class:`~comera.TTMShape`; modes that lookups are
-                fast with if None.
-            order: Number of cores when ``shape`` does not say.
-            compression: Instead of a rank: how many times fewer parameters than the dense rows.
-            tolerance: Instead of a rank: bound on the relative Frobenius error of those rows.
-            hot_rows: The first rows, kept as a plain dense table; the train stands for the others.
-            hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis.
-            prune_below: A gate at or below this is a pruned rank.
-
-        Raises:
-            ValueError: If more than one of rank, compression and tolerance is given, or modes or
-                ranks do not fit the table.
-            TypeError: If ``embedding_bag`` is no torch embedding.
-            NotImplementedError: If it has a ``max_norm`` or ``scale_grad_by_freq``.
-        """
-        return cls._from_dense(
-            embedding_bag,
-            rank=rank,
-            compression=compression,
-            tolerance=tolerance,
-            hot_rows=hot_rows,
-            hot_rank=hot_rank,
-            fit={"shape": shape, "order": order},
-            prune_below=prune_below,
-            mode=embedding_bag.mode,
-            include_last_offset=embedding_bag.include_last_offset,
-        )
-
-    def to_dense(self) -> nn.EmbeddingBag:
-        """Return the :class:`torch.nn.EmbeddingBag` this layer stands for."""
-        return self._to(
-            nn.EmbeddingBag, mode=self.mode, include_last_offset=self.include_last_offset
-        )
+    def from_embedding_bag(cls, embedding_bag: nn.EmbeddingBag, **settings: Any) -> Self:
+        """Approximate a dense table as :meth:`TTEmbedding.from_embedding`, its mode included."""
+        return cls.from_embedding(embedding_bag, **settings)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
 def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
-    """Check that offsets cut the entries into bags; their values only on the CPU.
+    """Raise ``ValueError`` unless offsets cut the entries into bags.
 
     Returns:
-        Whether the values could be read.
-
-    Raises:
-        ValueError: If they do not.
+        Whether their values could be read, as on a CPU.
     """
     if offsets.dim() != 1:
         raise ValueError(f"offsets have shape {tuple(offsets.shape)}; they must be 1-d")

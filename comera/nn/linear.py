@@ -4,11 +4,12 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from comera.nn.decompose import check_tolerance, decompose_matrix, widened
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share, params_of
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
@@ -26,33 +27,34 @@ from comera.shapes import LinearShape, TTShape, only_one, padded_rank
 
 
 class CompressedLinear(TensorTrainModule):
-    """Base of the linear formats, drop-ins for :class:`torch.nn.Linear`: cores, gates and a bias.
-
-    Attributes:
-        in_features: Width of the input.
-        out_features: Width of the output.
-        bias: ``(out_features,)``, or None.
-    """
+    """Base of the linear formats, drop-ins for :class:`torch.nn.Linear`: cores, gates, a bias."""
 
     __constants__ = ("in_features", "out_features")
-    in_features: int
-    out_features: int
     bias: nn.Parameter | None
     shape: LinearShape  # type: ignore[assignment]
+    _modes: LinearShape
     _settings: ClassVar[tuple[str, ...]] = ("in_features", "out_features", "bias", "prune_below")
 
-    def _build_linear(
+    def __init__(
         self,
         in_features: int,
         out_features: int,
-        bias: bool,
-        shape: LinearShape,
-        prune_below: float,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        rank: int | Sequence[int] | None = None,
+        shape: LinearShape | Sequence[Sequence[int]] | None = None,
+        compression: float | None = None,
+        prune_below: float = PRUNE_BELOW,
+        **fit: Any,
     ) -> None:
+        super().__init__()
+        fitted = self._shapes.fit(
+            in_features, out_features, rank=rank, shape=shape, compression=compression, **fit
+        )
         self.in_features, self.out_features = in_features, out_features
-        self._build(shape, prune_below, device, dtype)
+        self._build(fitted, prune_below, device, dtype)
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
         else:
@@ -60,11 +62,9 @@ class CompressedLinear(TensorTrainModule):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None, init: Init = "orthogonal") -> None:
-        """Draw new cores; the dense weight they stand for has standard deviation ``std``.
+        """Draw new cores for a dense weight of standard deviation ``std``, by default as torch's.
 
-        Args:
-            std: By default ``1 / sqrt(3 * in_features)``, that of :class:`torch.nn.Linear`.
-            init: ``"orthogonal"`` or ``"normal"``, see :class:`~comera.TTConfig`.
+        ``init`` is ``"orthogonal"`` or ``"normal"``, see :class:`~comera.TTConfig`.
         """
         self._init_cores_(1 / math.sqrt(3 * self.in_features) if std is None else std, init)
         if self.bias is not None:
@@ -72,17 +72,22 @@ class CompressedLinear(TensorTrainModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def kind(self) -> tuple[object, ...]:
-        """Return what layers agree in that cost the same at a batch."""
-        raise NotImplementedError
+        """Return a key that layers of equal cost at a batch share, such as for one contraction."""
+        core = self.cores[0]
+        return (
+            self._modes.in_modes, self._modes.out_modes, self.ranks, self.prune_below, core.dtype,
+            core.device, self.in_features, self.out_features, self.bias is not None,
+        )  # fmt: skip
 
     def at(self, tokens: int, *, together: int = 1) -> Layer:
-        """Describe this layer at a batch to the planner.
+        """Describe this layer to the planner at a batch of ``tokens`` rows.
 
-        Args:
-            tokens: Rows of the batch.
-            together: How many layers of this kind contract their cores in the same calls.
+        ``together`` is the number of layers of this kind whose cores are contracted in one call.
         """
-        raise NotImplementedError
+        return Layer(
+            self.shape, tokens, self.in_features, self.out_features, self.bias is not None,
+            together=together if self.is_chain else 1,
+        )  # fmt: skip
 
     def _weight_size(self) -> tuple[int, int]:
         return self.out_features, self.in_features
@@ -105,38 +110,66 @@ class CompressedLinear(TensorTrainModule):
             dense.bias.requires_grad_(self.bias.requires_grad)
         return dense.train(self.training)
 
+    @staticmethod
+    def _cores_of(weight: Tensor, shape: Any, tolerance: float | None) -> Sequence[Tensor]:
+        """Decompose a weight to the ranks of a shape, at most, or to a tolerance."""
+        raise NotImplementedError
+
+    def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
+        cores = self._cores_of(weight, self.shape, tolerance)
+        self.set_cores_(cores if tolerance is not None else widened(cores, self.ranks))
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        rank: int | Sequence[int] | None = None,
+        shape: LinearShape | Sequence[Sequence[int]] | None = None,
+        compression: float | None = None,
+        tolerance: float | None = None,
+        prune_below: float = PRUNE_BELOW,
+        **fit: Any,
+    ) -> Self:
+        """Approximate the weight of a dense layer by TT-SVD, or block by block; copy the bias.
+
+        ``linear`` is any module with ``weight (out, in)`` and ``bias``. Other arguments are those
+        of the constructor, and ``tolerance`` instead of a rank: a bound on the relative Frobenius
+        error. Trained weights come out smallest with ``order=1``.
+
+        Raises:
+            ValueError: If more than one of rank, compression and tolerance is given.
+            TypeError: If ``linear`` has no such weight or no bias.
+        """
+        only_one(rank=rank, compression=compression, tolerance=tolerance)
+        check_tolerance(tolerance)
+        in_features, out_features = check_linear(linear)
+        fitted = cls._shapes.fit(
+            in_features, out_features, rank=rank, shape=shape, compression=compression, **fit
+        )
+        cores = cls._cores_of(linear.weight, fitted, tolerance)
+        ranks = tuple(core.shape[-1] for core in cores[:-1])
+        return cls.from_cores(linear, replace(fitted, ranks=ranks), cores, prune_below)
+
     @classmethod
     @torch.no_grad()
     def from_cores(
         cls,
         linear: Any,
         shape: LinearShape,
-        cores: list[Tensor],
+        cores: Sequence[Tensor],
         prune_below: float = PRUNE_BELOW,
-    ) -> Any:
-        """Make a layer of these cores that takes its bias and all else from a dense one.
-
-        Args:
-            linear: The dense layer.
-            shape: Modes and ranks.
-            cores: Tensors of the sizes ``shape.core_shapes``.
-            prune_below: A gate at or below this is a pruned rank.
-
-        Raises:
-            ValueError: If the sizes of the cores are others.
-        """
+    ) -> Self:
+        """Make a layer of these cores, with the bias, dtype, device and mode of a dense one."""
         sizes = [tuple(core.shape) for core in cores]
         if sizes != list(shape.core_shapes):
             raise ValueError(f"cores of {sizes} are given, and {shape} has {shape.core_shapes}")
         layer: Any = cls(
-            linear.weight.shape[1],
-            linear.weight.shape[0],
-            linear.bias is not None,
-            "meta",  # nothing is drawn there
-            linear.weight.dtype,
-            shape=shape,
-            prune_below=prune_below,
-        ).to_empty(device=linear.weight.device)
+            *check_linear(linear), linear.bias is not None,
+            "meta", linear.weight.dtype,  # on meta nothing is drawn
+            shape=shape, prune_below=prune_below,
+        ).to_empty(device=linear.weight.device)  # fmt: skip
         layer.set_cores_(cores)
         if layer.bias is not None:
             layer.bias.copy_(linear.bias)
@@ -153,11 +186,7 @@ class CompressedLinear(TensorTrainModule):
 
 
 def check_linear(linear: Any) -> tuple[int, int]:
-    """Return the input and output width of a dense layer.
-
-    Raises:
-        TypeError: If it has no weight ``(out, in)`` or no ``bias``.
-    """
+    """Return the widths in and out; raise ``TypeError`` if it has no matrix and no bias."""
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not hasattr(linear, "bias"):
         raise TypeError(f"a layer with weight (out, in) and bias is needed, not {linear!r}")
@@ -171,11 +200,11 @@ class TTLinear(CompressedLinear):
         in_features: Width of the input.
         out_features: Width of the output.
         bias: Whether to add a bias.
-        rank: Bound on every bond, or a list of all inner bonds. 32 if nothing is said.
+        rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
         shape: ``(in_modes, out_modes)``, e.g. ``((12, 8, 8), (8, 8, 12))`` for 768 to 768, or a
-            :class:`~comera.TTShape`. Balanced modes if not given. Modes may multiply to more than
-            the width; the rest is zero padding that is never stored or computed with.
-        order: How many modes a side is split into when ``shape`` does not say.
+            :class:`~comera.TTShape`; balanced modes if None. Modes may multiply to more than the
+            width; the rest is zero padding that is never stored or computed with.
+        order: How many modes a side is split into if ``shape`` is None, 3 by default.
         compression: Instead of ``rank``: how many times fewer parameters than the dense weight.
         prune_below: A gate at or below this is a pruned rank.
         device: Device of the parameters; ``"meta"`` allocates nothing.
@@ -199,27 +228,6 @@ class TTLinear(CompressedLinear):
     shape: TTShape  # type: ignore[assignment]
     _modes: TTShape
     _shapes = TTShape
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        rank: int | Sequence[int] | None = None,
-        shape: TTShape | Sequence[Sequence[int]] | None = None,
-        order: int = 3,
-        compression: float | None = None,
-        prune_below: float = PRUNE_BELOW,
-    ) -> None:
-        super().__init__()
-        fitted = TTShape.fit(
-            in_features, out_features, rank=rank, shape=shape, order=order, compression=compression
-        )
-        self._build_linear(in_features, out_features, bias, fitted, prune_below, device, dtype)
-        self._split = fitted.split
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_there(input)
@@ -254,10 +262,16 @@ class TTLinear(CompressedLinear):
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
 
         Each is contracted from the cores of its side. R is the bond between them, padded; a bias is
-        the last row of the right one. Inside a :class:`~comera.BatchedContraction` they are those
-        it has made, in autocast's dtype if it knows of that.
+        the last row of the right one. Inside a :class:`~comera.BatchedContraction` they are its
+        cached ones, in autocast's dtype if it was given that.
         """
-        shared = self._shared_now()
+        shared = self.shared_factors
+        if shared is not None:
+            self.renew_shared()
+            shared, core = self.shared_factors, self.cores[0]
+            dtypes = core.dtype, autocast_dtype(core)
+            if shared and not (shared[0].dtype in dtypes and may_share(shared[0], core)):
+                shared = None
         if shared is not None:
             left, right = shared
         else:
@@ -272,42 +286,13 @@ class TTLinear(CompressedLinear):
             right = right[:, : self.out_features]
         return Factors(left, right, self.bias is not None)
 
-    def _shared_now(self) -> tuple[Tensor, Tensor] | None:
-        """Return the factors that a :class:`~comera.BatchedContraction` has made, if they fit."""
-        if self.shared_factors is None:
-            return None
-        self.renew_shared()
-        made, core = self.shared_factors[0], self.cores[0]
-        fits = made.dtype in (core.dtype, autocast_dtype(core)) and may_share(made, core)
-        return self.shared_factors if fits else None
-
     def is_factorized(self, input: Tensor) -> bool:
-        """Return True if this batch is multiplied by A, then by B; False if W is formed first."""
+        """Return whether this batch meets A, then B; else the dense weight is formed first."""
         return not self._dense_is_faster(input, self._middle_rank)
-
-    def kind(self) -> tuple[object, ...]:
-        """Return what layers must agree in for their cores to be contracted together."""
-        core = self.cores[0]
-        return (
-            self._modes.in_modes, self._modes.out_modes, self.ranks, self.prune_below, core.dtype,
-            core.device, self.in_features, self.out_features, self.bias is not None,
-        )  # fmt: skip
-
-    def at(self, tokens: int, *, together: int = 1) -> Layer:
-        """Describe this layer at a batch to the planner.
-
-        Args:
-            tokens: Rows of the batch.
-            together: How many layers of this kind contract their cores in the same calls.
-        """
-        bias = self.bias is not None
-        return Layer(
-            self.shape, tokens, self.in_features, self.out_features, bias, together=together
-        )
 
     @property
     def factor_width(self) -> int:
-        """The bond between the two factors as they are multiplied with, padding included."""
+        """The bond between the two factors, padding included."""
         return padded_rank(self._middle_rank, self.bias is not None)
 
     @property
@@ -315,54 +300,12 @@ class TTLinear(CompressedLinear):
         return params_of(self.cores)[self._split].shape[0]
 
     def dense_weight(self) -> Tensor:
-        """Compute the dense ``(out_features, in_features)`` weight anew; differentiable."""
         dense = tt_to_dense(self.gated_cores(), self._split)
         return dense[: self.out_features, : self.in_features]
 
-    def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
-        from comera.nn.decompose import decompose_at  # few layers ever need it
-
-        self.set_cores_(decompose_at(weight, self.shape, tolerance))
-
-    @classmethod
-    @torch.no_grad()
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        *,
-        rank: int | Sequence[int] | None = None,
-        shape: TTShape | Sequence[Sequence[int]] | None = None,
-        order: int = 3,
-        compression: float | None = None,
-        tolerance: float | None = None,
-        prune_below: float = PRUNE_BELOW,
-    ) -> "TTLinear":
-        """Approximate the weight of a dense layer by TT-SVD; the bias is copied.
-
-        Args:
-            linear: Any module with ``weight (out, in)`` and ``bias``.
-            rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
-            shape: ``(in_modes, out_modes)`` or a :class:`~comera.TTShape`; balanced modes if None.
-            order: How many modes a side is split into when ``shape`` does not say.
-            compression: Instead of a rank: how many times fewer parameters than the dense weight.
-            tolerance: Instead of a rank: bound on the relative Frobenius error. Weights that are
-                trained already come out smallest with ``order=1``.
-            prune_below: A gate at or below this is a pruned rank.
-
-        Raises:
-            ValueError: If more than one of rank, compression and tolerance is given.
-            TypeError: If ``linear`` is something else.
-        """
-        from comera.nn.decompose import decompose_matrix
-
-        only_one(rank=rank, compression=compression, tolerance=tolerance)
-        in_features, out_features = check_linear(linear)
-        fitted = TTShape.fit(
-            in_features, out_features, rank=rank, shape=shape, order=order, compression=compression
-        )
-        cores = decompose_matrix(linear.weight, fitted, tolerance)
-        shape = replace(fitted, ranks=tuple(core.shape[-1] for core in cores[:-1]))
-        return cls.from_cores(linear, shape, cores, prune_below)
+    @staticmethod
+    def _cores_of(weight: Tensor, shape: TTShape, tolerance: float | None) -> list[Tensor]:
+        return decompose_matrix(weight, shape, tolerance)
 
 
 def _dense_from(
@@ -376,7 +319,7 @@ def _dense_from(
     device: str,
     train: bool,
 ) -> int:
-    """Return from how many rows on the dense weight is predicted faster; ``maxsize`` for never."""
+    """Return the rows from which the dense weight is predicted faster; ``maxsize`` for never."""
     if device not in ("cpu", "cuda"):
         return sys.maxsize
     from comera.planning.linear_ways import dense_from  # few layers have ranks so large
@@ -387,21 +330,17 @@ def _dense_from(
     return sys.maxsize if rows is None else rows
 
 
-# What torch.compiler.assume_constant_result does: the planner runs when a graph is compiled and is
-# no part of it. Calling that would import the compiler, a second's work, with this package.
+# What torch.compiler.assume_constant_result does, without importing the compiler: the planner runs
+# when a graph is compiled and is no part of it.
 _dense_from._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class TTPointwise(TTLinear):
     """A :class:`~comera.TTLinear` along the dimension ``feature_dim``, counted from the last.
 
-    Args:
-        feature_dim: Where the features are in input and output; below zero.
-        linear: What :class:`~comera.TTLinear` takes.
-
     Shapes:
-        for -3: input ``(*, in_features, H, W)``, output ``(*, out_features, H, W)``, contiguous
-        where the input is.
+        for -3: input ``(*, in_features, H, W)``, output ``(*, out_features, H, W)``, contiguous if
+        the input is.
     """
 
     _settings = (*TTLinear._settings, "feature_dim")
@@ -413,14 +352,9 @@ class TTPointwise(TTLinear):
         self.feature_dim = feature_dim
 
     def forward(self, input: Tensor) -> Tensor:
-        return along(self.feature_dim, super().forward, input)
+        output = super().forward(input.movedim(self.feature_dim, -1)).movedim(-1, self.feature_dim)
+        # As of a convolution: the next module may take a view.
+        return output.contiguous() if input.is_contiguous() else output
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, feature_dim={self.feature_dim}"
-
-
-def along(feature_dim: int, function: Any, input: Tensor) -> Tensor:
-    """Call a function of tensors whose features are last on one that has them elsewhere."""
-    output = function(input.movedim(feature_dim, -1)).movedim(-1, feature_dim)
-    # As of a convolution: what comes after may take a view.
-    return output.contiguous() if input.is_contiguous() else output

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from comera.nn.decompose import check_tolerance
 from comera.nn.dense_weight import WeightByAssignment, read_only
 from comera.nn.init import Init, init_
 from comera.ops.context import machine_of
@@ -19,10 +20,7 @@ from comera.shapes import Shape, is_number
 
 
 class SharedGates(NamedTuple):
-    """The gates of one module as parts of all gates of a model in one vector.
-
-    What uses the gates more than once then sums its gradients in one place instead of one a gate.
-    """
+    """Gates of one module as parts of a vector of all: gradients are summed once."""
 
     flat: Tensor
     start: int
@@ -31,13 +29,9 @@ class SharedGates(NamedTuple):
 
 @dataclass(slots=True)
 class Shared:
-    """The parameters behind what is shared with a module while a context is open.
+    """The parameters behind the tensors that a :class:`~comera.BatchedContraction` shares.
 
-    Attributes:
-        params: The parameters.
-        versions: How often each had been written to in place by then; None where torch does not
-            count, as of parameters made under ``torch.inference_mode``.
-        renew: Contracts everything anew, for all modules.
+    ``renew`` contracts them again, for all modules.
     """
 
     params: tuple[Tensor, ...]
@@ -46,7 +40,7 @@ class Shared:
 
 
 def versions_of(params: Sequence[Tensor]) -> list[int] | None:
-    """Return how often each was written to in place; None where torch does not count."""
+    """Return how often each was written to in place; None under ``torch.inference_mode``."""
     try:
         return [param._version for param in params]
     except RuntimeError:  # an inference tensor
@@ -54,7 +48,7 @@ def versions_of(params: Sequence[Tensor]) -> list[int] | None:
 
 
 def may_share(made: Tensor, param: Tensor) -> bool:
-    """Check that a tensor made of a parameter has a gradient, if one is wanted now."""
+    """Return whether a tensor made of a parameter has a gradient, if one is wanted now."""
     return made.requires_grad or not (torch.is_grad_enabled() and param.requires_grad)
 
 
@@ -81,20 +75,19 @@ class Gates(nn.ParameterList):
         """Iterate without looking each up by name: rank learning reads all in every step."""
         return iter(self._parameters.values())
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Gates":
-        def keep_wide(tensor: Tensor) -> Tensor:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
             return tensor.to(moved.device) if narrowed else moved
 
-        super()._apply(keep_wide, recurse)
-        return self
+        return super()._apply(wide, recurse)
 
 
 def params_of(params: nn.ParameterList) -> list[Tensor]:
-    """List parameters, or what a wrapper such as FSDP has put in their place for a while.
+    """List parameters, or the tensors that a wrapper such as FSDP has put in their place.
 
-    Quicker than the list's own way, which looks each up by name: layers do this in every pass.
+    Faster than iteration, which looks each up by name; layers call it in every pass.
     """
     found = list(params._parameters.values())
     whole = len(found) == params._size and type(None) not in map(type, found)
@@ -108,8 +101,9 @@ class TensorTrainModule(WeightByAssignment):
         cores: The tensor train, ``cores[k]`` of shape ``shape.core_shapes[k]``.
         gates: ``gates[k]`` of width ``shape.ranks[k]`` scales the bond after ``cores[k]``. Ones at
             the start; a gate at or below ``prune_below`` is a pruned rank.
-        start_ranks: The bonds the module was built with, before any truncation.
-        dense_form: Class of the layer it replaced where :func:`~comera.register_layer` named it.
+        start_ranks: The bonds before any truncation.
+        dense_form: Class of the layer that it replaced, if :func:`~comera.register_layer` was given
+            one.
     """
 
     cores: nn.ParameterList
@@ -119,6 +113,8 @@ class TensorTrainModule(WeightByAssignment):
     dense_form: str | None = None
     shared_gates: SharedGates | None = None
     shared: Shared | None = None
+    is_chain: ClassVar[bool] = True
+    """Whether contracting neighbouring cores over their bonds gives the weight."""
     _modes: Shape
     _shapes: ClassVar[type[Any]]
     """Class of the modes and ranks."""
@@ -126,12 +122,7 @@ class TensorTrainModule(WeightByAssignment):
     """Attributes that the constructor takes under the same names."""
 
     def _check_there(self, input: Tensor) -> None:
-        """Check that the cores have numbers: torch computes with whatever memory holds.
-
-        Raises:
-            TypeError: If the batch is no tensor.
-            RuntimeError: If the cores are on the meta device and the batch is not.
-        """
+        """Raise if the input is no tensor, or if it is on a device and the cores are on meta."""
         if not hasattr(input, "is_meta"):
             raise TypeError(f"{type(self).__name__} takes a tensor, not {reprlib.repr(input)}")
         cores: Any = self._modules["cores"]
@@ -157,7 +148,7 @@ class TensorTrainModule(WeightByAssignment):
         if not (is_number(prune_below) and 0 <= prune_below < 1):
             raise ValueError(f"prune_below={prune_below!r} must be in [0, 1): gates start at 1")
         wide = torch.promote_types(dtype, torch.float32)
-        self._modes = shape
+        self._modes, self._split = shape, shape.split
         self.prune_below = prune_below
         self.start_ranks = shape.ranks
         self.cores = nn.ParameterList(
@@ -175,12 +166,12 @@ class TensorTrainModule(WeightByAssignment):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The inner bonds as they are stored, pruned ranks included."""
+        """The inner bonds as stored, pruned ranks included."""
         return tuple(gate.shape[0] for gate in self.gates)
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
-        """The inner bonds without their pruned ranks; all zeros when the weight has vanished."""
+        """The inner bonds without pruned ranks; all zeros when the weight has vanished."""
         live = tuple(int(is_open(gate, self.prune_below).sum()) for gate in self.gates)
         return (0,) * len(live) if 0 in live else live
 
@@ -198,11 +189,8 @@ class TensorTrainModule(WeightByAssignment):
     def weight(self) -> Tensor:
         """The dense weight, computed from the cores in each access; differentiable.
 
-        It cannot be written in place, which would change no core. Assigning to it is
+        Writing it in place raises ``RuntimeError``, as no core would change. Assignment is
         :meth:`set_weight_` at the present ranks.
-
-        Raises:
-            RuntimeError: When it is written in place.
         """
         return read_only(self.dense_weight, _WRITTEN.format(type(self).__name__))
 
@@ -217,15 +205,12 @@ class TensorTrainModule(WeightByAssignment):
             )  # fmt: skip
 
     def planner_setting(self) -> dict[str, Any]:
-        """Return the dtype and the machine that functions of the planner take by name."""
+        """Return the keywords ``dtype`` and ``machine`` of the planner's functions."""
         core = self.cores[0]
-        return {
-            "dtype": str(core.dtype).removeprefix("torch."),
-            "machine": machine_of(core.device),
-        }
+        return {"dtype": dtype_name(core), "machine": machine_of(core.device)}
 
     def dense_weight(self) -> Tensor:
-        """Return :attr:`weight` as an ordinary tensor, for what reads it in every pass."""
+        """Compute the dense weight as an ordinary tensor; differentiable."""
         raise NotImplementedError
 
     def set_weight_(self, weight: Tensor, *, tolerance: float | None = None) -> float:
@@ -233,41 +218,48 @@ class TensorTrainModule(WeightByAssignment):
 
         Args:
             weight: The new weight, of the shape of :attr:`weight`.
-            tolerance: Bound on the relative Frobenius error of the train, which decides its ranks:
-                parameters change their shapes, and an optimizer has to be made anew. Hot rows keep
-                theirs. The present ranks if None.
+            tolerance: Bound on the relative Frobenius error of the train, which then chooses its
+                ranks: parameters change their shapes, and the optimizer must be rebuilt. Hot rows
+                keep their rank. The present ranks if None.
 
         Returns:
-            The relative Frobenius error of what the module now holds.
+            The relative Frobenius error of the weight that the module now holds.
 
         Raises:
             ValueError: If the shape is another one, an entry is not finite, or all ranks were cut.
             TypeError: If ``weight`` is no tensor.
         """
-        from comera.nn.decompose import check_weight, relative_error  # few layers ever need it
-
-        check_weight(weight, self._weight_size(), cut=tolerance is None and 0 in self.ranks)
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"weight={weight!r} must be a tensor")
+        size = self._weight_size()
+        if tuple(weight.shape) != size:
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}, that of this layer is {size}"
+            )
+        if tolerance is None and 0 in self.ranks:
+            raise ValueError(
+                "all ranks of this layer were cut, its weight is zero: give a tolerance, by which "
+                "new ones are chosen"
+            )
+        check_tolerance(tolerance)
         with torch.no_grad():
             exact = self._as_read(weight.detach().to(self.cores[0].device))
             self._decompose_(exact, tolerance)
             if tolerance is not None:
                 self.start_ranks = self.ranks
-            return relative_error(self.dense_weight(), exact)
+            wide = exact.double()
+            return float((self.dense_weight() - wide).norm()) / (float(wide.norm()) or 1.0)
 
     def _as_read(self, weight: Tensor) -> Tensor:
-        """Return what of a dense weight the module can ever give back."""
+        """Return a dense weight without the entries that the module cannot hold."""
         return weight
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
-        """Set all parameters that make up the weight."""
+        """Set all parameters of the weight: at the present ranks, or to a tolerance."""
         raise NotImplementedError
 
     def _weight_size(self) -> tuple[int, int]:
         """Return the shape of :attr:`weight`."""
-        raise NotImplementedError
-
-    def to_dense(self) -> nn.Module:
-        """Return the torch layer this module stands for."""
         raise NotImplementedError
 
     def bond_gates(self) -> list[Tensor]:
@@ -279,29 +271,20 @@ class TensorTrainModule(WeightByAssignment):
         return list(self.gates)
 
     def renew_shared(self) -> None:
-        """Contract again if a parameter behind the shared tensors has been written to since.
-
-        A compiled model goes on with those it has.
-        """
+        """Contract again, except in compiled code, if a shared parameter was written to since."""
         if self.shared is None or self.shared.versions is None or not is_eager():
             return
         if self.shared.versions != versions_of(self.shared.params):
             self.shared.renew()
 
-    is_chain = True
-    """True for tensor trains: contracting neighbouring cores over their bonds gives the weight."""
-
     def rank_norms(self) -> Tensor:
-        """Return the squared norm of what each rank of the only bond adds to the weight, ``(R,)``.
-
-        Of formats that are no chain.
-        """
+        """Return the squared norm of each rank's part of the weight, ``(R,)``; not for chains."""
         raise NotImplementedError
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
         """Return gated cores in canonical form and their singular values; None if there is none.
 
-        Of formats that are no chain, see :func:`~comera.canonicalize_`.
+        Not for chains, see :func:`~comera.canonicalize_`.
         """
         raise NotImplementedError
 
@@ -324,11 +307,7 @@ class TensorTrainModule(WeightByAssignment):
             gate.fill_(1)
 
     def resize_ranks_(self, ranks: Sequence[int]) -> None:
-        """Resize cores and gates to other ranks, contents undefined; the same objects.
-
-        Raises:
-            ValueError: If there is not one rank for each bond.
-        """
+        """Resize cores and gates to other ranks, contents undefined; they stay the same objects."""
         sizes = self._modes.of_ranks(ranks).core_shapes
         for mine, size in zip(self.cores, sizes, strict=True):
             resize_(mine, size)
@@ -336,17 +315,13 @@ class TensorTrainModule(WeightByAssignment):
             resize_(gate, (rank,))
 
     def share_parameters_(self, lead: Any) -> None:
-        """Work on the cores and gates of another layer of the same modes from now on.
-
-        Raises:
-            ValueError: If that has other modes or ranks.
-        """
+        """Share the cores and gates of another layer; raise ``ValueError`` if its shape differs."""
         if not isinstance(lead, TensorTrainModule) or lead.shape != self.shape:
             raise ValueError(f"a tensor train of {self.shape} cannot work on the cores of {lead!r}")
         self.cores, self.gates = lead.cores, lead.gates
 
     def config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` makes the layer of again, in what JSON can hold."""
+        """Return the settings that :meth:`from_config` rebuilds the layer from, for JSON."""
         shape: Any = self.shape
         return {
             **{key: getattr(self, key) for key in self._settings},
@@ -358,23 +333,21 @@ class TensorTrainModule(WeightByAssignment):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
-        """Make a layer on the ``meta`` device.
+        """Make a layer on the ``meta`` device from its :meth:`config`.
 
         Args:
-            config: What :meth:`config` has returned.
-            lead: The layer whose cores and gates it works on, of one that is tied.
+            config: The settings.
+            lead: The layer whose parameters a tied layer shares.
 
         Raises:
-            ValueError: If no layer is described so, or it cannot work on these cores.
+            ValueError: If a setting is wrong, or the shapes of the two layers differ.
         """
         modes = {field.name: whole_numbers(config, field.name) for field in fields(cls._shapes)}
         made: Any = cls
         layer = made(
             **{key: config[key] for key in cls._settings},
-            shape=cls._shapes(**modes),
-            device="meta",
-            dtype=dtype_of(config),
-        )
+            shape=cls._shapes(**modes), device="meta", dtype=dtype_of(config),
+        )  # fmt: skip
         layer.start_ranks = whole_numbers(config, "start_ranks")
         layer.dense_form = None if config["dense_form"] is None else str(config["dense_form"])
         if lead is not None:
@@ -394,11 +367,9 @@ class TensorTrainModule(WeightByAssignment):
             gate.fill_(1)
         if self.cores[0].is_meta or 0 in self.ranks:
             return
-        cores, split = list(self.cores), self._modes.split
-        if std:
-            init_(cores, split, std, init)
-        else:  # were all of them zero, none would ever have a gradient
-            init_(cores, split, self.num_dense**-0.25, init)
+        cores = list(self.cores)
+        init_(cores, self._split, std or self.num_dense**-0.25, init)
+        if not std:  # were all of them zero, none would ever have a gradient
             cores[-1].zero_()
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
@@ -415,7 +386,7 @@ class TensorTrainModule(WeightByAssignment):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what a :class:`~comera.BatchedContraction` shares; a copy has its own."""
+        """Leave out the tensors of a :class:`~comera.BatchedContraction`."""
         shared = ("shared", "shared_gates", "shared_factors")
         return {key: value for key, value in self.__dict__.items() if key not in shared}
 
@@ -429,12 +400,12 @@ class TensorTrainModule(WeightByAssignment):
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Return the dtype of a tensor as a ``config`` has it, such as ``"float32"``."""
+    """Return the name of a tensor's dtype, such as ``"float32"``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype that a ``config`` names; raise ``ValueError`` if there is none."""
+    """Return the dtype in a ``config``; raise ``ValueError`` if torch has none of that name."""
     dtype = getattr(torch, str(config["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype={config['dtype']!r} is none of torch's")
@@ -442,7 +413,7 @@ def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def whole_numbers(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Return a list of a ``config``; raise ``ValueError`` if it is none of whole numbers."""
+    """Return a list of whole numbers in a ``config``; raise ``ValueError`` for anything else."""
     values = config[key]
     if not isinstance(values, list) or any(type(value) is not int for value in values):
         raise ValueError(f"{key}={values!r} must be a list of whole numbers")
@@ -450,7 +421,7 @@ def whole_numbers(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def check_model(model: Any) -> None:
-    """Raise ``TypeError`` for what is no module, such as the class of one."""
+    """Raise ``TypeError`` for anything but a module, such as the class of one."""
     if isinstance(model, type):
         raise TypeError(f"{model.__name__} is a class; a model is wanted: {model.__name__}(...)")
     if not isinstance(model, nn.Module):
@@ -460,8 +431,8 @@ def check_model(model: Any) -> None:
 def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
     """Find the tensor-train layers of a model by name, in the order of ``named_modules``.
 
-    Layers that share one set of cores are one tensor train: only the first is listed. What is no
-    module raises ``TypeError``.
+    Of layers that share one set of cores only the first is listed. Anything but a module raises
+    ``TypeError``.
     """
     check_model(model)
     found: dict[int, tuple[str, TensorTrainModule]] = {}
@@ -479,12 +450,7 @@ def resize_(param: Tensor, size: Sequence[int]) -> None:
 
 
 def check_unsharded(model: nn.Module, what: str) -> None:
-    """Raise ``ValueError`` if a parameter of a tensor-train layer is sharded.
-
-    Args:
-        model: Its tensor-train layers are checked.
-        what: Name of what needs them whole, for the message.
-    """
+    """Raise ``ValueError``, naming ``what``, if a parameter of a tensor-train layer is sharded."""
     for name, layer in tensor_trains(model).items():
         for key, param in layer.named_parameters():
             if is_sharded(param):

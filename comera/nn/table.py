@@ -1,6 +1,6 @@
 """An embedding table held as a tensor-train matrix, the base of lookups and of bags.
 
-Rows that are read most may be kept apart: dense, or as coordinates in one basis that they share.
+The first rows, if they are read most, may stay out of it: dense, or as coordinates in one basis.
 """
 
 import math
@@ -13,19 +13,16 @@ from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_at, decompose_table, widened
 from comera.nn.init import Init
-from comera.nn.module import TensorTrainModule, whole_numbers
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, whole_numbers
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
 from comera.ops.table.distinct_rows import check_range
-from comera.ops.table.tt_embedding import tt_embedding, ttm_to_dense
+from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
 from comera.shapes import TTMShape, TTShape, only_one
 
 
 class HotRows(TensorTrainModule):
-    """A ``(rows, width)`` matrix of low rank: a tensor train of two cores and one gated bond.
-
-    Part of a :class:`~comera.TTEmbedding` or :class:`~comera.TTEmbeddingBag`, which reads it. Its
-    rank is learned, pruned and truncated like those of every tensor train.
+    """The hot rows of a table as a ``(rows, width)`` matrix of low rank, with one gated bond.
 
     Raises:
         ValueError: If the rank is below one, or so high that dense rows would hold fewer numbers.
@@ -58,16 +55,15 @@ class HotRows(TensorTrainModule):
 
     @property
     def coordinates(self) -> Tensor:
-        """One row of coordinates a row of the matrix, ``(rows, rank)``."""
+        """The coordinates of each row, ``(rows, rank)``."""
         return self.cores[0].squeeze(0)
 
     @property
     def basis(self) -> Tensor:
-        """Basis of all rows, ``(rank, width)``, with the gates multiplied in; differentiable."""
+        """The basis of all rows, ``(rank, width)``, with the gates multiplied in."""
         return rank_gate(self.cores[1].squeeze(-1).T, self.gates[0], self.prune_below).T
 
     def dense_weight(self) -> Tensor:
-        """Compute the dense ``(rows, width)`` matrix anew; differentiable."""
         return self.coordinates @ self.basis
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
@@ -85,17 +81,16 @@ class HotRows(TensorTrainModule):
 
 
 class TTTable(TensorTrainModule):
-    """Base of the embeddings: a table as a tensor-train matrix, its first rows apart if wanted.
+    """Base of the embeddings: a table as a tensor-train matrix, with hot rows kept out of it.
 
     Attributes:
-        hot: The first ``hot_rows`` rows: a dense parameter or, of a ``hot_rank``,
+        hot: The first ``hot_rows`` rows: a dense parameter or, with a ``hot_rank``,
             :class:`~comera.nn.table.HotRows`. None if there are none.
-        row_order: ``(num_embeddings,)`` int32, the row at which each index is kept, where
-            :func:`~comera.update_hot_rows_` has moved some; None
-            where each is at its own, or scattered.
-        scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, k near the
-            golden section, which costs no memory. It is extra state of a state dict.
-        twins: The other tables that were tied to this one and read the same cores and hot rows.
+        row_order: ``(num_embeddings,)`` int32, the row of each index after
+            :func:`~comera.update_hot_rows_`; None before.
+        scatter_rows: Whether index ``i`` is at row ``i * k modulo num_embeddings``, with k near the
+            golden section; extra state of a state dict.
+        twins: The tables tied to this one, which share its cores and hot rows.
     """
 
     row_order: Tensor | None
@@ -108,29 +103,35 @@ class TTTable(TensorTrainModule):
         "num_embeddings", "embedding_dim", "padding_idx", "sparse", "hot_rows", "hot_rank",
         "scatter_rows", "prune_below",
     )  # fmt: skip
+    _dense_class: ClassVar[Any]
+    _own_settings: ClassVar[tuple[str, ...]] = ()
+    """Class of torch's table, and the settings it has beside those of ``nn.Embedding``."""
 
-    def _build_table(
+    def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
-        padding_idx: int | None,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        sparse: bool,
-        hot_rows: int,
-        hot_rank: int | None,
-        scatter_rows: bool | None,
-        prune_below: float,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        **fit: Any,
+        rank: int | Sequence[int] | None = None,
+        shape: TTMShape | Sequence[Sequence[int]] | None = None,
+        order: int = 4,
+        compression: float | None = None,
+        hot_rows: int = 0,
+        hot_rank: int | None = None,
+        scatter_rows: bool | None = None,
+        prune_below: float = PRUNE_BELOW,
     ) -> None:
+        super().__init__()
         if num_embeddings < 1:
             raise ValueError(f"num_embeddings={num_embeddings} must be at least 1")
-        refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
-        for name, value in refused.items():
+        for name, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
             if value not in (None, False):
                 raise NotImplementedError(
                     f"{type(self).__name__} does not support {name}={value}: rows share their "
@@ -142,13 +143,11 @@ class TTTable(TensorTrainModule):
                     f"padding_idx={padding_idx} is outside a table of {num_embeddings} rows"
                 )
             padding_idx %= num_embeddings
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.hot_rows = hot_rows
-        self.hot_rank = hot_rank
+        self.hot_rows, self.hot_rank = hot_rows, hot_rank
         if scatter_rows and hot_rows:
             raise ValueError(
                 f"scatter_rows=True moves all rows, and hot_rows={hot_rows} are the first: give one"
@@ -156,21 +155,25 @@ class TTTable(TensorTrainModule):
         self.scatter_rows = not hot_rows if scatter_rows is None else scatter_rows
         self._step = _golden_step(num_embeddings) if self.scatter_rows else None
         self.register_buffer("row_order", None)
-        shape = TTMShape.fit(_cold_rows(num_embeddings, hot_rows), embedding_dim, **fit)
-        self._build(shape, prune_below, device, dtype)
+        fitted = TTMShape.fit(
+            _cold_rows(num_embeddings, hot_rows), embedding_dim,
+            rank=rank, shape=shape, order=order, compression=compression,
+        )  # fmt: skip
+        self._build(fitted, prune_below, device, dtype)
         if hot_rank is not None:
             if not hot_rows:
                 raise ValueError(f"hot_rank={hot_rank} is of hot rows: give hot_rows too")
             self.hot = HotRows(hot_rows, embedding_dim, hot_rank, prune_below, device, dtype)
         elif hot_rows:
-            rows = torch.empty(hot_rows, embedding_dim, device=device, dtype=dtype)
-            self.hot = nn.Parameter(rows)
+            self.hot = nn.Parameter(
+                torch.empty(hot_rows, embedding_dim, device=device, dtype=dtype)
+            )
         else:
             self.register_parameter("hot", None)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 1.0, init: Init = "orthogonal") -> None:
-        """Draw new rows of standard deviation ``std``; 1 is that of :class:`torch.nn.Embedding`."""
+        """Draw new rows of standard deviation ``std``; torch's tables have 1."""
         self._init_cores_(std, init)
         if isinstance(self.hot, HotRows):
             self.hot.reset_parameters(std, init)
@@ -180,10 +183,10 @@ class TTTable(TensorTrainModule):
     def _rows(self, indices: Tensor) -> Tensor:
         """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
         checked = check_range(indices, self.num_embeddings)
-        return tt_embedding(self._kept_at(indices), **self._train(), checked=checked)
+        return tt_embedding(Request(self._kept_at(indices), **self._train(), checked=checked))
 
     def _train(self) -> dict[str, Any]:
-        """Return the arguments of :func:`~comera.ops.table.tt_embedding.tt_embedding`."""
+        """Return attributes of a :class:`~comera.ops.table.tt_embedding.Request`."""
         train = {
             "cores": list(self.cores), "num_embeddings": self.num_embeddings,
             "embedding_dim": self.embedding_dim, "gates": self.bond_gates(),
@@ -194,57 +197,46 @@ class TTTable(TensorTrainModule):
         return train
 
     def share_parameters_(self, lead: "TTTable") -> None:
-        """Share the cores and hot rows of another table of the same modes.
-
-        Raises:
-            ValueError: If that has other modes or ranks, or keeps other rows apart.
-        """
+        """Share the cores and hot rows of another table; raise ``ValueError`` if sizes differ."""
         alike = isinstance(lead, TTTable) and lead.hot_rows == self.hot_rows
         if not alike or lead.hot_rank != self.hot_rank:
             raise ValueError(f"a table of {self.hot_rows} hot rows cannot share rows of {lead!r}")
         super().share_parameters_(lead)
         self.hot = lead.hot  # type: ignore[assignment]
-        group = (lead, *lead.twins)
-        self.twins = group
-        for table in group:
+        self.twins = (lead, *lead.twins)
+        for table in self.twins:
             table.twins = (*table.twins, self)
 
     def keep_rows_at_(self, places: Tensor) -> None:
-        """Set ``row_order`` of this table and of those that are tied to it."""
+        """Set ``row_order`` of this table and its twins."""
         for table in (self, *self.twins):
             table.row_order = places
 
     @property
     def row_step(self) -> int | None:
-        """Distance between neighbours, k of ``scatter_rows``; None where rows are not scattered."""
+        """Distance between neighbours, k of ``scatter_rows``; None if rows are not scattered."""
         return self._step if self.row_order is None else None
 
     def _kept_at(self, indices: Tensor) -> Tensor:
-        """Return the rows at which indices are kept.
-
-        An index out of range stays one: it must not become a row that there is.
-        """
+        """Return the rows of indices; an index out of range stays out of range."""
         if self.row_order is not None:
             return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
         if self._step is not None:
             scattered = indices.long() * self._step % self.num_embeddings
-            if not is_eager():  # else they have been looked at
+            if not is_eager():  # else their range is checked
                 outside = (indices < 0) | (indices >= self.num_embeddings)
                 scattered = torch.where(outside, indices, scattered)
             return scattered
         return indices
 
     def _every_row_kept_at(self) -> Tensor | None:
-        """Return the rows at which all indices are kept; None where each is at its own."""
+        """Return the rows of all indices; None if each index is its row."""
         if self.row_order is None and self._step is None:
             return None
         return self._kept_at(torch.arange(self.num_embeddings, device=self.cores[0].device))
 
     def dense_weight(self) -> Tensor:
-        """Compute the dense ``(num_embeddings, embedding_dim)`` table anew; differentiable.
-
-        The padding row is zero.
-        """
+        """Compute the dense ``(num_embeddings, embedding_dim)`` table, its padding row zero."""
         table = ttm_to_dense(self.gated_cores())
         table = table[: self.num_embeddings - self.hot_rows, : self.embedding_dim]
         if self.hot is not None:
@@ -270,7 +262,7 @@ class TTTable(TensorTrainModule):
         self._set_rows_(kept, cores if tolerance is not None else widened(cores, self.ranks))
 
     def _set_rows_(self, weight: Tensor, cores: list[Tensor]) -> None:
-        """Take over cores for the rows of the train, and the hot rows of a weight."""
+        """Set cores for the rows of the train, and the hot rows of a weight."""
         self.set_cores_(cores)
         hot = weight[: self.hot_rows]
         if isinstance(self.hot, HotRows):
@@ -282,15 +274,11 @@ class TTTable(TensorTrainModule):
         return self.num_embeddings, self.embedding_dim
 
     def get_extra_state(self) -> Tensor:
-        """Return how far apart neighbours are kept, k of ``scatter_rows`` or 1; int64, ``()``."""
+        """Return the distance between neighbours, k of ``scatter_rows`` or 1; int64, ``()``."""
         return torch.tensor(self._step or 1)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Set how far apart neighbours are kept; ``state`` may have been cast with its state dict.
-
-        Raises:
-            ValueError: If no table of that many rows keeps them so.
-        """
+        """Set that distance, of any dtype; raise ``ValueError`` if no such table has it."""
         if state.is_meta:
             return
         golden = _golden_step(self.num_embeddings)
@@ -304,7 +292,7 @@ class TTTable(TensorTrainModule):
         self._step = known[0] if self.scatter_rows else None
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Load rows that were moved in the file and not here, or the other way round."""
+        """Load a row order that only the file or only this table has."""
         saved = state_dict.get(f"{prefix}row_order")
         if isinstance(saved, Tensor) and saved.shape == (self.num_embeddings,):
             self.row_order = torch.empty_like(saved, device=self.cores[0].device)
@@ -333,78 +321,80 @@ class TTTable(TensorTrainModule):
 
     @classmethod
     @torch.no_grad()
-    def _from_dense(
+    def from_embedding(
         cls,
-        dense: nn.Embedding | nn.EmbeddingBag,
+        embedding: Any,
         *,
-        rank: int | Sequence[int] | None,
-        compression: float | None,
-        tolerance: float | None,
-        hot_rows: int,
-        hot_rank: int | None,
-        fit: dict[str, Any],
-        **settings: Any,
+        rank: int | Sequence[int] | None = None,
+        shape: TTMShape | Sequence[Sequence[int]] | None = None,
+        order: int = 4,
+        compression: float | None = None,
+        tolerance: float | None = None,
+        hot_rows: int = 0,
+        hot_rank: int | None = None,
+        prune_below: float = PRUNE_BELOW,
     ) -> Self:
-        only_one(rank=rank, compression=compression, tolerance=tolerance)
-        if not isinstance(dense, (nn.Embedding, nn.EmbeddingBag)):
-            raise TypeError(f"nn.Embedding or nn.EmbeddingBag is needed, not {dense!r}")
-        num_rows, width = dense.weight.shape
-        cold = _cold_rows(num_rows, hot_rows)
-        shape = TTMShape.fit(cold, width, rank=rank, compression=compression, **fit)
-        cores = decompose_table(dense.weight[hot_rows:], shape, tolerance)
-        layer = cls(
-            num_rows,
-            width,
-            max_norm=dense.max_norm,
-            scale_grad_by_freq=dense.scale_grad_by_freq,
-            sparse=dense.sparse,
-            device="meta",  # nothing is drawn there
-            dtype=dense.weight.dtype,
-            padding_idx=dense.padding_idx,
-            shape=replace(shape, ranks=tuple(core.shape[-1] for core in cores[:-1])),
-            hot_rows=hot_rows,
-            hot_rank=hot_rank,
-            scatter_rows=False,
-            **settings,
-        ).to_empty(device=dense.weight.device)
-        layer._set_rows_(dense.weight, cores)
-        layer.freeze_like_(dense)
-        return layer.train(dense.training)
+        """Approximate a dense table by TT-SVD, every index at its own row; the padding row is zero.
 
-    def _to(self, dense_class: type, **settings: Any) -> Any:
+        Arguments are those of the constructor, and ``tolerance`` instead of a rank: a bound on the
+        relative Frobenius error of the rows that are not hot.
+
+        Raises:
+            ValueError: If more than one of rank, compression and tolerance is given, or modes or
+                ranks do not fit the table.
+            TypeError: If ``embedding`` is of another class.
+            NotImplementedError: If it has a ``max_norm`` or ``scale_grad_by_freq``.
+        """
+        only_one(rank=rank, compression=compression, tolerance=tolerance)
+        if not isinstance(embedding, cls._dense_class):
+            raise TypeError(f"nn.{cls._dense_class.__name__} is needed, not {embedding!r}")
+        weight = embedding.weight
+        fitted = TTMShape.fit(
+            _cold_rows(weight.shape[0], hot_rows), weight.shape[1],
+            rank=rank, shape=shape, order=order, compression=compression,
+        )  # fmt: skip
+        cores = decompose_table(weight[hot_rows:], fitted, tolerance)
+        make: Any = cls
+        layer = make(
+            *weight.shape, max_norm=embedding.max_norm,
+            scale_grad_by_freq=embedding.scale_grad_by_freq, sparse=embedding.sparse,
+            device="meta", dtype=weight.dtype, padding_idx=embedding.padding_idx,  # nothing drawn
+            shape=replace(fitted, ranks=tuple(core.shape[-1] for core in cores[:-1])),
+            hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=False, prune_below=prune_below,
+            **{name: getattr(embedding, name) for name in cls._own_settings},
+        ).to_empty(device=weight.device)  # fmt: skip
+        layer._set_rows_(weight, cores)
+        layer.freeze_like_(embedding)
+        return layer.train(embedding.training)
+
+    @torch.no_grad()
+    def to_dense(self) -> Any:
+        """Return the ``nn.Embedding`` or ``nn.EmbeddingBag`` this layer stands for."""
         like = self.cores[0]
-        dense = dense_class(
-            self.num_embeddings,
-            self.embedding_dim,
-            padding_idx=self.padding_idx,
-            sparse=self.sparse,
-            device="meta",  # nothing is drawn there
-            dtype=like.dtype,
-            **settings,
-        ).to_empty(device=like.device)
-        with torch.no_grad():
-            dense.weight.copy_(self.dense_weight())
+        dense = self._dense_class(
+            self.num_embeddings, self.embedding_dim, padding_idx=self.padding_idx,
+            sparse=self.sparse, device="meta", dtype=like.dtype,  # on meta nothing is drawn
+            **{name: getattr(self, name) for name in self._own_settings},
+        ).to_empty(device=like.device)  # fmt: skip
+        dense.weight.copy_(self.dense_weight())
         dense.weight.requires_grad_(any(param.requires_grad for param in self.parameters()))
         return dense.train(self.training)
 
     def extra_repr(self) -> str:
         parts = [f"{self.num_embeddings}, {self.embedding_dim}"]
-        if self.padding_idx is not None:
-            parts.append(f"padding_idx={self.padding_idx}")
-        if self.hot_rows:
-            parts.append(f"hot_rows={self.hot_rows}")
-        if self.hot_rank is not None:
-            parts.append(f"hot_rank={self.hot_rank}")
+        shown = {"padding_idx": self.padding_idx, "hot_rows": self.hot_rows or None}
+        shown["hot_rank"] = self.hot_rank
+        parts += [f"{name}={value}" for name, value in shown.items() if value is not None]
         stored = sum(param.numel() for param in self.parameters())
         dense = self.num_embeddings * self.embedding_dim
         return ", ".join([*parts, self._describe_ranks(dense / max(1, stored))])
 
 
 def _golden_step(rows: int) -> int:
-    """Find the number nearest to the golden section of the rows that shares no factor with them.
+    """Return the number near the golden section of the rows that shares no factor with them.
 
-    Its multiples modulo the rows take each value once, and no few that follow each other are close.
-    Of more than 3,037 million rows the step is smaller, so that no multiple passes 64 bits.
+    Its multiples modulo the rows take each value once, and no few successive ones are close. Above
+    3,037 million rows the step is smaller, so that no multiple passes 64 bits.
     """
     step = max(1, round(min(rows, (2**63 - 1) // rows) * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, rows) != 1:

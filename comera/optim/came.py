@@ -1,19 +1,14 @@
 """CAME: Adam-like training with half of Adam's state, or an eighth in eight bits.
 
 Confidence-guided Adaptive Memory Efficient Optimization, Luo et al., ACL 2023, arXiv 2307.02047,
-after the authors' package came-pytorch. Below the optimizer stand the parts of its step: stacks of
-equal parameters, row and column means, the update itself, and eight bits for the first moment.
-
-A step is computed in the dtype of the moments, and nothing is read back to the host. Tensors come
-as matrices stacked along a first dimension: b = matrices, r = rows, c = columns, f = r + c, the row
-means followed by the column means; n = entries of a tensor that is not taken as a matrix.
+after the authors' package came-pytorch. Shape suffixes, of tensors stacked along a first dimension:
+b = tensors, r = rows and c = columns of each as a matrix, f = r + c, its row means followed by its
+column means, n = entries of a tensor that is not factored.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from comera.ops.dispatch import is_eager
-from comera.optim.state_layout import COMMON_KEYS, group_of, loading_exactly, made_for
+from comera.optim.state_layout import COMMON_KEYS, group_of, load_hooks, made_for
 
 State = dict[str, Tensor]
 
@@ -30,21 +25,14 @@ _FULL = ("exp_avg_sq", "exp_avg_res")
 """Names of the same means while they are laid out in full."""
 
 _STACKED = {"cpu": (1 << 16, 1 << 18)}
-"""Equal tensors up to so many entries are updated together, up to so many in all: where copying
-them next to each other costs less than calling each operation once more."""
-_DEFAULT_STACKED = (1 << 20, 1 << 24)
-
+"""Entries of the largest tensor that is updated together with equal ones, and of all of those."""
 _BLOCK = {"cpu": 1 << 20}
-"""Entries updated at a time, which bounds the work space: on a CPU what stays in its cache."""
-_DEFAULT_BLOCK = 1 << 26
+"""Entries updated at a time, which bounds the work space; four times those quantized at a time."""
 
 _SCALED = 256
 """Entries that share a scale in eight bits."""
 _SMALLEST = 4096
 """Tensors of fewer entries stay in full: they weigh nothing and are often sensitive."""
-_AT_A_TIME = {"cpu": 1 << 18}
-_DEFAULT_AT_A_TIME = 1 << 24
-"""Entries quantized at a time, which bounds the work space."""
 
 
 class CAME(Optimizer):
@@ -52,29 +40,20 @@ class CAME(Optimizer):
 
     With g the gradient, one step is ``u = g / sqrt(mean of g^2)``, clipped to a root mean square
     of ``clip_threshold``; ``m = mean of u``; ``p -= lr * m / sqrt(mean of (u - m)^2)``, where the
-    two means under roots are factored. As in came-pytorch no mean is corrected for its start at
-    zero: the first steps are up to 11 times ``lr`` in size and shrink as ``(u - m)^2`` fills up,
-    over ten thousand steps; for shorter runs see ``bias_correction``.
-    Tensors that are not factored step by ``lr * m``. Learning rates of 0.5 to 0.9 times AdamW's
-    are recommended by the authors.
+    two means under roots are factored. Tensors that are not factored step by ``lr * m``. As in
+    came-pytorch no mean is corrected for its start at zero: the first steps are up to 11 times
+    ``lr`` in size and shrink over ten thousand steps. The authors recommend learning rates of 0.5
+    to 0.9 times AdamW's.
 
-    Deliberately unlike came-pytorch: tensors of three and more dimensions, such as cores and
-    convolution kernels, are factored as the most balanced matrix instead of over their last two
-    dimensions, whose factors can be as large as the tensor; matrices too small or narrow to gain by
-    factors are not factored; a first gradient that is all zero leaves the state empty, as
-    ``torch.distributed.checkpoint`` needs; moments of low-precision parameters survive loading.
+    Unlike in came-pytorch, tensors of three and more dimensions are factored as the most balanced
+    matrix; matrices too small or narrow to gain by factors are not factored; a first gradient that
+    is all zero leaves the state empty, as ``torch.distributed.checkpoint`` needs; moments of
+    low-precision parameters survive loading, and their updates are rounded once, to nearest.
 
-    State of a parameter, all tensors: ``step`` float32 ``()``; ``exp_avg_update`` (m), shaped like
+    State of a parameter, in float32 or wider: ``step`` ``()``; ``exp_avg_update`` (m), shaped like
     the parameter; and either ``exp_avg_sq``, shaped like it, or ``exp_avg_sq_factors`` and
-    ``exp_avg_res_factors``, the row means followed by the column means. It is float32, or float64
-    for float64 parameters. In eight bits ``exp_avg_update`` is int8 and ``exp_avg_update_scale``
-    has one float32 for each 256 entries.
-
-    bfloat16 and float16 parameters are updated in float32 and rounded once, to nearest: a change
-    below half of the last bit of an entry, 1/512 of it in bfloat16, is lost.
-
-    Nothing is read back from the device, so a step can be captured in a CUDA graph; parameters
-    of equal shape are updated in the same calls.
+    ``exp_avg_res_factors``, the row means followed by the column means. In eight bits
+    ``exp_avg_update`` is int8, with one float32 of ``exp_avg_update_scale`` for each 256 entries.
 
     Args:
         params: Parameters, named parameters, or groups of them as for any torch optimizer.
@@ -88,8 +67,8 @@ class CAME(Optimizer):
         bias_correction: Correct all three means for their start at zero, as Adam does, so that a
             step has the size of ``lr`` from the first to the last.
         maximize: Climb instead of descending.
-        capturable: Accepted for likeness with torch's optimizers; every step can be captured.
-            For a graph that follows a schedule, give ``lr`` as a tensor on the device.
+        capturable: Accepted for likeness with torch's optimizers; every step can be captured in a
+            CUDA graph. To follow a schedule there, give ``lr`` as a tensor on the device.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -127,12 +106,7 @@ class CAME(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own; see :class:`torch.optim.Optimizer`.
-
-        Raises:
-            TypeError: If the group has a key that does not exist.
-            ValueError: If a setting is out of range.
-        """
+        """Add parameters with settings of their own; raises as the class does."""
         unknown = sorted(set(param_group) - set(self.defaults) - COMMON_KEYS)
         if unknown:
             raise TypeError(
@@ -142,21 +116,12 @@ class CAME(Optimizer):
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
-            closure: Computes the loss anew, with gradients enabled.
-
-        Returns:
-            What the closure returned, or None.
+            closure: Computes the loss with gradients enabled; its result is returned.
 
         Raises:
             RuntimeError: If a gradient is sparse or complex. No parameter of its group has changed.
@@ -166,42 +131,46 @@ class CAME(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            settings = _Settings(
-                lr=lr.reshape(()) if isinstance(lr := group["lr"], Tensor) else lr,
-                betas=tuple(group["betas"]),
-                eps=tuple(group["eps"]),
-                clip_threshold=group["clip_threshold"],
-                weight_decay=group["weight_decay"],
-                maximize=group["maximize"],
-            )
+            lr = group["lr"]
+            settings = {**group, "lr": lr.reshape(()) if isinstance(lr, Tensor) else lr}
             for alike in self._alike(group):
-                self._update(alike, settings, group["bias_correction"])
+                self._update(alike, settings)
         return loss
 
     def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
         """Return lists of parameters to update together; create the state of new ones."""
         kinds: dict[Any, list[Tensor]] = {}
         for param in group["params"]:
-            if param.grad is None:
+            grad = param.grad
+            if grad is None:
                 continue
-            _check_gradient(param)
+            if grad.layout != torch.strided or grad.is_complex():
+                kind, remedy = (
+                    ("complex", "train its real and imaginary parts (torch.view_as_real)")
+                    if grad.layout == torch.strided
+                    else ("sparse", "make the embedding with sparse=False")
+                )
+                raise RuntimeError(
+                    f"CAME cannot use the {kind} gradient of a parameter of shape "
+                    f"{tuple(param.shape)}: {remedy}, or give it to another optimizer"
+                )
             if param.numel() == 0:
                 continue
             state = self.state[param]
             if not state:
                 state.update(_empty_state(param, group["state_dtype"]))
             held = "step" in state, "exp_avg_update_scale" in state
-            kind = (*held, param.shape, param.dtype, param.device, param.grad.dtype)
-            kinds.setdefault(kind, []).append(param)
+            alike = (*held, param.shape, param.dtype, param.device, grad.dtype)
+            kinds.setdefault(alike, []).append(param)
         found = []
         for params in kinds.values():
             size = params[0].numel()
-            small, together = _STACKED.get(params[0].device.type, _DEFAULT_STACKED)
-            count = max(1, together // size) if size <= small else 1
+            largest, together = _STACKED.get(params[0].device.type, (1 << 20, 1 << 24))
+            count = max(1, together // size) if size <= largest else 1
             found += [params[start : start + count] for start in range(0, len(params), count)]
         return found
 
-    def _update(self, params: list[Tensor], settings: "_Settings", corrected: bool) -> None:
+    def _update(self, params: list[Tensor], settings: dict[str, Any]) -> None:
         """Take one step for parameters of equal shape, in the same calls."""
         states = [self.state[param] for param in params]
         view = matrix_view(params[0].shape)
@@ -210,10 +179,12 @@ class CAME(Optimizer):
         grad = _stack([p.grad for p in params if p.grad is not None], shape)
         average = _read_average(states, shape)
         corrections = None
-        if corrected:
+        if settings["bias_correction"]:
             # The number of this step: a parameter has no count before its first one.
             steps = torch.stack([state.get("step", param.new_zeros(())) for state in states]) + 1
-            corrections = _Corrections.at(steps.to(average.dtype), settings.betas)
+            steps_b1 = steps.to(average.dtype).unsqueeze(1)
+            first, second, third = (1 - beta**steps_b1 for beta in settings["betas"])
+            corrections = _Corrections(second.sqrt(), 1 / first, third.sqrt())
         if view is None:
             square = _stack(_every(states, "exp_avg_sq"), shape)
             _plain_step_(param, grad, average, square, settings, corrections)
@@ -246,7 +217,34 @@ class CAME(Optimizer):
             ValueError: If the groups differ in number or size, or a moment does not have the
                 shape of its parameter. Nothing has been loaded then.
         """
-        with loading_exactly(self, _loaded):
+        saved: dict[Tensor, State] = {}
+
+        def collect(_: Optimizer, given: dict[str, Any]) -> None:
+            numbers = [number for group in given["param_groups"] for number in group["params"]]
+            params = [param for group in self.param_groups for param in group["params"]]
+            for number, param in zip(numbers, params, strict=False):  # torch checks the lengths
+                if number not in given["state"]:
+                    continue
+                state = given["state"][number]
+                full = state.get("exp_avg_update")
+                if full is None or full.shape != param.shape:
+                    found = f"keys {sorted(state)}"
+                    if full is not None:
+                        found = f"a moment of shape {tuple(full.shape)}"
+                    raise ValueError(
+                        f"the state to load for a parameter of shape {tuple(param.shape)} has "
+                        f"{found}: it comes from another optimizer, or from a model of other ranks"
+                    )
+                saved[param] = {
+                    key: value.to(param.device, copy=True) if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                }
+
+        def restore(_: Optimizer) -> None:  # torch has cast it to the dtype of the parameter
+            for param, state in saved.items():
+                self.state[param].update(state)
+
+        with load_hooks(self, collect, restore):
             super().load_state_dict(state_dict)
 
     @torch.no_grad()
@@ -259,9 +257,8 @@ class CAME(Optimizer):
         state = self.state.get(param)
         if not state:
             return
-        if "exp_avg_update_scale" in state:
-            state["exp_avg_update"] = _read_average([state], (1, param.numel())).view(param.shape)
-            del state["exp_avg_update_scale"]
+        state["exp_avg_update"] = _read_average([state], (1, param.numel())).view(param.shape)
+        state.pop("exp_avg_update_scale", None)
         if (view := matrix_view(param.shape)) is not None:
             for key, full in zip(_FACTORS, _FULL, strict=True):
                 state[full] = product(state.pop(key).unsqueeze(0), view[0]).view(param.shape)
@@ -291,7 +288,7 @@ class CAME(Optimizer):
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Raise for a setting out of range, in the words of the user."""
+    """Raise ``ValueError`` for a setting out of range."""
     lr, betas, eps = group["lr"], group["betas"], group["eps"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
@@ -319,46 +316,25 @@ def _all(values: Any, count: int, fits: Callable[[float], bool]) -> bool:
     return isinstance(values, Sequence) and len(values) == count and all(map(fits, values))
 
 
-def _check_gradient(param: Tensor) -> None:
-    grad = param.grad
-    assert grad is not None
-    kind = "sparse" if grad.layout != torch.strided else "complex" if grad.is_complex() else ""
-    if kind:
-        remedy = {
-            "sparse": "make the embedding with sparse=False",
-            "complex": "train its real and imaginary parts (torch.view_as_real)",
-        }
-        raise RuntimeError(
-            f"CAME cannot use the {kind} gradient of a parameter of shape {tuple(param.shape)}: "
-            f"{remedy[kind]}, or give it to another optimizer"
-        )
-
-
 def _empty_state(param: Tensor, state_dtype: str | None) -> State:
     """Return the state before the first step, all zero and without ``step``."""
-    dtype = torch.promote_types(param.dtype, torch.float32)
+    wide = torch.promote_types(param.dtype, torch.float32)
     state = _empty_average(param, state_dtype)
     view = matrix_view(param.shape)
     if view is None:
-        state["exp_avg_sq"] = _zeros(param, dtype)
-    else:
-        for key in _FACTORS:
-            state[key] = param.new_zeros(sum(view), dtype=dtype)
-    return state
+        return state | {"exp_avg_sq": param.new_zeros(param.shape, dtype=wide)}
+    return state | {key: param.new_zeros(sum(view), dtype=wide) for key in _FACTORS}
 
 
 def _empty_average(param: Tensor, state_dtype: str | None) -> State:
     if state_dtype is None or param.numel() < _SMALLEST or param.dtype == torch.float64:
-        return {"exp_avg_update": _zeros(param, torch.promote_types(param.dtype, torch.float32))}
+        wide = torch.promote_types(param.dtype, torch.float32)
+        return {"exp_avg_update": param.new_zeros(param.shape, dtype=wide)}
     blocks = -(-param.numel() // _SCALED)
     return {
-        "exp_avg_update": _zeros(param, torch.int8),
+        "exp_avg_update": param.new_zeros(param.shape, dtype=torch.int8),
         "exp_avg_update_scale": param.new_zeros(blocks, dtype=torch.float32),
     }
-
-
-def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _every(states: Sequence[State], key: str) -> list[Tensor]:
@@ -381,12 +357,13 @@ def _write(tensors: list[Tensor], stacked: Tensor) -> None:
 
 
 def _read_average(states: Sequence[State], shape: Sequence[int]) -> Tensor:
-    """Read the first moments as one tensor of ``shape``, out of eight bits if they are in them."""
+    """Return the first moments, unpacked from eight bits, as one tensor of ``shape``."""
+    codes = _every(states, "exp_avg_update")
     if "exp_avg_update_scale" not in states[0]:
-        return _stack(_every(states, "exp_avg_update"), shape)
-    codes = _stack(_every(states, "exp_avg_update"), (len(states), -1))
-    scales = _stack(_every(states, "exp_avg_update_scale"), (len(states), -1))
-    return dequantized(codes, scales).view(shape)
+        return _stack(codes, shape)
+    flat = (len(states), -1)
+    scales = _stack(_every(states, "exp_avg_update_scale"), flat)
+    return dequantized(_stack(codes, flat), scales).view(shape)
 
 
 def _write_average(states: Sequence[State], average: Tensor) -> None:
@@ -400,71 +377,12 @@ def _write_average(states: Sequence[State], average: Tensor) -> None:
     torch._foreach_copy_(_every(states, "exp_avg_update_scale"), scales.unbind())
 
 
-def _loaded(state: State, param: Tensor) -> State:
-    """Copy a saved state on the parameter's device, in the types in which it was saved."""
-    full = state.get("exp_avg_update")
-    if full is None or full.shape != param.shape:
-        found = (
-            f"keys {sorted(state)}" if full is None else f"a moment of shape {tuple(full.shape)}"
-        )
-        raise ValueError(
-            f"the state to load for a parameter of shape {tuple(param.shape)} has {found}: it "
-            "comes from another optimizer, or from a model of other ranks"
-        )
-    return {
-        key: value.to(param.device, copy=True) if isinstance(value, Tensor) else value
-        for key, value in state.items()
-    }
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """One step's settings; names as in :class:`comera.CAME`, ``lr`` with the sign of descent."""
-
-    lr: float | Tensor
-    betas: tuple[float, float, float]
-    eps: tuple[float, float]
-    clip_threshold: float
-    weight_decay: float
-    maximize: bool
-
-    @property
-    def keep(self) -> float | Tensor:
-        """Return the share of a parameter that weight decay leaves."""
-        return 1 - self.lr * self.weight_decay if self.weight_decay else 1.0
-
-
-@dataclass(frozen=True)
-class _Corrections:
-    """Factors, ``(b, 1)``, that undo the start of the means at zero.
-
-    Attributes:
-        update: Factor of u, for the mean of squared gradients.
-        mean: Factor of the step, for the mean of u.
-        residual: Factor of the step, for the mean of ``(u - mean of u)^2``.
-    """
-
-    update: Tensor
-    mean: Tensor
-    residual: Tensor
-
-    @classmethod
-    def at(cls, steps_b: Tensor, betas: tuple[float, float, float]) -> "_Corrections":
-        """Return the corrections in the step that is number ``steps_b`` of each matrix, from 1."""
-        first, square, residual = (1 - beta ** steps_b.unsqueeze(1) for beta in betas)
-        return cls(square.sqrt(), 1 / first, residual.sqrt())
-
-
 def matrix_view(shape: Sequence[int]) -> tuple[int, int] | None:
     """Return the rows and columns of the matrix as which a tensor's second moments are factored.
 
-    The dimensions are split in order where rows + columns is least, so that the factors are small
-    for any order of dimensions: ``(30, 8, 1)`` is a ``30 x 8`` matrix, ``(64, 3, 3, 3)`` is
-    ``64 x 27``.
-
-    Returns:
-        ``(rows, columns)``; None where the two pairs of factors would not be smaller than the
-        tensor, as for vectors, matrices with one row or column, and tiny ones.
+    The dimensions are split in order where rows + columns is least: ``(30, 8, 1)`` is a ``30 x 8``
+    matrix, ``(64, 3, 3, 3)`` is ``64 x 27``. None where the two pairs of factors would not be
+    smaller than the tensor, as for vectors, matrices with one row or column, and tiny ones.
     """
     pairs = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
     if not pairs:
@@ -480,41 +398,57 @@ def product(factors_bf: Tensor, rows: int) -> Tensor:
     return share.nan_to_num(0.0).unsqueeze(2) * column.unsqueeze(1)
 
 
+class _Corrections(NamedTuple):
+    """Factors, ``(b, 1)``, that undo the start of the means at zero.
+
+    Attributes:
+        update: Factor of u, for the mean of squared gradients.
+        mean: Factor of the step, for the mean of u.
+        residual: Factor of the step, for the mean of ``(u - mean of u)^2``.
+    """
+
+    update: Tensor
+    mean: Tensor
+    residual: Tensor
+
+
 def _factored_step_(
     param_brc: Tensor,
     grad_brc: Tensor,
-    update_avg_brc: Tensor,
+    average_brc: Tensor,
     square_bf: Tensor,
     residual_bf: Tensor,
-    settings: _Settings,
-    corrections: _Corrections | None = None,
+    settings: dict[str, Any],
+    corrections: _Corrections | None,
 ) -> None:
-    """Take one step of CAME on matrices, in place.
+    """Take one step of CAME on matrices, in place and in the dtype of the moments.
 
     Args:
-        param_brc: Parameters of any floating dtype; changed in the dtype of the moments and
-            rounded once.
+        param_brc: Parameters of any floating dtype; rounded once.
         grad_brc: Gradients of any floating dtype; only read.
-        update_avg_brc: Mean of the clipped updates u.
+        average_brc: Mean of the clipped updates u.
         square_bf: Row and column means of the squared gradients.
         residual_bf: Row and column means of ``(u - mean of u)^2``.
-        settings: _Settings of this step.
-        corrections: Bias corrections of the means; none as in came-pytorch.
+        settings: Settings of the group, ``lr`` a float or a tensor ``()``.
+        corrections: Bias corrections of the means; None for none.
     """
-    beta1, beta2, beta3 = settings.betas
+    beta1, beta2, beta3 = settings["betas"]
     batch, rows, columns = grad_brc.shape
-    blocks = _blocks(grad_brc)
-    most = max(block.stop - block.start for block in blocks)
-    work_brc = square_bf.new_empty(batch, most, columns)
+    most = _BLOCK.get(grad_brc.device.type, 1 << 26)
+    # The compiler blocks its own loops.
+    count = min(rows, -(-batch * rows * columns // most)) if is_eager() else 1
+    blocks = [slice(rows * k // count, rows * (k + 1) // count) for k in range(count)]
+    work_brc = square_bf.new_empty(batch, -(-rows // count), columns)
+    parts = [work_brc[:, : block.stop - block.start] for block in blocks]
 
-    def part_of(block: slice) -> Tensor:
-        return work_brc[:, : block.stop - block.start]
-
-    squares = _Means(square_bf, rows)
-    for block in blocks:
+    means_bf = torch.zeros_like(square_bf)
+    for block, part in zip(blocks, parts, strict=True):
         grad = grad_brc[:, block].to(square_bf.dtype)
-        squares.add(block, torch.mul(grad, grad, out=part_of(block)))
-    square_bf.lerp_(squares.total() + settings.eps[0], 1 - beta2)
+        torch.mul(grad, grad, out=part)
+        means_bf[:, block] = part.mean(2)
+        means_bf[:, rows:] += part.sum(1)
+    means_bf[:, rows:] /= rows
+    square_bf.lerp_(means_bf + settings["eps"][0], 1 - beta2)
     row, column = _inverse_roots(square_bf, rows)
     if corrections is not None:
         row = row * corrections.update.unsqueeze(2)
@@ -522,84 +456,35 @@ def _factored_step_(
     # u = row * gradient * column / max(1, its root mean square / clip_threshold). The norm is
     # taken before the rows are scaled, so that a huge factor meets its zeros before it is squared.
     norms = []
-    for block in blocks:
-        part = torch.mul(grad_brc[:, block], column, out=part_of(block))
+    for block, part in zip(blocks, parts, strict=True):
+        torch.mul(grad_brc[:, block], column, out=part)
         norms.append(torch.linalg.vector_norm(part, dim=2, keepdim=True))
     norm = torch.linalg.vector_norm(torch.cat(norms, 1) * row, dim=1, keepdim=True)
-    row = row / (norm / (math.sqrt(rows * columns) * settings.clip_threshold)).clamp(min=1.0)
-    if settings.maximize:
+    row = row / (norm / (math.sqrt(rows * columns) * settings["clip_threshold"])).clamp(min=1.0)
+    if settings["maximize"]:
         row = -row
 
-    residuals = _Means(residual_bf, rows)
-    for block in blocks:
-        part = part_of(block)
-        if len(blocks) > 1:  # one block's part is still there
+    means_bf.zero_()
+    for block, part in zip(blocks, parts, strict=True):
+        if count > 1:  # one block's part is still there
             torch.mul(grad_brc[:, block], column, out=part)
-        average = update_avg_brc[:, block]
+        average = average_brc[:, block]
         torch.addcmul(average, part, row[:, block], value=-1, out=part)  # mean - u
         average.add_(part, alpha=beta1 - 1)
-        residuals.add(block, torch.mul(part, part, out=part))
+        torch.mul(part, part, out=part)
+        means_bf[:, block] = part.mean(2)
+        means_bf[:, rows:] += part.sum(1)
+    means_bf[:, rows:] /= rows
     # u - new mean = beta1 * (u - old mean)
-    residual_bf.lerp_(residuals.total() * beta1**2 + settings.eps[1], 1 - beta3)
+    residual_bf.lerp_(means_bf * beta1**2 + settings["eps"][1], 1 - beta3)
 
     row, column = _inverse_roots(residual_bf, rows)
-    row = row * -settings.lr
+    row = row * -settings["lr"]
     if corrections is not None:
         row = row * (corrections.mean * corrections.residual).unsqueeze(2)
-    for block in blocks:
-        part = torch.mul(update_avg_brc[:, block], column, out=part_of(block))
+    for block, part in zip(blocks, parts, strict=True):
+        torch.mul(average_brc[:, block], column, out=part)
         _step_to_(param_brc[:, block], part, row[:, block], settings)
-
-
-def _plain_step_(
-    param_bn: Tensor,
-    grad_bn: Tensor,
-    update_avg_bn: Tensor,
-    square_bn: Tensor,
-    settings: _Settings,
-    corrections: _Corrections | None = None,
-) -> None:
-    """Take one step of CAME on tensors that are not factored: without the confidence term."""
-    beta1, beta2, _ = settings.betas
-    grad_bn = grad_bn.to(square_bn.dtype)
-    square_bn.lerp_(grad_bn.square() + settings.eps[0], 1 - beta2)
-    update = square_bn.rsqrt() * grad_bn
-    if corrections is not None:
-        update = update * corrections.update
-    norm = torch.linalg.vector_norm(update, dim=1, keepdim=True)
-    clip = (norm / (math.sqrt(grad_bn.shape[1]) * settings.clip_threshold)).clamp(min=1.0)
-    if settings.maximize:
-        clip = -clip
-    update_avg_bn.lerp_(update / clip, 1 - beta1)
-    one = torch.ones_like(clip) if corrections is None else corrections.mean
-    _step_to_(param_bn, update_avg_bn, one * -settings.lr, settings)
-
-
-def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: _Settings) -> None:
-    """Set param to ``keep * param + direction * scale``, in direction's dtype, rounded once."""
-    if param.dtype == direction.dtype:
-        if settings.weight_decay:
-            param.mul_(settings.keep)
-        param.addcmul_(direction, scale)
-    else:
-        wide = param.to(direction.dtype) * settings.keep
-        param.copy_(torch.addcmul(wide, direction, scale))
-
-
-class _Means:
-    """Row and column means of a matrix whose rows come block by block."""
-
-    def __init__(self, like_bf: Tensor, rows: int) -> None:
-        self._rows: list[Tensor] = []
-        self._columns = torch.zeros_like(like_bf[:, rows:])
-        self._num_rows = rows
-
-    def add(self, block: slice, part_brc: Tensor) -> None:
-        self._rows.append(part_brc.mean(2))
-        self._columns += part_brc.sum(1)
-
-    def total(self) -> Tensor:
-        return torch.cat([*self._rows, self._columns / self._num_rows], 1)
 
 
 def _inverse_roots(factors_bf: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -609,28 +494,58 @@ def _inverse_roots(factors_bf: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return (roots[:, :rows] * size).unsqueeze(2), roots[:, rows:].unsqueeze(1)
 
 
-def _blocks(tensor_brc: Tensor) -> list[slice]:
-    """Return slices of the rows that are updated at a time."""
-    batch, rows, columns = tensor_brc.shape
-    if not is_eager():  # the compiler blocks its own loops
-        return [slice(0, rows)]
-    most = _BLOCK.get(tensor_brc.device.type, _DEFAULT_BLOCK)
-    count = min(rows, -(-batch * rows * columns // most))
-    bounds = [rows * k // count for k in range(count + 1)]
-    return [slice(start, end) for start, end in itertools.pairwise(bounds)]
+def _plain_step_(
+    param_bn: Tensor,
+    grad_bn: Tensor,
+    average_bn: Tensor,
+    square_bn: Tensor,
+    settings: dict[str, Any],
+    corrections: _Corrections | None,
+) -> None:
+    """Take one step of CAME on tensors that are not factored: without the confidence term."""
+    beta1, beta2, _ = settings["betas"]
+    grad_bn = grad_bn.to(square_bn.dtype)
+    square_bn.lerp_(grad_bn.square() + settings["eps"][0], 1 - beta2)
+    update = square_bn.rsqrt() * grad_bn
+    if corrections is not None:
+        update = update * corrections.update
+    norm = torch.linalg.vector_norm(update, dim=1, keepdim=True)
+    clip = (norm / (math.sqrt(grad_bn.shape[1]) * settings["clip_threshold"])).clamp(min=1.0)
+    if settings["maximize"]:
+        clip = -clip
+    average_bn.lerp_(update / clip, 1 - beta1)
+    one = torch.ones_like(clip) if corrections is None else corrections.mean
+    _step_to_(param_bn, average_bn, one * -settings["lr"], settings)
+
+
+def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: dict[str, Any]) -> None:
+    """Decay param and add ``direction * scale``, in direction's dtype, rounded once."""
+    decay = settings["weight_decay"]
+    left = 1 - settings["lr"] * decay if decay else 1.0
+    if param.dtype == direction.dtype:
+        if decay:
+            param.mul_(left)
+        param.addcmul_(direction, scale)
+    else:
+        param.copy_(torch.addcmul(param.to(direction.dtype) * left, direction, scale))
 
 
 def quantized(values_bn: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize float32 values to codes ``(b, n)`` int8 and scales ``(b, k)`` float32.
 
     A code is linear in the value, from -127 to 127. The scale is the largest magnitude in the
-    block, which is kept exactly; other entries are off by at most 1/254 of it. A block of zeros
-    has scale zero. Values that are not finite leave nothing finite in their block.
+    block of 256, which is kept exactly; other entries are off by at most 1/254 of it. A block of
+    zeros has scale zero. Values that are not finite leave nothing finite in their block.
     """
     blocks = _in_blocks(values_bn)
+    batch, count, size = blocks.shape
     codes = torch.empty_like(blocks, dtype=torch.int8)
-    scales = blocks.new_empty(blocks.shape[:2])
-    for some in _spans(blocks):  # no work space of the size of a large tensor
+    scales = blocks.new_empty(batch, count)
+    step = max(1, _BLOCK.get(blocks.device.type, 1 << 26) // 4 // (batch * size))
+    if not is_eager():  # the compiler needs no work space
+        step = count
+    for start in range(0, count, step):
+        some = slice(start, start + step)
         part = blocks[:, some]
         scale = scales[:, some] = part.abs().amax(2)
         inverse = torch.where(scale == 0, 0, 127 / scale)
@@ -642,16 +557,6 @@ def dequantized(codes_bn: Tensor, scales_bk: Tensor) -> Tensor:
     """Return the values ``(b, n)`` float32 that codes and scales stand for."""
     values = _in_blocks(codes_bn) * (scales_bk / 127).unsqueeze(2)
     return values.flatten(1)[:, : codes_bn.shape[1]].contiguous()
-
-
-def _spans(blocks_bkn: Tensor) -> list[slice]:
-    """Return slices of the blocks that are packed at a time."""
-    batch, count, size = blocks_bkn.shape
-    most = _AT_A_TIME.get(blocks_bkn.device.type, _DEFAULT_AT_A_TIME)
-    step = max(1, most // (batch * size))
-    if not is_eager():  # the compiler needs no work space
-        step = count
-    return [slice(start, start + step) for start in range(0, count, step)]
 
 
 def _in_blocks(values_bn: Tensor) -> Tensor:

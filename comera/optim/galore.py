@@ -1,13 +1,12 @@
 """GaLore (arXiv 2403.03507): any optimizer, with its moments in a subspace of the gradient.
 
-A projected parameter has a small stand-in, and the inner optimizer trains that. Before its step the
+A projected parameter has a small stand-in that the inner optimizer trains. Before its step the
 stand-in is zero and has the projected gradient; afterwards its value is the step in the subspace,
-which is mapped back and added to the parameter. So every optimizer that works element by element or
-matrix by matrix can be the inner one, and its state has the size of the stand-in.
+which is mapped back and added to the parameter.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,19 +49,9 @@ _COUPLED = (
 """Optimizers of torch whose weight decay is always a part of the gradient."""
 
 
-class _Begun(NamedTuple):
-    """A parameter of a projected group between the two parts of its step.
-
-    Attributes:
-        stand_in: What the inner optimizer steps; None if the parameter is not projected.
-        factor: Factor of that step.
-        grad: The parameter's gradient, restored after the inner optimizer's step.
-    """
-
-    param: Tensor
-    stand_in: nn.Parameter | None
-    factor: float | Tensor
-    grad: Tensor
+_Begun = tuple[Tensor, nn.Parameter | None, float | Tensor, Tensor]
+"""A parameter between the two parts of its step: the parameter, its stand-in (None if it is not
+projected), the factor of the stand-in's step, and the parameter's own gradient."""
 
 
 class GaLore(Optimizer):
@@ -74,12 +63,12 @@ class GaLore(Optimizer):
             ``rank``; ``update_proj_gap``, steps between two subspaces, 200; ``scale``, factor of
             every step, 0.25; ``proj_type``: ``"std"`` (the shorter side) or ``"full"`` (both).
             A tensor of more than two dimensions is taken as ``(first, all others)``. One whose
-            sides are not above the rank is not projected, and neither scaled.
+            sides are not above the rank is neither projected nor scaled.
         inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`.
         **settings: Of the inner optimizer: ``lr``, ``betas``, ...; groups may replace them.
 
     Note:
-        An inner optimizer that keeps count in its groups, as Prodigy and schedule-free ones do, is
+        An inner optimizer that counts in its groups, as Prodigy and schedule-free ones do, is
         refused in the first step: it sums over parameters, of which it would see the stand-ins.
         Weight decay acts on the parameter itself, decoupled where the inner optimizer's is, and
         before the step as in :class:`torch.optim.AdamW`; galore-torch decays after it.
@@ -124,13 +113,27 @@ class GaLore(Optimizer):
             ValueError: As the class; no group is added.
         """
         group = {**param_group, "params": _as_list(param_group["params"])}
-        theirs, number = self._inner.param_groups, len(self.param_groups)
+        inner, name = self._inner, type(self._inner).__name__
+        known = {*inner.defaults, *COMMON_KEYS, *_KEYS}
+        if isinstance(inner, MuonAdamW):
+            known.add("muon")
+        if unknown := sorted(set(group) - known):
+            raise ValueError(
+                f"unknown keys {unknown} in a parameter group; {name} in GaLore takes "
+                f"{sorted(known - {'params'})}{made_for(unknown)}"
+            )
+        eps: Any = group.get("eps", inner.defaults.get("eps"))
+        if "rank" in group and isinstance(inner, torch.optim.Adafactor) and not eps[1] > 0:
+            raise ValueError(
+                f"eps={eps} must have a second number above 0: the least size of a parameter to "
+                "which a projected step is relative"
+            )
+        theirs, number = inner.param_groups, len(self.param_groups)
         stand_ins: dict[Tensor, nn.Parameter] = {}
-        _check_keys(group, self._inner)
         _check_once(group["params"], self.param_groups)
         try:
             if number == len(theirs):  # else the inner optimizer was constructed with it
-                self._inner.add_param_group(_for_inner(group, stand_ins))
+                inner.add_param_group(_for_inner(group, stand_ins))
             own = _DEFAULTS if "rank" in group else {}
             super().add_param_group({**theirs[number], **own, **group})
         except BaseException:
@@ -147,7 +150,7 @@ class GaLore(Optimizer):
         return self._inner
 
     def stand_in(self, param: Tensor) -> nn.Parameter | None:
-        """Return what the inner optimizer trains in place of a parameter; None if not projected."""
+        """Return the tensor that the inner optimizer trains in place of a projected parameter."""
         return self._stand_ins.get(param)
 
     @torch.no_grad()
@@ -157,8 +160,8 @@ class GaLore(Optimizer):
         Raises:
             RuntimeError: If a gradient to be projected is sparse or complex, or the first step of a
                 parameter is captured in a CUDA graph.
-            TypeError: If the inner optimizer keeps count in its groups. What is projected has not
-                moved, but for its weight decay.
+            TypeError: If the inner optimizer counts in its groups. Projected parameters have been
+                decayed, not stepped.
         """
         loss = None
         if closure is not None:
@@ -168,7 +171,8 @@ class GaLore(Optimizer):
         try:
             self._inner.step()
         finally:
-            _restore_gradients(begun)
+            for param, *_, grad in begun:
+                param.grad = grad
         self._end_all(begun, settings)
         return loss
 
@@ -193,20 +197,15 @@ class GaLore(Optimizer):
 
     @torch.no_grad()
     def step_param_(self, param: Tensor, position: int) -> None:
-        """Take one step of one parameter, in group number ``position``, as :meth:`step` would.
-
-        Raises:
-            RuntimeError: For the reasons for which :meth:`step` raises it.
-            TypeError: Likewise.
-        """
+        """Step one parameter, in group number ``position``; raises as :meth:`step` does."""
         self._pass_settings(position)
         group = self.param_groups[position]
+        stand_in, grad = self._stand_ins.get(param), param.grad
         begun = [self._begin(param, group)] if "rank" in group else []
-        stand_in = self._stand_ins.get(param)
         try:
             step_param(self._inner, param if stand_in is None else stand_in, position)
         finally:
-            _restore_gradients(begun)
+            param.grad = grad
         if stand_in is None and param in self._inner.state:
             self.state[param] = self._inner.state[param]
         self._end(begun)
@@ -235,7 +234,7 @@ class GaLore(Optimizer):
         decayed = self._decayed(param, grad, group)
         if stand_in is None:
             param.grad = decayed
-            return _Begun(param, None, factor, grad)
+            return param, None, factor, grad
         matrix = decayed.flatten(1)
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if not captured:
@@ -249,7 +248,7 @@ class GaLore(Optimizer):
                 f"GaLore has no subspace yet for a parameter of shape {tuple(param.shape)}, "
                 "and none can be found in a CUDA graph: take a step before it is captured"
             )
-        return _Begun(param, stand_in, factor, grad)
+        return param, stand_in, factor, grad
 
     def _end(self, begun: list[_Begun]) -> None:
         """Add the steps of stand-ins to their parameters."""
@@ -260,10 +259,10 @@ class GaLore(Optimizer):
 
     @torch.no_grad()
     def refresh_(self) -> None:
-        """Count a step, and find those subspaces anew that are due, from the gradients at hand.
+        """Count a step, and recompute the subspaces that are due from the gradients at hand.
 
-        For steps that are replayed from a CUDA graph, where nothing of this can happen: call it
-        after each replay. Subspaces keep their memory, so the next replay uses the new ones.
+        Call it after each replay of a step from a CUDA graph, which cannot do this itself.
+        Subspaces keep their memory, so the next replay uses the new ones.
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -271,7 +270,7 @@ class GaLore(Optimizer):
                     self._refresh(param, param.grad.flatten(1), group)
 
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any]) -> None:
-        """Count a step of a parameter, and find its subspace anew if that is due."""
+        """Count a step of a parameter, and recompute its subspace if that is due."""
         state, old = self.state[param], self._bases(param)
         count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64))
         steps = int(count)  # on the CPU: nothing waits for the device
@@ -294,11 +293,9 @@ class GaLore(Optimizer):
         return {side: state[_OURS + side] for side in ("left", "right") if _OURS + side in state}
 
     def _factor(self, param: Tensor, group: dict[str, Any]) -> float | Tensor:
-        """Return the factor of the stand-in's step."""
         if not isinstance(self._inner, torch.optim.Adafactor) or param not in self._stand_ins:
             return group["scale"]
-        # Its steps are relative to the size of the parameter, which it takes to be eps[1], as the
-        # stand-in is zero.
+        # Its steps are relative to the size of the parameter: eps[1] for a stand-in, which is zero.
         least = group["eps"][1]
         wide = param.to(torch.promote_types(param.dtype, torch.float32))
         return wide.square().mean().sqrt().clamp(min=least) * (group["scale"] / least)
@@ -314,9 +311,8 @@ class GaLore(Optimizer):
             return grad
         return grad.add(param, alpha=-rate if group.get("maximize") else rate)
 
-    @_eagerly
     def _share_state(self) -> None:
-        """Make the inner optimizer's state of parameters that are not projected ours as well."""
+        """Adopt the inner optimizer's state of parameters that are not projected."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param not in self._stand_ins and param in self._inner.state:
@@ -340,7 +336,21 @@ class GaLore(Optimizer):
         subspaces: dict[Tensor, dict[str, Any]] = {}
 
         def load_inner(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            subspaces.update(self._load_inner(given))
+            state, params = given["state"], self._check_loadable(given)
+            theirs = {
+                number: {key: x for key, x in entries.items() if not key.startswith(_OURS)}
+                for number, entries in state.items()
+            }
+            groups = [
+                {key: value for key, value in group.items() if key not in _KEYS}
+                for group in given["param_groups"]
+            ]
+            self._inner.load_state_dict({"state": theirs, "param_groups": groups})
+            for number, param in params.items():
+                for key, value in state.get(number, {}).items():
+                    if key.startswith(_OURS):
+                        device = value.device if key == f"{_OURS}step" else param.device
+                        subspaces.setdefault(param, {})[key] = value.to(device, copy=True)
             # Without the state, which the base class would round to the dtype of the parameters.
             return {**given, "state": {}}
 
@@ -351,35 +361,12 @@ class GaLore(Optimizer):
         with state_layout.load_hooks(self, load_inner, restore):
             super().load_state_dict(state_dict)
 
-    def _load_inner(self, given: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
-        """Load the inner optimizer's part of a state, if all fits; return GaLore's own."""
-        state, params = given["state"], self._check_loadable(given)
-        theirs = {
-            "state": {
-                k: {key: value for key, value in entries.items() if not key.startswith(_OURS)}
-                for k, entries in state.items()
-            },
-            "param_groups": [
-                {key: value for key, value in group.items() if key not in _KEYS}
-                for group in given["param_groups"]
-            ],
-        }
-        self._inner.load_state_dict(theirs)
-        subspaces: dict[Tensor, dict[str, Any]] = {}
-        for k, param in params.items():
-            for key, value in state.get(k, {}).items():
-                if key.startswith(_OURS):
-                    device = value.device if key == f"{_OURS}step" else param.device
-                    subspaces.setdefault(param, {})[key] = value.to(device, copy=True)
-        return subspaces
-
     def _check_loadable(self, given: dict[str, Any]) -> dict[Any, Tensor]:
         """Raise ``ValueError`` if a state does not fit; return parameters by their keys in it."""
         state, params, projected = given["state"], {}, []
         # Other numbers of groups or parameters are an error of the inner optimizer's loading.
-        for number, (theirs, mine) in enumerate(
-            zip(given["param_groups"], self.param_groups, strict=False)
-        ):
+        pairs = zip(given["param_groups"], self.param_groups, strict=False)
+        for number, (theirs, mine) in enumerate(pairs):
             if ("rank" in theirs) != ("rank" in mine):
                 there, here = ("is", "is not") if "rank" in theirs else ("is not", "is")
                 raise ValueError(
@@ -388,11 +375,8 @@ class GaLore(Optimizer):
                 )
             for k, param in zip(theirs["params"], mine["params"], strict=False):
                 params[k], entries = param, state.get(k, {})
-                found = {
-                    side: tuple(entries[_OURS + side].shape)
-                    for side in ("left", "right")
-                    if _OURS + side in entries
-                }
+                sides = [side for side in ("left", "right") if _OURS + side in entries]
+                found = {side: tuple(entries[_OURS + side].shape) for side in sides}
                 wanted, here = {}, "where it is not projected"
                 if param in self._stand_ins:
                     projected.append(entries)
@@ -416,7 +400,7 @@ class GaLore(Optimizer):
         return params
 
     def unpack_state_(self, param: Tensor) -> None:
-        """Unpack the inner optimizer's state for :func:`~comera.truncate_`, where it needs that."""
+        """Unpack the inner optimizer's state, for :func:`~comera.truncate_`."""
         state_layout.unpack_state_(self._inner, param)
 
     def pack_state_(self, param: Tensor) -> None:
@@ -445,10 +429,10 @@ class GaLoreAdamW(GaLore):
 
 
 class GaLoreAdafactor(GaLore):
-    """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments as there, but for ``eps``.
+    """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments as there.
 
-    Adafactor's steps are relative to the size of the parameter, here to that of the whole one.
-    Torch's own ``eps`` keeps no scale for gradients below 1e-5; this one is that of the paper.
+    Steps are relative to the size of the whole parameter. The default of ``eps`` is that of
+    Adafactor's paper: torch's loses the scale of gradients below 1e-5.
     """
 
     def __init__(
@@ -484,12 +468,7 @@ def _as_list(params: Any) -> list[Any]:
 
 
 def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
-    """Return the inner optimizer's group, with stand-ins for parameters that are projected.
-
-    Args:
-        group: The group as the user wrote it; parameters may be ``(name, parameter)``.
-        stand_ins: Receives the new stand-ins by their parameters.
-    """
+    """Return the inner optimizer's group; adds the new stand-ins to ``stand_ins``."""
     own = {key: value for key, value in group.items() if key not in _KEYS}
     if "rank" not in group:
         if misplaced := sorted(_KEYS & set(group)):
@@ -506,7 +485,7 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
     if not scale > 0:
         raise ValueError(f"scale={scale!r} must be above 0")
 
-    def replaced(param: Tensor) -> Tensor:
+    def stand_in_of(param: Tensor) -> Tensor:
         if param.dim() < 2:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} is in a group with rank={rank}: only "
@@ -521,8 +500,8 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
         _release(stand_ins[param])
         return stand_ins[param]
 
-    params = [
-        (one[0], replaced(one[1])) if isinstance(one, tuple) else replaced(one)
+    params = [  # those of a user may be named
+        (one[0], stand_in_of(one[1])) if isinstance(one, tuple) else stand_in_of(one)
         for one in group["params"]
     ]
     return {**own, "params": params}
@@ -534,35 +513,8 @@ def _release(stand_in: nn.Parameter) -> None:
     stand_in.grad = None
 
 
-def _restore_gradients(begun: list[_Begun]) -> None:
-    """Restore the own gradients, without penalty, of parameters that are not projected."""
-    for param, _, _, grad in begun:
-        param.grad = grad
-
-
-def _check_keys(group: dict[str, Any], inner: Optimizer) -> None:
-    """Raise ``ValueError`` for keys that neither GaLore nor the inner optimizer knows."""
-    known = {*inner.defaults, *COMMON_KEYS, *_KEYS}
-    if isinstance(inner, MuonAdamW):
-        known.add("muon")
-    if unknown := sorted(set(group) - known):
-        raise ValueError(
-            f"unknown keys {unknown} in a parameter group; {type(inner).__name__} in "
-            f"GaLore takes {sorted(known - {'params'})}{made_for(unknown)}"
-        )
-    eps: Any = group.get("eps", inner.defaults.get("eps"))
-    if "rank" in group and isinstance(inner, torch.optim.Adafactor) and not eps[1] > 0:
-        raise ValueError(
-            f"eps={eps} must have a second number above 0: the least size of a parameter to which "
-            "a projected step is relative"
-        )
-
-
 def _check_once(params: Iterable[Any], groups: Iterable[dict[str, Any]]) -> None:
-    """Raise ``ValueError`` if a new parameter, maybe named, is there twice or in a group already.
-
-    torch only warns of the former, and would compare stand-ins instead of parameters.
-    """
+    """Raise ``ValueError`` if a new parameter is there twice, or in one of the groups."""
     seen = {id(param) for group in groups for param in group["params"]}
     for one in params:
         param = one[1] if isinstance(one, tuple) else one

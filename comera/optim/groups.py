@@ -1,13 +1,10 @@
 """Parameter groups for models with tensor-train layers.
 
-The learning rate of a layer's cores can have a factor that follows from shapes alone. A step moves
-all cores of a layer, and the weight that they contract to by about the sum of their changes. With K
-cores of spectral norm g each, a step of norm s of one core moves the weight by
-``s * g ** (K - 1)``: more the wider the layer is, and more for wide bonds. The change that
-activations need has the spectral norm ``sqrt(out / in)`` whatever the width (Yang, Simon and
-Bernstein, arXiv 2310.17813). Models of widths 128 to 512 want a change that falls with the root of
-``in`` besides (``docs/experiments.md``). The factor is the change that is wanted over the one that
-a step makes.
+The factor of a layer's learning rate follows from shapes. With K cores of spectral norm g each, a
+step of norm s of one core moves the contracted weight by ``s * g ** (K - 1)``. Activations need a
+change of spectral norm ``sqrt(out / in)`` at any width (Yang, Simon and Bernstein, arXiv
+2310.17813), and widths 128 to 512 want one that falls with the root of ``in`` besides
+(``docs/experiments.md``). The factor is the wanted change over that of a step.
 """
 
 import math
@@ -24,19 +21,15 @@ from comera.optim.projection import matrix_shape
 from comera.shapes import is_number
 
 _TARGET, _OF_BLOCKS, _AT_WIDTH = 12.0, 6.0, 256
-"""Spectral norm of a step of a square layer of this width, in learning rates, all cores together.
-
-About what it is with bonds of 8, 16, 52, 16 and 8 without a factor, so that the rates that were
-found there stay. Blocks do best at half of it: their steps are large in every direction.
-"""
+"""Spectral norm of a step of a square layer of this width, in learning rates, all cores together:
+about that of a chain with bonds of 8, 16, 52, 16 and 8 without a factor. Blocks do best at half."""
 
 
 def contracted_scale(layer: CompressedLinear) -> float:
     """Return the factor of the learning rate of a layer's cores.
 
-    It follows from modes and from the ranks that the layer was built with, so that it is the same
-    after truncation and in another process, and from the norm of fresh orthonormal cores: weights
-    that are trained already may be larger or smaller.
+    It follows from modes and from the ranks that the layer was built with, and takes cores to have
+    the norm of fresh ones, so it is the same after truncation and in another process.
     """
     started = layer.shape.of_ranks(layer.start_ranks)
     if 0 in started.ranks:  # a weight that has vanished moves by no rate
@@ -73,8 +66,8 @@ def param_groups(
     Args:
         model: Any model; frozen parameters are left out.
         lr: Learning rate of everything else.
-        gate_lr: Rate of the gates. It bounds how fast a rank can be pruned: under Adam a gate
-            falls from one to zero in ``1 / gate_lr`` steps at best. They are never decayed.
+        gate_lr: Rate of the gates, which are never decayed. Under Adam a gate falls from one to
+            zero, and its rank is pruned, in ``1 / gate_lr`` steps at best.
         core_lr: Rate of the tensor-train cores; ``lr`` if None.
         weight_decay: Decay of dense matrices only: not of cores, biases, norms or gates. If None
             that with which the optimizer is built.
@@ -82,15 +75,14 @@ def param_groups(
             cores, at ``core_lr``: ``"all-linear"``, a regular expression or names, as in
             :class:`~comera.TTConfig`. Embeddings and output layers do better without.
         scale_rates: ``"contracted"`` multiplies the rate of each linear layer's cores by a factor
-            from its widths, modes and ranks, so that a step moves the weight they contract to by
-            as much at every order and rank, and by less the wider it is; None leaves all cores at
-            one rate. The factor is about 1 at width 256, below it above and above it below. Tables
-            and hot rows keep their rate.
+            from its widths, modes and ranks, so that a step moves the contracted weight by as much
+            at every order and rank, and by less the wider it is; the factor is about 1 at width
+            256. None leaves all cores at one rate. Tables and hot rows keep their rate.
 
     Returns:
-        Groups with ``name``, ``params``, ``lr`` and ``weight_decay``, which dense matrices are
-        without where it is None; empty ones are left out. With ``scale_rates`` there is a group
-        ``"cores"`` for each factor, which it has as ``rate_scale``.
+        Groups with ``name``, ``params``, ``lr`` and ``weight_decay``, except that dense matrices
+        have no ``weight_decay`` where it is None; empty ones are left out. With ``scale_rates``
+        there is a group ``"cores"`` for each factor, its ``rate_scale``.
 
     Raises:
         TypeError: If ``model`` is no module.
@@ -192,11 +184,10 @@ def galore_param_groups(
             :class:`~comera.TTConfig`: a regular expression over the whole name, or names.
         update_proj_gap: Steps between two subspaces.
         scale: Factor of every projected step.
-        proj_type: From which sides to project, as :class:`~comera.GaLore` names them.
-        gate_lr: Rate of the rank gates, which bounds how fast a rank can be pruned.
-        core_lr: Rate of the tensor-train cores; ``lr`` if None.
-        weight_decay: Decay of dense matrices only, projected or not; that with which the optimizer
-            is built if None.
+        proj_type: Sides to project, as in :class:`~comera.GaLore`.
+        gate_lr: As in :func:`param_groups`.
+        core_lr: As in :func:`param_groups`.
+        weight_decay: As in :func:`param_groups`.
         scale_rates: As in :func:`param_groups`.
 
     Raises:

@@ -19,14 +19,12 @@ from comera.optim.state_layout import plain_step, step_param
 
 
 class OptimizerInBackward:
-    """Hook parameters so that backward steps each of them as soon as its gradient is complete.
+    """Steps each parameter in backward, as soon as its gradient is complete.
 
     Gradients then need the memory of the largest layers instead of all. The wrapped optimizer
     stays what it was: schedulers, checkpoints and ``truncate_`` go on using it, and its steps are
-    the same, bit for bit on a CPU. Parameters that are not hooked, such as those of groups
-    added later, step in :meth:`step` as ever, and so does a gradient that only :meth:`accumulate`
-    has seen.
-
+    the same, bit for bit on a CPU. Parameters that are not hooked, such as those of groups added
+    later, step in :meth:`step`, and so do gradients that only :meth:`accumulate` has seen.
     Call :meth:`step` (or the optimizer's) once in each iteration all the same: it ends the
     iteration, runs the optimizer's post hooks and is what schedulers look for.
 
@@ -37,22 +35,17 @@ class OptimizerInBackward:
             start with equal parameters and use the same ones in the same order in each backward.
             A model of ``torch.distributed.fsdp.fully_shard`` needs none.
 
-    Attributes:
-        optimizer: The wrapped one.
-
     Note:
-        What needs all gradients at once cannot be had: no clipping of their global norm (CAME and
-        Adafactor bound each parameter's own step), no :class:`torch.amp.GradScaler` (use
-        bfloat16), no look at gradients after backward. A gradient that is not finite is applied,
-        and an exception in backward leaves some parameters updated: check the loss before, as
-        ``comera.TrainStep`` does. ``use_reentrant=False`` is the right kind of activation
-        checkpointing; the other runs a shared layer after it has changed, which is an error here.
-        CAME and Muon update tensors of equal shape in the same calls after backward, here one by
-        one: CAME takes some 0.2 ms each on a CPU.
-        The hooks live as long as the parameters, or until :meth:`remove`.
+        There is no clipping of the global norm (CAME and Adafactor bound each parameter's own
+        step), no :class:`torch.amp.GradScaler` (use bfloat16), and no gradient after backward. A
+        gradient that is not finite is applied, and an exception in backward leaves some parameters
+        updated: check the loss before, as ``comera.TrainStep`` does. Activation checkpointing needs
+        ``use_reentrant=False`` where a layer is used twice.
+        CAME and Muon update tensors of equal shape one by one here: CAME takes some 0.2 ms each on
+        a CPU. The hooks live as long as the parameters, or until :meth:`remove`.
 
     Raises:
-        TypeError: If ``optimizer`` is none, or keeps count over all parameters.
+        TypeError: If ``optimizer`` is none, or counts over all parameters.
         ValueError: If it cannot step in backward; the message says why and what can.
 
     Example::
@@ -70,7 +63,7 @@ class OptimizerInBackward:
         self, optimizer: Optimizer, *, process_group: "dist.ProcessGroup | None" = None
     ) -> None:
         _check(optimizer, process_group)
-        self.optimizer, self._process_group = optimizer, process_group
+        self.optimizer, self.process_group = optimizer, process_group
         self._position: dict[Tensor, int] = {}
         self._stepped: set[Tensor] = set()
         self._waiting: dict[Tensor, None] = {}  # with gradients of accumulate(), in their order
@@ -92,16 +85,11 @@ class OptimizerInBackward:
     def __repr__(self) -> str:
         return f"{type(self).__name__} around {self.optimizer!r}"
 
-    @property
-    def process_group(self) -> "dist.ProcessGroup | None":
-        """Return the group over which each gradient is averaged."""
-        return self._process_group
-
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Accumulate gradients in backward passes inside, as for all parts of a batch but the last.
+        """Accumulate gradients inside, around forward and backward of all parts but the last.
 
-        Around forward and backward, like ``DistributedDataParallel.no_sync``::
+        ::
 
             with updates.accumulate():
                 for part in parts[:-1]:
@@ -119,10 +107,7 @@ class OptimizerInBackward:
         """End an iteration; gradients that are still there are stepped now.
 
         Args:
-            closure: Computes the loss and its backward pass, in which parameters are updated.
-
-        Returns:
-            What the closure returned, or None.
+            closure: Computes the loss and its backward pass; its result is returned.
 
         Raises:
             RuntimeError: If a gradient came back after its update, or a ``GradScaler`` calls.
@@ -134,10 +119,7 @@ class OptimizerInBackward:
         self.optimizer.zero_grad(set_to_none)
 
     def discard_(self) -> None:
-        """End an interrupted iteration: drop its gradients.
-
-        Parameters that have been updated stay so.
-        """
+        """Drop the gradients of an interrupted iteration; updated parameters stay updated."""
         self._stepped.clear()
         self._waiting.clear()
         self.zero_grad()
@@ -174,7 +156,7 @@ class OptimizerInBackward:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state, whether it was saved with per-layer updates or without."""
+        """Load the optimizer's state, saved with or without per-layer updates."""
         self.optimizer.load_state_dict(state_dict)
 
     @property
@@ -196,18 +178,17 @@ class OptimizerInBackward:
         with self._lock:
             if param in self._stepped:
                 raise RuntimeError(f"{self._name(param)} {_TWICE}")
-            if self._process_group is not None:
-                self._average(param)
+            self._average(param)
             self._stepped.add(param)
             self._waiting.pop(param, None)
             step_param(self.optimizer, param, self._position[param])
             param.grad = None
 
     def _average(self, param: Tensor) -> None:
-        assert param.grad is not None
-        # Divided first, as DistributedDataParallel does: the sum of many can overflow.
-        param.grad.div_(dist.get_world_size(self._process_group))
-        dist.all_reduce(param.grad, group=self._process_group)
+        if self.process_group is not None and param.grad is not None:
+            # Divided first, as DistributedDataParallel does: the sum of many can overflow.
+            param.grad.div_(dist.get_world_size(self.process_group))
+            dist.all_reduce(param.grad, group=self.process_group)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._lock.locked():
@@ -226,14 +207,13 @@ class OptimizerInBackward:
                     "averages each gradient before its step; if accumulate() came after the last "
                     "backward, let it come first"
                 )
-        if self._process_group is not None:
+        if self.process_group is not None:
             if any(value is not None for value in (*args[1:], *kwargs.values())):
                 raise ValueError(
                     "step(closure) does not go with process_group=: call backward, then step()"
                 )
             for param in self._waiting:
-                if param.grad is not None:
-                    self._average(param)
+                self._average(param)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._lock.locked():
@@ -243,7 +223,6 @@ class OptimizerInBackward:
             self._waiting.clear()
 
     def _name(self, param: Tensor) -> str:
-        """Name a parameter in a message: by name where the groups were made of named parameters."""
         number = self._position[param]
         group = self.optimizer.param_groups[number]
         index = next(k for k, p in enumerate(group["params"]) if p is param)
@@ -292,37 +271,31 @@ def _check(optimizer: Optimizer, process_group: "dist.ProcessGroup | None") -> N
             f"{name} sends whole parameters around after its step: shard the model with "
             "torch.distributed.fsdp.fully_shard instead, and give a plain optimizer"
         )
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise ValueError(
-                "differentiable=True needs the graph that backward frees: leave it out"
-            )
-        for param in group["params"]:
-            _check_sharding(optimizer, param, process_group)
-
-
-def _check_sharding(optimizer: Optimizer, param: Tensor, process_group: Any) -> None:
-    if _is(param, "FlatParameter"):
-        raise ValueError(
-            "a parameter is a FlatParameter of FullyShardedDataParallel, which reduces gradients "
-            "only after hooks have run: shard with torch.distributed.fsdp.fully_shard"
-        )
-    if not _is(param, "DTensor"):
-        return
-    if process_group is not None:
-        raise ValueError(
-            "process_group= is for whole parameters; these are sharded, and fully_shard reduces "
-            "their gradients itself: leave process_group out"
-        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("differentiable=True needs the graph that backward frees: leave it out")
     why = getattr(optimizer, "needs_whole_matrices", None)
     if isinstance(optimizer, torch.optim.Adafactor):
         why = "takes norms in place, which torch cannot do on shards"
-    if why is not None:
-        raise ValueError(
-            f"{type(optimizer).__name__} {why}, and a parameter of shape {tuple(param.shape)} is "
-            "sharded (DTensor): use torch.optim.AdamW, or leave the model whole and give "
-            "process_group="
-        )
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if _is(param, "FlatParameter"):
+            raise ValueError(
+                "a parameter is a FlatParameter of FullyShardedDataParallel, which reduces "
+                "gradients only after hooks have run: shard with "
+                "torch.distributed.fsdp.fully_shard"
+            )
+        if not _is(param, "DTensor"):
+            continue
+        if process_group is not None:
+            raise ValueError(
+                "process_group= is for whole parameters; these are sharded, and fully_shard "
+                "reduces their gradients itself: leave process_group out"
+            )
+        if why is not None:
+            raise ValueError(
+                f"{name} {why}, and a parameter of shape {tuple(param.shape)} is sharded "
+                "(DTensor): use torch.optim.AdamW, or leave the model whole and give "
+                "process_group="
+            )
 
 
 def _check_hooks(optimizer: Optimizer, mine: int | None = None) -> None:
@@ -338,5 +311,5 @@ def _check_hooks(optimizer: Optimizer, mine: int | None = None) -> None:
 
 
 def _is(thing: object, name: str) -> bool:
-    """Return whether a class of this name, which need not be imported, is among its classes."""
+    """Return whether a class of this name, which need not be imported, is among the bases."""
     return any(cls.__name__ == name for cls in type(thing).__mro__)

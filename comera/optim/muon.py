@@ -1,11 +1,9 @@
 """Muon for tensor trains: every core's step has equal singular values; AdamW for the rest.
 
-Adam gives every number of a core a step of one size. What a step does to the weight is the product
-of all cores, where a few large singular values then drown the others. Muon (K. Jordan et al., 2024,
-https://kellerjordan.github.io/posts/muon) replaces the averaged gradient by the nearest matrix
-whose singular values are all one. A core is taken as the matrix between its wider bond and all its
-other dimensions, which is how orthonormal cores start (``comera/nn/init.py``); one of a block
-tensor train as the matrices that its blocks are.
+Muon (K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) replaces the averaged
+gradient by the nearest matrix whose singular values are all one. A core is taken as the matrix
+between its wider bond and all its other dimensions, which is how orthonormal cores start
+(``comera/nn/init.py``); one of a block tensor train as the matrices that its blocks are.
 """
 
 import logging
@@ -23,17 +21,14 @@ from comera.params import is_sharded
 log = logging.getLogger("comera")
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Those of a quintic, steep at zero: singular values end between 0.7 and 1.2 (Jordan)."""
+"""A quintic, steep at zero: singular values end between 0.7 and 1.2 (Jordan)."""
 
 _LEAST_NORM = 1e-16
 """Matrices of a smaller norm get smaller steps: squares of their entries are no float32."""
 
 STEP_SIZE = 0.6
-"""Root mean square of a step of full rank, in learning rates.
-
-Adam's steps have about 0.2 (Liu et al., arXiv 2502.16982, section 2.2); cores did best at three
-times that (``docs/experiments.md``).
-"""
+"""Root mean square of a step of full rank, in learning rates; Adam's is about 0.2 (Liu et al.,
+arXiv 2502.16982, section 2.2)."""
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -52,12 +47,11 @@ class MuonAdamW(torch.optim.AdamW):
 
     Note:
         State of a parameter that Muon steps: ``momentum_buffer``, in its shape and dtype, and
-        ``step``, float32 ``()``.
-        Steps are three times those of :class:`torch.optim.Muon` with
+        ``step``, float32 ``()``. Steps are three times those of :class:`torch.optim.Muon` with
         ``adjust_lr_fn="match_rms_adamw"``, so that AdamW's learning rate serves both, and do not
         depend on the scale of the gradient, as long as the norm of its average is above 1e-16.
         Cores of equal shape are stepped in the same calls, in float32 on a CPU and in bfloat16
-        elsewhere, as :class:`torch.optim.Muon`.
+        elsewhere.
 
     Raises:
         ValueError: If a setting is out of range, or a Muon group holds a vector or what
@@ -99,7 +93,15 @@ class MuonAdamW(torch.optim.AdamW):
         Raises:
             ValueError: If it is the state of another optimizer; nothing is changed.
         """
-        _check_state(state_dict)
+        for group in state_dict["param_groups"]:
+            states = [state_dict["state"].get(number) for number in group["params"]]
+            lacks = any(state and "momentum_buffer" not in state for state in states)
+            if "muon" not in group or (group["muon"] and lacks):
+                raise ValueError(
+                    "this is the state of another optimizer, not of MuonAdamW, and has no momentum "
+                    "of the cores: begin with a new state, or go on with the optimizer that wrote "
+                    "it"
+                )
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -108,14 +110,14 @@ class MuonAdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("muon", group.get("name") == "cores")
-        for param in group["params"]:
-            if group["muon"] and param.dim() < 2:
+        for param in group["params"] if group["muon"] else ():
+            if param.dim() < 2:
                 self.param_groups.pop()
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is in a group with muon=True, "
                     "which is for cores and matrices: put it in another group"
                 )
-            if group["muon"] and is_sharded(param):
+            if is_sharded(param):
                 self.param_groups.pop()
                 raise ValueError(
                     f"MuonAdamW steps whole matrices, and a parameter of shape "
@@ -168,7 +170,10 @@ class MuonAdamW(torch.optim.AdamW):
             torch._foreach_add_([state["step"] for state in states], 1)
             torch._foreach_lerp_(averages, grads, 1 - momentum)
             updates = torch.stack(grads).lerp_(torch.stack(averages), momentum)
-            make = _steps_of_blocks if _are_blocks(shape, group) else _steps
+            # A core of blocks, not the weight of a 3-d convolution.
+            is_core = len(shape) == 5 and 1 in (shape[0], shape[-1])
+            blocks = is_core and group.get("name") != "matrices"
+            make = _steps_of_blocks if blocks else _steps
             steps = make(updates, group["ns_steps"]).mul_(lr * STEP_SIZE)
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
@@ -184,22 +189,6 @@ def _check(settings: dict[str, Any]) -> None:
         raise ValueError(f"ns_steps={ns_steps} must be at least 1")
 
 
-def _check_state(state_dict: dict[str, Any]) -> None:
-    for group in state_dict["param_groups"]:
-        states = [state_dict["state"].get(number) for number in group["params"]]
-        lacks = any(state and "momentum_buffer" not in state for state in states)
-        if "muon" not in group or (group["muon"] and lacks):
-            raise ValueError(
-                "this is the state of another optimizer, not of MuonAdamW, and has no momentum of "
-                "the cores: begin with a new state, or go on with the optimizer that wrote it"
-            )
-
-
-def _are_blocks(shape: torch.Size, group: dict[str, Any]) -> bool:
-    """Return whether a tensor is a core of blocks, not the weight of a 3-d convolution."""
-    return len(shape) == 5 and 1 in (shape[0], shape[-1]) and group.get("name") != "matrices"
-
-
 def _steps(updates: Tensor, ns_steps: int) -> Tensor:
     """Return steps of stacked cores or matrices, in learning rates and ``STEP_SIZE``."""
     rows, cols = core_matrix(updates.shape[1:])
@@ -210,9 +199,7 @@ def _steps(updates: Tensor, ns_steps: int) -> Tensor:
 def _steps_of_blocks(updates: Tensor, ns_steps: int) -> Tensor:
     """Return steps as :func:`_steps` for cores of blocks, each of which is a matrix.
 
-    Cores are ``(left bond, blocks, numbers in each, blocks of the other side, right bond)``. All
-    blocks of a core are one matrix with zeros between them, and the two cores of a layer share what
-    a step of such a matrix would be.
+    Cores are ``(left bond, blocks, numbers in each, blocks of the other side, right bond)``.
     """
     blocks = updates.transpose(1, 2)
     rows, cols = block_matrix(updates.shape[1:])
@@ -243,9 +230,9 @@ def core_matrix(shape: torch.Size) -> tuple[int, int]:
 
 
 def orthogonalize(matrices_brc: Tensor, steps: int) -> Tensor:
-    """Find, nearly, the orthogonal factors ``U V^T`` of stacked matrices ``(b, rows, cols)``.
+    """Approximate the orthogonal factors ``U V^T`` of stacked matrices ``(b, rows, cols)``.
 
-    Newton-Schulz iterations on the shorter side; singular values end between 0.7 and 1.2, those
+    By Newton-Schulz iterations on the shorter side: singular values end between 0.7 and 1.2, those
     far below the largest ones lower. A matrix of zeros stays one.
     """
     a, b, c = _COEFFICIENTS
@@ -253,8 +240,7 @@ def orthogonalize(matrices_brc: Tensor, steps: int) -> Tensor:
     on_cpu = matrices_brc.device.type == "cpu"
     dtype = torch.promote_types(matrices_brc.dtype, torch.float32) if on_cpu else torch.bfloat16
     x = (matrices_brc if wide else matrices_brc.mT).to(dtype)
-    # So that no singular value exceeds 1.
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_LEAST_NORM)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_LEAST_NORM)  # singular values up to 1
     with without_autocast(x):
         for _ in range(steps):
             gram = x @ x.mT

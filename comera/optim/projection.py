@@ -1,8 +1,7 @@
 """The subspaces in which GaLore trains a matrix: how they are found, and the products in and out.
 
-GaLore (arXiv 2403.03507) keeps the moments of a matrix in the span of its gradient's leading
-singular vectors. The bases are ``left (M, R)`` and ``right (R, N)``, where M and N are the rows and
-columns of the gradient and R is the rank.
+They are spanned by leading singular vectors of the gradient. The bases are ``left (M, R)`` and
+``right (R, N)``, where M and N are the gradient's rows and columns and R is the rank.
 """
 
 from typing import Literal
@@ -25,10 +24,7 @@ def matrix_shape(tensor: Tensor) -> tuple[int, int]:
 def basis_shapes(
     shape: tuple[int, int], rank: int, proj_type: ProjType
 ) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the bases, which depend on the shape of the matrix alone.
-
-    ``std`` projects the shorter side, so that the moments are as small as can be; ``full`` both.
-    """
+    """Return the shapes of the bases: of the shorter side (``std``), or of both (``full``)."""
     rows, columns = shape
     shapes = {"left": (rows, rank), "right": (rank, columns)}
     if proj_type == "std":
@@ -43,19 +39,16 @@ def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[i
 
 
 def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dict[str, Tensor]:
-    """Compute orthonormal bases of the leading subspaces of a gradient, in float32 or wider.
+    """Compute orthonormal bases of a gradient's leading subspaces, in float32 or wider.
 
     By a randomized range finder with one power iteration (Halko, Martinsson and Tropp, arXiv
     0909.4061, algorithm 4.4), many times faster than a singular value decomposition.
 
     Args:
-        grad_MN: Any floating dtype; everything is computed in float32 or wider, autocast off.
-        rank: Columns of each basis, below the sides of the matrix.
+        grad_MN: Any floating dtype.
+        rank: Rank of each basis, below the sides of the matrix.
         proj_type: Sides to project, see :func:`basis_shapes`.
         seed: Seed of the random sketch; torch's own random state is left alone.
-
-    Returns:
-        ``left (M, R)`` and/or ``right (R, N)``.
     """
     rows, columns = grad_MN.shape
     shapes = basis_shapes((rows, columns), rank, proj_type)

@@ -1,12 +1,8 @@
 """Operations on any optimizer: unwrap it, step one parameter, pack and load its state.
 
-Two class attributes of an optimizer say what is particular about it, so that nothing has to import
-it to find out:
-
-``needs_whole_matrices``
-    Why it cannot step shards of a parameter, as the rest of a sentence that begins with its name.
-``not_capturable``
-    Why a CUDA graph cannot hold its step, in the same way.
+An optimizer may have two class attributes, each the rest of a sentence that begins with its name:
+``needs_whole_matrices``, why it cannot step shards of a parameter, and ``not_capturable``, why a
+CUDA graph cannot hold its step.
 """
 
 import contextlib
@@ -20,10 +16,7 @@ from torch.optim import Optimizer
 
 
 class Wrapper(Protocol):
-    """An object that steps parameters by the optimizer in it, as ``OptimizerInBackward`` does.
-
-    Its methods are those of :class:`torch.optim.Optimizer`.
-    """
+    """An object that steps parameters by the optimizer in it, as ``OptimizerInBackward`` does."""
 
     @property
     def optimizer(self) -> Optimizer: ...
@@ -40,11 +33,10 @@ AnyOptimizer = Optimizer | Wrapper
 def unwrap(optimizer: AnyOptimizer) -> Optimizer:
     """Return the optimizer that holds the state of parameters.
 
-    Some that wrap another one are themselves of torch's class, as that of accelerate.
-
     Raises:
         TypeError: If there is none.
     """
+    # A wrapper may be of torch's class itself, as that of accelerate.
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer):
         return unwrap(inner)
@@ -55,10 +47,10 @@ def unwrap(optimizer: AnyOptimizer) -> Optimizer:
 
 
 def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
-    """Return the optimizer that holds the state, where each parameter has its own.
+    """Return the optimizer that holds the state.
 
     Raises:
-        ValueError: If it keeps one history of all parameters together.
+        ValueError: If it has one history of all parameters together.
     """
     if optimizer is None:
         return None
@@ -80,18 +72,13 @@ def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 def step_param(optimizer: Optimizer, param: Tensor, position: int) -> None:
-    """Step one parameter as ``optimizer.step()`` steps all, at a cost that does not grow with them.
+    """Step one parameter, of group number ``position``, as ``optimizer.step()`` steps all.
 
-    Hooks on the optimizer's step do not run. An optimizer that has more than parameter groups to
-    go through offers ``step_param_(param, position)``.
-
-    Args:
-        optimizer: Steps each parameter by its own gradient and state.
-        param: The parameter to step, with its gradient.
-        position: Place of its group among the optimizer's.
+    Hooks on the optimizer's step do not run. An optimizer may have a ``step_param_(param,
+    position)`` of its own.
 
     Raises:
-        TypeError: If the optimizer keeps count in its groups: it would count every parameter.
+        TypeError: If the optimizer counts in its groups: it would count every parameter.
     """
     own = getattr(optimizer, "step_param_", None)
     if own is not None:
@@ -115,14 +102,9 @@ def check_keeps_no_count(
     instead: str,
     but: Container[str] = (),
 ) -> None:
-    """Raise ``TypeError`` if a step has changed settings of a group: it keeps count there.
+    """Raise ``TypeError`` if a step has changed settings of a group, except those in ``but``.
 
-    Args:
-        optimizer: The optimizer that made the step.
-        before: The group before the step.
-        after: The group after it.
-        instead: Advice that ends the error.
-        but: Settings that schedulers may change.
+    ``instead`` is the advice at the end of the error.
     """
     written = [
         key
@@ -138,7 +120,7 @@ def check_keeps_no_count(
 
 
 def group_of(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
-    """Return the group that a parameter is in, which torch has no lookup for."""
+    """Return the group that a parameter is in."""
     return next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
 
 
@@ -150,8 +132,8 @@ def packs_state(optimizer: Optimizer) -> bool:
 def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
     """Lay a parameter's state out in plain tensors that can be cut along with it.
 
-    By the optimizer's own ``unpack_state_`` where it has one; torchao's eight-bit and four-bit
-    moments become float32.
+    Calls the optimizer's own ``unpack_state_`` where it has one; packed moments of torchao become
+    float32.
     """
     if optimizer is None:
         return
@@ -180,7 +162,7 @@ def pack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
 
 
 def stored_bytes(value: Any) -> int:
-    """Count the bytes that a tensor keeps, those inside of a packed one; 0 for no tensor."""
+    """Return the bytes that a tensor keeps, those inside of a packed one; 0 for no tensor."""
     if not isinstance(value, Tensor):
         return 0
     if type(value) not in (Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
@@ -190,7 +172,7 @@ def stored_bytes(value: Any) -> int:
 
 
 def whole(optimizer: Optimizer) -> dict[str, Any]:
-    """Return all attributes but the hooks; torch's ``__getstate__`` lacks those of subclasses."""
+    """Return all attributes except hooks; torch's ``__getstate__`` lacks those of subclasses."""
     return {
         key: value
         for key, value in vars(optimizer).items()
@@ -200,7 +182,7 @@ def whole(optimizer: Optimizer) -> dict[str, Any]:
 
 
 COMMON_KEYS = frozenset({"params", "name", "param_names", "initial_lr", "rate_scale"})
-"""Keys of torch, of its schedulers and of :func:`~comera.param_groups`, with any optimizer."""
+"""Keys that groups of any optimizer may have."""
 
 
 def made_for(unknown: Collection[str]) -> str:
@@ -209,40 +191,12 @@ def made_for(unknown: Collection[str]) -> str:
 
 
 @contextlib.contextmanager
-def loading_exactly(
-    optimizer: Optimizer, exact: Callable[[dict[str, Any], Tensor], dict[str, Any]]
-) -> Iterator[None]:
-    """Undo, around torch's ``load_state_dict``, that it casts state to its parameter's dtype.
-
-    Args:
-        optimizer: The optimizer whose state is loaded.
-        exact: Makes, of the given state of a parameter and that parameter, what its state is to
-            hold instead of what torch makes of it. What it raises leaves the optimizer as it was.
-    """
-    found: dict[Tensor, dict[str, Any]] = {}
-
-    def keep(_: Optimizer, given: dict[str, Any]) -> None:
-        numbers = [n for group in given["param_groups"] for n in group["params"]]
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for number, param in zip(numbers, params, strict=False):  # torch checks the lengths
-            if number in given["state"]:
-                found[param] = exact(given["state"][number], param)
-
-    def restore(_: Optimizer) -> None:
-        for param, state in found.items():
-            optimizer.state[param].update(state)
-
-    with load_hooks(optimizer, keep, restore):
-        yield
-
-
-@contextlib.contextmanager
 def load_hooks(
     optimizer: Optimizer,
     before: Callable[[Optimizer, dict[str, Any]], dict[str, Any] | None],
     after: Callable[[Optimizer], None],
 ) -> Iterator[None]:
-    """Hook ``load_state_dict``: inside all hooks that change the state, or read it once loaded."""
+    """Hook ``load_state_dict`` after pre-hooks of others, and before their post-hooks."""
     handles = [
         optimizer.register_load_state_dict_pre_hook(before),
         optimizer.register_load_state_dict_post_hook(after, prepend=True),

@@ -174,10 +174,9 @@ def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32
         made = linear_ways.candidates(layer, machine, dtype)
         dense = linear_ways.torch_linear(layer, machine, dtype)
         best = linear_ways.best_tree(layer)
-    eager = machine.eager
-    mode = None if eager is None else plan_layer(layer, machine=eager, dtype=dtype)
+    eager = plan_layer(layer, machine=machine.eager, dtype=dtype) if machine.eager else None
     made.sort(key=lambda one: one.seconds)  # of equals the first listed
-    return Plan(str(layer), layer.tokens, dtype, machine, tuple(made), dense, best, mode)
+    return Plan(str(layer), layer.tokens, dtype, machine, tuple(made), dense, best, eager)
 
 
 @dataclass(frozen=True)

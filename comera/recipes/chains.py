@@ -1,12 +1,7 @@
-"""``comera checkpoint ACTION``: inspect, verify, export, evaluate and make chains of checkpoints.
-
-Each action is a function; its parameters are the options of the command. ``compress`` and
-``export`` read and write series of files of other programs, by torch or safetensors.
-"""
+"""``comera checkpoint ACTION``: inspect, verify, export, evaluate and make chains."""
 
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +21,7 @@ from comera.recipes.folder import other_data
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run import build_step, find_device, make_model, without_remarks
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks.task_kinds import prepare_task
+from comera.recipes.tasks.task import prepare_task
 from comera.train.log import progress_bar, read_metrics
 from comera.train.loop import evaluated
 from comera.train.run_state import load_checkpoint
@@ -35,10 +30,10 @@ _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.pt")
-"""Names of the weights in a folder of one checkpoint, as transformers and others write them."""
+"""Files of weights in the folder of a checkpoint, as transformers and others write them."""
 
 
-def find_series(path: Path) -> list[Path]:
+def find_series(path: Path) -> dict[int, Path]:
     """List files or folders of one checkpoint each, by the last number in their names.
 
     Raises:
@@ -46,11 +41,13 @@ def find_series(path: Path) -> list[Path]:
         ValueError: If two have the same number, or one has none.
     """
     found: dict[int, Path] = {}
-    entries = sorted(path.iterdir()) if path.is_dir() else []
-    for entry in entries:
+    for entry in sorted(path.iterdir()) if path.is_dir() else []:
         if not (entry.suffix in _SUFFIXES or any((entry / name).is_file() for name in _WEIGHTS)):
             continue
-        step = step_of(entry)
+        numbers = re.findall(r"\d+", entry.stem if entry.suffix in _SUFFIXES else entry.name)
+        if not numbers:
+            raise ValueError(f"{entry} has no number in its name, which would be its step")
+        step = int(numbers[-1])
         if step in found:
             raise ValueError(f"{found[step].name} and {entry.name} are both of step {step}")
         found[step] = entry
@@ -59,22 +56,14 @@ def find_series(path: Path) -> list[Path]:
             f"there are no checkpoints in {path}: files that end in {', '.join(_SUFFIXES)}, or "
             f"folders with {' or '.join(_WEIGHTS)}"
         )
-    return [found[step] for step in sorted(found)]
-
-
-def step_of(path: Path) -> int:
-    """Return the last number in the name of a checkpoint."""
-    numbers = re.findall(r"\d+", path.stem if path.suffix in _SUFFIXES else path.name)
-    if not numbers:
-        raise ValueError(f"{path} has no number in its name, which would be its step")
-    return int(numbers[-1])
+    return dict(sorted(found.items()))
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
-    """Read model, optimizer and extra, as :meth:`CheckpointChain.save` takes them; runs no code.
+    """Read the arguments of :meth:`CheckpointChain.save` from another program's file; runs no code.
 
     Raises:
-        ValueError: If it is not readable, or holds nothing that looks like a model.
+        ValueError: If it is not readable, or holds no model.
     """
     if path.is_dir():
         weights = next(path / name for name in _WEIGHTS if (path / name).is_file())
@@ -96,22 +85,6 @@ def read_foreign(path: Path) -> dict[str, Any]:
     return {"model": state[model_key], "optimizer": states, "extra": extra}
 
 
-def write_weights(path: Path, model: Mapping[str, Any]) -> Path:
-    """Write weights as ``path``, a safetensors file, or as ``path/model.safetensors``.
-
-    Tied tensors are written under each of their names. Returns what was written.
-    """
-    tensors = {
-        name: value.clone().contiguous()
-        for name, value in model.items()
-        if isinstance(value, Tensor)
-    }
-    file = path if path.suffix == ".safetensors" else path / _WEIGHTS[0]
-    with replacing(file) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
-    return file
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
@@ -126,18 +99,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 _KINDS = {
     "changes of weights": ("model/gaps", "model/codes", "model/books"),
-    "moments": (
-        "rest/gaps", "rest/places", "rest/codes", "rest/books", "rest/means",
-    ),
+    "moments": ("rest/gaps", "rest/places", "rest/codes", "rest/books", "rest/means"),
     "exact tensors of the model": ("model/byte",),
     "exact tensors of the rest": ("rest/byte",),
     "names, shapes and plain values": ("index",),
-}  # fmt: skip
+}
 """Streams of a checkpoint, by the beginnings of their names."""
 
 
 def inspect(folder: str, console: Console) -> int:
-    """Show what is in a chain, and what its bytes are.
+    """Show the checkpoints of a chain, and what its bytes are.
 
     Args:
         folder: Folder of the checkpoints, or of the run that wrote them.
@@ -172,8 +143,7 @@ def inspect(folder: str, console: Console) -> int:
         console.print(table)
         return 1
     table.add_section()
-    sums = (sum(m.size for m in sound), sum(m.raw_bytes for m in sound))
-    table.add_row("all", "", *_sizes(*sums))
+    table.add_row("all", "", *_sizes(sum(m.size for m in sound), sum(m.raw_bytes for m in sound)))
     table.caption = (
         "error: of the change of the weights since the last checkpoint (of the weights in a key "
         "frame), relative to its norm; the next checkpoint makes up for it"
@@ -194,7 +164,7 @@ def inspect(folder: str, console: Console) -> int:
 
 
 def verify(folder: str, console: Console) -> int:
-    """Read everything, and say what is damaged.
+    """Read everything, and report what is damaged.
 
     Args:
         folder: Folder of the checkpoints, or of the run that wrote them.
@@ -221,19 +191,21 @@ def export(folder: str, out: str, console: Console, step: str = "latest") -> int
     """
     chain = CheckpointChain(_archive(folder).folder)
     saved = chain.load("latest" if step == "latest" else _number("step", step, ", or 'latest'"))
-    path = write_weights(Path(out).expanduser(), saved.model)
+    path = Path(out).expanduser()
+    path = path if path.suffix == ".safetensors" else path / _WEIGHTS[0]
+    with replacing(path) as temporary:  # tied tensors are written under each of their names
+        tensors = {
+            k: v.clone().contiguous() for k, v in saved.model.items() if isinstance(v, Tensor)
+        }
+        save_file(tensors, temporary, metadata={"format": "pt"})
     console.print(f"wrote {path}: {len(saved.model)} tensors of step {saved.step:,}", markup=False)
     return 0
 
 
 def evaluate(
-    run: str,
-    console: Console,
-    chain: str | None = None,
-    at: str | None = None,
-    train_on: int = 0,
+    run: str, console: Console, chain: str | None = None, at: str | None = None, train_on: int = 0
 ) -> int:
-    """Show the loss of checkpoints beside the run's own.
+    """Show the loss of checkpoints beside that of the run.
 
     Args:
         run: Folder of a run of `comera train`.
@@ -323,12 +295,20 @@ def compress(
     folder, place = Path(out).expanduser(), Path(source).expanduser()
     if folder.resolve() == place.resolve():
         raise ValueError(f"out={out} is where the series is: choose another folder")
-    series: dict[int, Callable[[], dict[str, Any]]]
     if found := _find_archive(place):
         link = CheckpointChain(found.folder)
-        series = {step: partial(_parts_of_link, link, step) for step in link.steps()}
+        steps = link.steps()
+
+        def read(step: int) -> dict[str, Any]:
+            return {name: part for name, part in vars(link.load(step)).items() if name != "step"}
+
     else:
-        series = {step_of(path): partial(read_foreign, path) for path in find_series(place)}
+        series = find_series(place)
+        steps = list(series)
+
+        def read(step: int) -> dict[str, Any]:
+            return read_foreign(series[step])
+
     with (
         CheckpointChain(
             folder, background=False, mode=mode, bits=bits, rate=rate, alpha=alpha, beta=beta,
@@ -337,17 +317,12 @@ def compress(
         progress_bar(console=console) as bar,
     ):  # fmt: skip
         done = set(chain.steps())
-        task = bar.add_task("compress", total=len(series), figures="")
-        for step, read in series.items():
-            if step not in done:  # the same command goes on
-                chain.save(step, **read())
+        task = bar.add_task("compress", total=len(steps), figures="")
+        for step in steps:
+            if step not in done:  # the same command resumes
+                chain.save(step, **read(step))
             bar.update(task, advance=1, figures=f"step {step:,}")
     return inspect(str(folder), console)
-
-
-def _parts_of_link(chain: CheckpointChain, step: int) -> dict[str, Any]:
-    parts = vars(chain.load(step))
-    return {name: part for name, part in parts.items() if name != "step"}
 
 
 def _archive(folder: str) -> Archive:

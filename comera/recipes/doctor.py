@@ -1,7 +1,7 @@
-"""``comera doctor``: what there is for CUDA kernels here, which way each operator goes and why."""
+"""``comera doctor``: what was found for CUDA kernels, and which way each operator goes."""
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import metadata
 
 import torch
@@ -38,6 +38,10 @@ def _found() -> Table:
     cards = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
     cached = list(nvrtc.cubin_folder().glob("*.cubin"))
     size = sum(file.stat().st_size for file in cached) / 1e6
+    try:
+        bindings = metadata.version("cuda-bindings")
+    except metadata.PackageNotFoundError:
+        bindings = "not installed (pip install 'comera[cuda]'): no kernels on a card"
     rows = {
         "comera": __version__,
         "Python": platform.python_version(),
@@ -51,7 +55,7 @@ def _found() -> Table:
         "CUDA driver": _or_problem(
             lambda: "for CUDA up to {}.{}".format(*divmod(launch.driver_version() // 10, 100))
         ),
-        "cuda-bindings": _version("cuda-bindings"),
+        "cuda-bindings": bindings,
         "NVRTC": _or_problem(lambda: "{}.{}".format(*nvrtc.nvrtc_version())),
         "g++": launch.find_gxx() or "none: no emulation of kernels",
         "kernels": str(nvrtc.folder()),
@@ -65,38 +69,29 @@ def _found() -> Table:
 
 
 def _or_problem(call: Callable[[], str]) -> str:
-    """Return what a function returns, or why a library cannot be used."""
+    """Return the result of a function, or the error of a library that cannot be used."""
     try:
         return call()
     except (KernelError, RuntimeError) as problem:
         return str(problem)
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed (pip install 'comera[cuda]'): no kernels on a card"
-
-
 def _kernels() -> Table:
     table = Table("file", "functions", "compiled for", title="kernels", title_justify="left")
     for file in nvrtc.files():
-        table.add_row(f"{file}.cu", "\n".join(nvrtc.entries(file)), ", ".join(_made(file)) or "-")
+        compiled = {
+            path.stem.split("-")[1] for path in nvrtc.cubin_folder().glob(f"{file}-*.cubin")
+        }
+        try:  # those of the source as it is now
+            archs = sorted(arch for arch in compiled if nvrtc.cubin_path(file, arch).is_file())
+        except (KernelError, RuntimeError):
+            archs = []
+        table.add_row(f"{file}.cu", "\n".join(nvrtc.entries(file)), ", ".join(archs) or "-")
     return table
 
 
-def _made(file: str) -> list[str]:
-    """Return the architectures for which the source as it is now has been compiled."""
-    archs = {path.stem.split("-")[1] for path in nvrtc.cubin_folder().glob(f"{file}-*.cubin")}
-    try:
-        return sorted(arch for arch in archs if nvrtc.cubin_path(file, arch).is_file())
-    except (KernelError, RuntimeError):
-        return []
-
-
 def _ways(device: torch.device) -> Table:
-    """List the ways of each operator in order, with the reasons against those before the taken."""
+    """List the way that each operator takes, and why not one of those before it."""
     columns = ("operator", "dtype", "way", "ways before it", "ways after it")
     table = Table(*columns, title=f"which way tensors on {device} go", title_justify="left")
     for name in sorted(TABLE):
@@ -115,7 +110,7 @@ def _ways(device: torch.device) -> Table:
 
 
 def _cells(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str, str]:
-    """Return the way taken, those refused before it with the reasons, and those behind it."""
+    """Return the way taken, those refused before it with the reasons, and those after it."""
 
     def new(*shape: int) -> Sample:
         return Sample(shape, dtype, device)
@@ -129,27 +124,24 @@ def _cells(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, st
 
 
 def _times(device: torch.device) -> Table:
-    """List the times by which operators choose their ways, and which of these is tried first."""
+    """List the times by which operators choose their ways, and the way that is tried first."""
     known = way_times_of(device)
     title = f"times of the ways on {device}, {known.origin}"
     columns = ("operators", "sizes", "dtype", "", "first", "times")
     table = Table(*columns, title=title, title_justify="left")
-    for group in sorted({ways.times.group for ways in TABLE.values() if ways.times}):
+    for group in sorted({ways.group for ways in TABLE.values()}):
         timings = [timing for timing in known.timings if timing.group == group]
         for timing in timings:
             first = timing.order(ways_of(group))[0]
             sizes = " x ".join(map(str, timing.sizes))
             where = "captured" if timing.captured else "eager"
-            table.add_row(group, sizes, timing.dtype, where, first, _ascending(timing.seconds))
+            seconds = sorted(timing.seconds.items(), key=lambda item: item[1])
+            times = ", ".join(f"{way} {show_seconds(value)}" for way, value in seconds)
+            table.add_row(group, sizes, timing.dtype, where, first, times)
         if not timings:
             order = "as listed" if device.type == "cpu" else "torch, no kernel"
             table.add_row(group, "all", "all", "", order, "never measured here")
     return table
-
-
-def _ascending(seconds: Mapping[str, float]) -> str:
-    ways = sorted(seconds, key=lambda way: seconds[way])
-    return ", ".join(f"{way} {show_seconds(seconds[way])}" for way in ways)
 
 
 def _linears(device: torch.device) -> Table:

@@ -1,6 +1,6 @@
 """The folder of a run: its settings, the record of its data, and its result.
 
-:func:`begun_run` compares a run that was begun there with the settings of one that is to go on,
+:func:`begun_run` compares a run that was begun there with the settings of one that is to resume it,
 :func:`claim` makes the folder its own, :func:`lock` keeps other processes away.
 """
 
@@ -22,7 +22,7 @@ from comera.data.click_files import CATEGORIES
 from comera.extras import did_you_mean
 from comera.files import replacing
 from comera.recipes.parse import parse_settings, read_yaml
-from comera.recipes.run_config import RunConfig, marked
+from comera.recipes.run_config import RunConfig, TrainConfig
 from comera.train.log import from_json, read_metrics, to_json
 
 NAME = "data_digests.json"
@@ -37,8 +37,8 @@ class DataRecord:
     """Identity of the data of a run.
 
     Attributes:
-        files: Digests of all that is read, by name.
-        prepared: Digest of what was made of them, tokens or rows; None where it is not known yet.
+        files: Digests of all files that are read, by name.
+        prepared: Digest of the tokens or rows made of them; None where it is not known yet.
     """
 
     files: Mapping[str, str]
@@ -46,7 +46,7 @@ class DataRecord:
 
 
 def read_record(folder: Path) -> DataRecord | None:
-    """Return what was noted in the folder of a run; None of a run that noted nothing.
+    """Return the record of the data in the folder of a run; None if there is none.
 
     Raises:
         ValueError: If it cannot be read.
@@ -64,23 +64,20 @@ def read_record(folder: Path) -> DataRecord | None:
         ) from None
 
 
-def write_record(folder: Path, record: DataRecord) -> None:
-    """Write the record of a run's data into its folder."""
-    with replacing(folder / NAME) as temporary:
-        facts = {"files": dict(record.files), "prepared": record.prepared}
-        temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-
-
 def changed_data(there: DataRecord, here: DataRecord) -> str | None:
-    """Return how data differ from those noted, as ``2 files: a.py changed, b.py new``, or None.
+    """Return how data differ from those recorded, as ``2 files: a.py changed, b.py new``, or None.
 
-    A file that is in another folder now is no other file.
+    A file that was moved to another folder is the same file.
     """
-    there = DataRecord(_where_they_are(there.files, here.files), there.prepared)
+    new = {(Path(k).name, digest): k for k, digest in here.files.items() if k not in there.files}
+    recorded = {
+        name if name in here.files else new.get((Path(name).name, digest), name): digest
+        for name, digest in there.files.items()
+    }
     lines = [
-        *(f"{name} changed" for name, d in here.files.items() if there.files.get(name, d) != d),
-        *(f"{name} new" for name in here.files if name not in there.files),
-        *(f"{name} no longer read" for name in there.files if name not in here.files),
+        *(f"{name} changed" for name, d in here.files.items() if recorded.get(name, d) != d),
+        *(f"{name} new" for name in here.files if name not in recorded),
+        *(f"{name} no longer read" for name in recorded if name not in here.files),
     ]
     if lines:
         count = f"{len(lines)} file{'s' if len(lines) > 1 else ''}"
@@ -94,78 +91,64 @@ def changed_data(there: DataRecord, here: DataRecord) -> str | None:
     return None
 
 
-def _where_they_are(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """Return what was noted, with the new names of files that were put into another folder."""
-    new = {(Path(name).name, digest): name for name, digest in here.items() if name not in there}
-    moved = {
-        name: new[Path(name).name, digest]
-        for name, digest in there.items()
-        if name not in here and (Path(name).name, digest) in new
-    }
-    return {moved.get(name, name): digest for name, digest in there.items()}
-
-
-_PATHS = {
-    "masked_text": ("folder",),
-    "causal_text": ("folder",),
-    "nli": ("train", "dev", "test", "vocab"),
-    "clicks": ("file",),
-}
-"""Settings that are paths, by section."""
-
-PATHS = {f"{name}.{key}" for name, keys in _PATHS.items() for key in keys}
-"""Their dotted names."""
+def _path_keys(config: RunConfig) -> list[str]:
+    """Return the settings of a run's data that are paths."""
+    return [each.name for each in dataclasses.fields(config.data) if "path" in each.metadata]
 
 
 def with_whole_paths(config: RunConfig) -> RunConfig:
-    """Return settings whose data are where they are from here, said from the root."""
-    changes = {}
-    for name, keys in _PATHS.items():
-        section = getattr(config, name)
-        if section is not None:
-            whole = {key: _whole(getattr(section, key)) for key in keys}
-            changes[name] = dataclasses.replace(section, **whole)
-    return dataclasses.replace(config, **changes)
+    """Return the settings with absolute paths to the data."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, list):
+            return [whole(each) for each in value]
+        if not value or value.startswith("datasets:"):
+            return value
+        return os.path.abspath(os.path.expanduser(value))
+
+    paths = {key: whole(getattr(config.data, key)) for key in _path_keys(config)}
+    data = dataclasses.replace(config.data, **paths)
+    return dataclasses.replace(config, **{config.task: data})
 
 
 def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
-    """Return settings whose data are at other places, as whole paths.
+    """Return the settings with other, absolute, paths to the data.
 
     Args:
         config: The run.
-        places: The new ones by the dotted names of settings.
+        places: The new paths by the dotted names of settings.
 
     Raises:
-        ValueError: If one is not where data of the run are, or no path.
+        ValueError: If a name is no path of the run's data, or a place is no path.
     """
-    known = [
-        f"{name}.{key}"
-        for name, keys in _PATHS.items()
-        if getattr(config, name) is not None
-        for key in keys
-    ]
-    changes: dict[str, dict[str, Any]] = {}
+    known = [f"{config.task}.{key}" for key in _path_keys(config)]
+    values = asdict(config.data)
     for word, place in places.items():
         if word not in known:
             raise ValueError(
                 f"{word} does not say where data of this run are{did_you_mean(word, known)}"
             )
-        name, _, key = word.partition(".")
-        changes.setdefault(name, asdict(getattr(config, name)))[key] = place
-    sections = {
-        name: parse_settings(type(getattr(config, name)), values, f"{name}.")
-        for name, values in changes.items()
-    }
-    return with_whole_paths(dataclasses.replace(config, **sections))
+        values[word.partition(".")[2]] = place
+    data = parse_settings(type(config.data), values, f"{config.task}.")
+    return with_whole_paths(dataclasses.replace(config, **{config.task: data}))
+
+
+def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the dotted name of a setting with each path to data that it names."""
+    for key in _path_keys(config):
+        value = getattr(config.data, key)
+        for path in value if isinstance(value, list) else [value]:
+            if path and not path.startswith("datasets:"):
+                yield f"{config.task}.{key}", os.path.expanduser(path)
 
 
 def named_data(config: RunConfig) -> str:
-    """Return where the data of a run are, as its settings say it; nothing of default ones."""
+    """Return the settings that name data of a run, for messages; empty for default ones."""
     return ", ".join(f"{key}={path}" for key, path in _paths(config))
 
 
 def missing_data(config: RunConfig) -> dict[str, str]:
-    """Return the first path that is not there of each setting that names one, by its key."""
+    """Return the first path that is missing of each setting that names one, by its dotted name."""
     found: dict[str, str] = {}
     for key, path in _paths(config):
         if not Path(path).exists():
@@ -173,67 +156,20 @@ def missing_data(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def data_within(config: RunConfig, folder: Path) -> str | None:
-    """Return the first data of a run that are a folder or in it, as ``key=path``; None if none."""
-    outer = folder.resolve()
-    inside = (
-        f"{key}={path}"
-        for key, path in _paths(config)
-        if Path(path).resolve().is_relative_to(outer)
-    )
-    return next(inside, None)
-
-
-def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield each path to data of a run with the dotted name of its setting."""
-    for name, keys in _PATHS.items():
-        for key in keys:
-            for path in _each(getattr(config, name), key):
-                yield f"{name}.{key}", path
-
-
-def _each(section: Any, key: str) -> Iterator[str]:
-    value = getattr(section, key, None)
-    for path in value if isinstance(value, list) else [value]:
-        if path and not path.startswith("datasets:"):
-            yield os.path.expanduser(path)
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_whole(each) for each in value]
-    if not value or value.startswith("datasets:"):
-        return value
-    return os.path.abspath(os.path.expanduser(value))
-
-
-def has_moved(old: Any, new: Any) -> bool:
-    """Return whether these are other paths, and the old ones are gone."""
-    if isinstance(old, list) and isinstance(new, list):
-        pairs = zip(old, new, strict=True)
-        return len(old) == len(new) and all(a == b or has_moved(a, b) for a, b in pairs)
-    if not isinstance(old, str) or not isinstance(new, str):
-        return False
-    return not os.path.exists(old)
-
-
-_NAME = "result.json"
-
-
 def write_result(folder: Path, facts: dict[str, Any]) -> None:
-    """Write what came of a model into its folder."""
-    with replacing(folder / _NAME) as temporary:
+    """Write the figures of a trained model into its folder."""
+    with replacing(folder / "result.json") as temporary:
         temporary.write_text(to_json(facts, indent=2), encoding="utf-8")
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Return what came of a model, from its folder.
+    """Return the figures of a trained model, from its folder.
 
     Raises:
         FileNotFoundError: If it is not finished.
         ValueError: If the file is damaged; names it and what writes it again.
     """
-    path = folder / _NAME
+    path = folder / "result.json"
     try:
         found = from_json(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
@@ -256,14 +192,13 @@ class Outcome:
         metrics: The last evaluation.
         params: Parameters of the whole model.
         layer_params: Parameters of its tensor-train layers, or of the dense layers in their place.
-        layer_dense_params: Entries of the dense weights those layers stand for.
+        layer_dense_params: Entries of the dense weights of those layers.
         bytes: Size of ``model.safetensors``.
         seconds: Time in training steps.
         steps: Optimizer steps.
-        ranks: What rank learning reported, if it ran.
-        test: The same figures as ``metrics`` of data by which nothing was chosen, if there are any.
-        checkpoint_bytes: Size of a checkpoint, the mean of those kept, as a lossy one needs what it
-            links to. None without checkpoints.
+        ranks: Report of rank learning, if it ran.
+        test: The same figures as ``metrics`` on the test data, if there are any.
+        checkpoint_bytes: Mean size of the checkpoints that are kept; None without any.
     """
 
     name: str
@@ -275,12 +210,12 @@ class Outcome:
     seconds: float
     steps: int
     ranks: dict[str, Any] | None = None
-    test: dict[str, float] = dataclasses.field(default_factory=dict)
+    test: dict[str, float] = field(default_factory=dict)
     checkpoint_bytes: float | None = None
 
 
 def read_outcome(folder: Path) -> Outcome:
-    """Return what came of a finished model, from its folder; raises what reading it does."""
+    """Return the outcome of a finished model; raises what :func:`read_result` does."""
     facts = read_result(folder)
     names = {field.name for field in dataclasses.fields(Outcome)}
     return Outcome(**{name: value for name, value in facts.items() if name in names})
@@ -318,7 +253,7 @@ def outcome_cells(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list
 
 
 def outcome_table(outcomes: list[Outcome]) -> Table:
-    """Set figures of the models side by side."""
+    """Return a table of the models side by side."""
     header, rows = outcome_cells([vars(outcome) for outcome in outcomes])
     table = Table(title="after training")
     for name in header:
@@ -343,7 +278,7 @@ _IN_EVERY_CONFIG = {"seed", "device", "train", "optimizer", "twin"}
 
 @dataclass(frozen=True)
 class Begun:
-    """A run that was begun in a folder, beside the settings of the one that is to go on there.
+    """Differences of a run that was begun in a folder from the settings of the next one there.
 
     Attributes:
         others: Settings that make it another run, as ``key: there -> here``.
@@ -365,6 +300,17 @@ class Begun:
         more = f" and {len(self.others) - _SHOWN} more" if len(self.others) > _SHOWN else ""
         text = ", ".join(self.others[:_SHOWN]) + more + (_LET_IT_END if self.late else "")
         return text or None
+
+    def is_finished(self, folder: Path) -> bool:
+        """Return whether the folder holds the result of a run with just these settings."""
+        # Only digests show whether data at another place are the same.
+        if self.others or self.longer or self.moved:
+            return False
+        try:
+            read_result(folder)
+        except (OSError, ValueError):  # the run writes a damaged one again
+            return False
+        return True
 
 
 @contextlib.contextmanager
@@ -394,9 +340,9 @@ def begun(folder: Path) -> bool:
 def begun_run(config: RunConfig) -> Begun | None:
     """Compare the run that was begun in the folder with these settings; None if none was.
 
-    Fields of the settings are marked that do not belong to a run's identity. More steps make no
-    other run, but for the late stage of rank learning: how much it cuts at a time follows from
-    them. Nor does another place of data that are no longer at the old one.
+    Settings that do not belong to a run's identity are marked in their dataclasses. A larger number
+    of steps makes no other run, except in the late stage of rank learning, which cuts at a pace
+    that follows from it. Nor does another path of data that are gone from the old one.
     """
     folder = Path(config.out)
     if not begun(folder) or not (folder / "config.yaml").is_file():
@@ -405,14 +351,21 @@ def begun_run(config: RunConfig) -> Begun | None:
         there = read_yaml(folder / "config.yaml")
     except ValueError as problem:
         return Begun([str(problem)])
+    marks = {
+        within + each.name: each.metadata.get("identity")
+        for kind, within in ((RunConfig, ""), (TrainConfig, "train."))
+        for each in dataclasses.fields(kind)
+    }
     found = dict(_differences(there, settings_of(config)))
     shown = {key: f"{key}: {old} -> {new}" for key, (old, new) in found.items()}
-    rhythm = {key for key in found if any(f"{key}.".startswith(f"{no}.") for no in marked(False))}
-    moved = {key for key, (old, new) in found.items() if key in PATHS and has_moved(old, new)}
-    length = [found[key] for key in marked("length") if key in found]
-    longer = any(old and new and new > old for old, new in length)
+    no_identity = [f"{key}." for key, mark in marks.items() if mark is False]
+    rhythm = {key for key in found if any(f"{key}.".startswith(no) for no in no_identity)}
+    paths = {f"{config.task}.{key}" for key in _path_keys(config)}
+    moved = {key for key, (old, new) in found.items() if key in paths and _has_moved(old, new)}
+    lengths = {key for key in found if marks.get(key) == "length"}
+    longer = any(old and new and new > old for old, new in (found[key] for key in lengths))
     late = longer and _in_late_stage(folder)
-    same = rhythm | moved | {key for key in marked("length") if longer and not late}
+    same = rhythm | moved | (lengths if longer and not late else set())
     return Begun(
         [shown[key] for key in shown if key not in same],
         [shown[key] for key in shown if key in rhythm],
@@ -422,44 +375,37 @@ def begun_run(config: RunConfig) -> Begun | None:
     )
 
 
+def _has_moved(old: Any, new: Any) -> bool:
+    """Return whether two values are different paths, and the old ones are gone."""
+    if isinstance(old, list) and isinstance(new, list):
+        pairs = zip(old, new, strict=True)
+        return len(old) == len(new) and all(a == b or _has_moved(a, b) for a, b in pairs)
+    return isinstance(old, str) and isinstance(new, str) and not os.path.exists(old)
+
+
 def other_settings(config: RunConfig) -> str | None:
-    """Return how the run that was begun in the folder is another one; None if it is not."""
+    """Return the settings that make the run begun in the folder another one; None if none do."""
     found = begun_run(config)
     return None if found is None else found.difference
 
 
 def other_data(folder: Path, record: DataRecord) -> str | None:
-    """Return how data differ from those of the run that was begun in the folder.
-
-    None if they do not, if no run was begun there, or it has no record of its data.
-    """
-    noted = read_record(folder) if begun(folder) else None
-    return None if noted is None else changed_data(noted, record)
+    """Return how data differ from those recorded by the run that was begun in the folder, if so."""
+    recorded = read_record(folder) if begun(folder) else None
+    return None if recorded is None else changed_data(recorded, record)
 
 
-def is_finished(config: RunConfig, found: Begun | None = None) -> bool:
-    """Return whether the folder holds the result of just this run.
-
-    Args:
-        config: The run.
-        found: What :func:`begun_run` returned, if it was asked already.
-    """
-    found = found or begun_run(config)
-    # Of data at another place only their digests show whether the result is that of these.
-    if found is None or found.others or found.longer or found.moved:
-        return False
-    try:
-        read_result(Path(config.out))
-    except (OSError, ValueError):  # one that is damaged the run writes again
-        return False
-    return True
+def is_finished(config: RunConfig) -> bool:
+    """Return whether the folder holds the result of just this run."""
+    found = begun_run(config)
+    return found is not None and found.is_finished(Path(config.out))
 
 
 def check_folder(config: RunConfig, found: Begun | None) -> None:
     """Raise ``ValueError`` if a run may not have its folder; nothing is written or deleted.
 
-    That is so if it holds another run, and ``overwrite`` is not set, files that no run wrote would
-    be in the way, or the run is to read what is there.
+    The folder may hold another run, where ``overwrite`` is not set, files that no run wrote and
+    that are in the way, or data that the run reads.
     """
     folder = Path(config.out)
     ours = _written_by_a_run(folder)
@@ -475,12 +421,13 @@ def check_folder(config: RunConfig, found: Begun | None) -> None:
             f"{folder} holds {', '.join(foreign)} that no run here has written: "
             "choose another --out, or move that away"
         )
-    data = data_within(config, folder) if config.overwrite or not begun(folder) else None
-    if data is not None:
-        raise ValueError(
-            f"{folder} holds what the run is to read ({data}): choose another --out, where there "
-            "are no data"
-        )
+    if config.overwrite or not begun(folder):
+        for key, path in _paths(config):
+            if Path(path).resolve().is_relative_to(folder.resolve()):
+                raise ValueError(
+                    f"{folder} holds what the run is to read ({key}={path}): choose another --out, "
+                    "where there are no data"
+                )
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if there.is_dir() and not os.access(there, os.W_OK):
         raise ValueError(
@@ -518,7 +465,9 @@ def claim(config: RunConfig, record: DataRecord, found: Begun | None) -> None:
     with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
         text = yaml.safe_dump(settings_of(config), sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
-    write_record(folder, record)
+    with replacing(folder / NAME) as temporary:
+        facts = {"files": dict(record.files), "prepared": record.prepared}
+        temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
 
 def _delete(folder: Path, names: Iterable[str]) -> None:
@@ -540,17 +489,17 @@ def _delete(folder: Path, names: Iterable[str]) -> None:
 
 
 def _holds(path: Path) -> bool:
-    """Return whether there is a file, or a folder with anything in it but a lock."""
+    """Return whether there is a file, or a folder with anything in it except a lock."""
     if path.is_dir():
         return any(entry.name != ".lock" for entry in path.iterdir())
     return path.exists()
 
 
 def _written_by_a_run(folder: Path) -> set[str]:
-    """Name what in the folder is a run's: all or none, by what ``config.yaml`` says.
+    """Return the names in the folder that are a run's: all or none, by its ``config.yaml``.
 
-    That is a common name: one that lacks what every run writes into it belongs to somebody else.
-    One that cannot be read is taken for a run's where there is something else of a run.
+    That is a common name: one without the settings that every run has is another program's. One
+    that cannot be read is taken for a run's where there is a checkpoint or result of a run.
     """
     try:
         settings = read_yaml(folder / "config.yaml")
@@ -565,9 +514,9 @@ def _written_by_a_run(folder: Path) -> set[str]:
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Return the settings as ``config.yaml`` has them: whole paths, and lists for tuples.
+    """Return the settings as ``config.yaml`` has them: absolute paths, and lists for tuples.
 
-    The folder itself is not among them, so that it can be moved.
+    The folder itself is left out, so that it can be moved.
     """
     settings = with_whole_paths(config).settings()
     for key in ("out", "overwrite"):
@@ -576,10 +525,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _in_late_stage(folder: Path) -> bool:
-    """Return whether a run was interrupted while it gave up ranks for its target.
-
-    That is as its log has it, which may be behind by the few steps that make a line of it.
-    """
+    """Return whether a run was interrupted in the late stage of rank learning, by its log."""
     saved = max(Archive(folder / "checkpoints").steps(), default=0)
     lines = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
     stages = [line["stage"] for line in lines if line["step"] <= saved and "stage" in line]

@@ -1,7 +1,7 @@
-"""Runs of a sweep: processes of ``comera train``, here or on other machines, a few at a time.
+"""Runs of a sweep as processes of ``comera train``, here or on other machines.
 
 The settings of a run are in ``FOLDER.yaml`` beside its folder, its output is in ``log.txt`` there.
-SIGINT makes it save and stop; its exit status and its ``result.json`` say how it ended.
+SIGINT makes it save and stop; its exit status and its ``result.json`` tell how it ended.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 from uuid import uuid4
 
 import torch
@@ -35,7 +35,7 @@ from comera.recipes.folder import (
     settings_of,
 )
 from comera.recipes.run_config import RunConfig
-from comera.train.stop_signals import PARENT, on_stop_signals
+from comera.train.processes import PARENT, on_stop_signals
 
 LOG = "log.txt"
 
@@ -51,15 +51,7 @@ State = Literal["waiting", "running", "finished", "failed", "stopped"]
 
 @dataclass(eq=False)
 class Job:
-    """One run.
-
-    Attributes:
-        variant: Name of the variant that it trains.
-        seed: Seed of the run.
-        config: Settings of the run; ``out`` is its folder.
-        state: How far it is.
-        reason: Why it failed.
-    """
+    """One run of a sweep; ``reason`` tells why it failed."""
 
     variant: str
     seed: int
@@ -77,7 +69,7 @@ class Job:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps; of a run whose data tell them, once a line of its log does."""
+        """Optimizer steps; None if data determine them and no line of the log shows them yet."""
         if self.config.train.steps is not None:
             return self.config.train.steps
         found = re.search(r"^\w+ \d+/(\d+): ", last_session(self.folder) or "", re.MULTILINE)
@@ -85,85 +77,63 @@ class Job:
 
 
 def last_session(folder: Path) -> str | None:
-    """Return what a run of a sweep has printed since it was last started; None if it never was."""
+    """Return the output of a run of a sweep since its last start; None if it never started."""
     path = folder / LOG
     log = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return log.rpartition(_STARTED)[2] if _STARTED in log else None
 
 
 def why_failed(printed: str) -> str | None:
-    """Return the last error in what a run has printed; None if there is none."""
+    """Return the last error in the output of a run, if any."""
     errors = _ERROR.findall(printed)
     return (errors[-1][0] or errors[-1][1]) if errors else None
 
 
 def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
-    """Mark the jobs that are finished already, and check that the others can begin.
+    """Mark the jobs that are finished, and check that the others can begin.
 
-    Finished runs must have seen the data which those that are still to be trained will see. Data
-    that no run waits for are not read.
-
-    Args:
-        jobs: All of them.
-        overwrite: Begin those runs anew whose folders hold other settings, or that were begun with
-            other data.
+    Finished runs must have seen the data that those still to be trained will see. Data that no
+    run waits for are not read. With ``overwrite`` a run with other settings or data begins anew.
 
     Raises:
         ValueError: If a folder holds such a run and may not be overwritten.
-        FileNotFoundError: If the data of a run that was begun are not there.
+        FileNotFoundError: If the data of a run that was begun are missing.
     """
+
+    def begin_anew(job: Job, what: str) -> None:
+        if not overwrite:
+            raise ValueError(
+                f"{job.folder} holds a run {what} another out, or start such runs again with "
+                "--overwrite=true"
+            )
+        job.state, job.config = "waiting", dataclasses.replace(job.config, overwrite=True)
+
     for job in jobs:
         if is_finished(job.config):
             job.state = "finished"
         elif (difference := other_settings(job.config)) is not None:
-            _begin_anew(job, f"with other settings ({difference}); choose", overwrite)
+            begin_anew(job, f"with other settings ({difference}); choose")
     needed = [job.config.data for job in jobs if job.state == "waiting"]
     for job in jobs:
         if job.config.overwrite or job.config.data not in needed or read_record(job.folder) is None:
             continue
         found = DataRecord(job.config.data.digests())
         if (difference := other_data(job.folder, found)) is not None:
-            what = f"that was begun with other data ({difference}); restore them, choose"
-            _begin_anew(job, what, overwrite)
+            begin_anew(job, f"that was begun with other data ({difference}); restore them, choose")
 
 
-def _begin_anew(job: Job, what: str, overwrite: bool) -> None:
-    if not overwrite:
-        raise ValueError(
-            f"{job.folder} holds a run {what} another out, or start such runs again with "
-            "--overwrite=true"
-        )
-    job.state, job.config = "waiting", dataclasses.replace(job.config, overwrite=True)
+class Started(NamedTuple):
+    """A run that was started or queued."""
+
+    poll: Callable[[], int | str | None]  # exit status, or error of its cluster; None until it ends
+    stop: Callable[[], object]  # makes it save and stop; called again, stops it at once
 
 
-# ── where runs are started ───────────────────────────────────────────────────────────────────────
+class Launcher(NamedTuple):
+    """A place where runs are started."""
 
-
-@dataclass
-class Started:
-    """A run that was started, or put into a queue.
-
-    Attributes:
-        poll: Returns its exit status, or why a cluster ended it; None until it has ended.
-        stop: Makes it save and stop; called again, stops it at once.
-    """
-
-    poll: Callable[[], int | str | None]
-    stop: Callable[[], object]
-
-
-@dataclass
-class Launcher:
-    """A place where runs are started.
-
-    Attributes:
-        start: Starts the run of a folder by the settings beside it; the flag has it begin anew.
-        at_once: Runs at a time; None leaves that to a queue.
-        close: Closes what was opened.
-    """
-
-    start: Callable[[str, bool], Started]
-    at_once: int | None
+    start: Callable[[str, bool], Started]  # takes the folder of a run, and whether it begins anew
+    at_once: int | None  # number of runs at a time; None leaves it to a queue
     close: Callable[[], object] = lambda: None
 
 
@@ -174,27 +144,28 @@ def make_launcher(
     at_once: int | None,
     console: Console,
 ) -> Launcher:
-    """Make a launcher by its name; other machines see the folder of the sweep by the same name.
+    """Make a launcher of runs below the folder ``out``, which other machines see by the same name.
 
-    Args:
-        name: ``local``, ``submitit`` or ``ray``.
-        settings: Settings of launchers by name, as the sweep's file has them.
-        out: Folder of the sweep.
-        at_once: Runs at a time; None for one here, and as many as a queue takes elsewhere.
-        console: Receives a line about the cluster that is used.
+    ``settings`` are those of all launchers, as in the sweep's file.
 
     Raises:
-        ValueError: If there is no launcher of that name, or it has no such settings.
+        ValueError: If there is no such launcher, or it has no such settings.
         MissingPackageError: If its package is not installed.
     """
     if name == "local":
-        return _local(at_once or 1)
+        # Runs share the threads that torch would use.
+        threads = max(1, torch.get_num_threads() // (at_once or 1))
+
+        def start(folder: str, overwrite: bool) -> Started:
+            process = start_run(folder, overwrite, threads=threads)
+            return Started(process.poll, lambda: process.send_signal(signal.SIGINT))
+
+        return Launcher(start, at_once or 1)
     if name == "submitit":
         return _submitit(settings.get(name, {}), out, at_once, console)
     if name == "ray":
         return _ray(settings.get(name, {}), at_once)
-    known = get_args(LauncherName)
-    raise ValueError(f"launcher={name} is no launcher{did_you_mean(name, known)}")
+    raise ValueError(f"launcher={name} is no launcher{did_you_mean(name, get_args(LauncherName))}")
 
 
 def start_run(
@@ -202,11 +173,8 @@ def start_run(
 ) -> "subprocess.Popen[bytes]":
     """Start ``comera train`` by the settings beside a folder, as a child that ends with its parent.
 
-    Args:
-        folder: Folder of the run.
-        overwrite: Begin it anew.
-        cwd: The folder that relative paths are meant from.
-        threads: Threads of torch, unless the settings say how many; None leaves that to torch.
+    Relative paths are meant from ``cwd``. ``threads`` of torch hold unless the settings say how
+    many; None leaves that to torch.
     """
     words = [f"{folder}.yaml", *["--overwrite=true"] * overwrite]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), PARENT: str(os.getpid())}
@@ -236,26 +204,12 @@ def start_run(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _local(at_once: int) -> Launcher:
-    """Start runs as processes of this machine, which share the threads that torch would use."""
-    threads = max(1, torch.get_num_threads() // at_once)
-
-    def start(folder: str, overwrite: bool) -> Started:
-        process = start_run(folder, overwrite, threads=threads)
-        return Started(process.poll, lambda: process.send_signal(signal.SIGINT))
-
-    return Launcher(start, at_once)
-
-
 @dataclass
 class Remote:
     """A run for submitit or Ray to call, in a process that they have started on some machine.
 
-    Args:
-        folder: Folder of the run.
-        overwrite: Begin it anew.
-        cwd: The folder that relative paths are meant from.
-        permit: The run stops when this file is gone; empty for none.
+    Relative paths are meant from ``cwd``. The run stops when the file ``permit`` is gone, if it
+    has one.
     """
 
     folder: str
@@ -265,7 +219,7 @@ class Remote:
     _process: Any = field(default=None, init=False, repr=False)
 
     def __call__(self) -> int:
-        """Train it; returns the exit status of ``comera train``."""
+        """Train it, and return the exit status of ``comera train``."""
         if self._is_revoked():
             return INTERRUPTED
         self._process = start_run(self.folder, self.overwrite, self.cwd)
@@ -287,7 +241,7 @@ class Remote:
         return status
 
     def checkpoint(self) -> Any:
-        """Save and stop: submitit calls this where time is up, and what it gets is queued again."""
+        """Save and stop; submitit calls this when time is up, and queues the result."""
         from submitit.helpers import DelayedSubmission
 
         self._stop()
@@ -305,10 +259,10 @@ class Remote:
 def _submitit(
     settings: Mapping[str, Any], out: Path, at_once: int | None, console: Console
 ) -> Launcher:
-    """Hand runs to Slurm through submitit; where there is no Slurm, to processes started by it.
+    """Start runs through Slurm; without Slurm as processes of submitit.
 
-    A run whose time is up saves and goes back into the queue. The settings are those that
-    ``submitit.AutoExecutor.update_parameters`` takes, and ``cluster``: ``slurm`` or ``local``.
+    A run whose time is up saves and goes back into the queue. The settings are those of
+    ``submitit.AutoExecutor.update_parameters``, and ``cluster``: ``slurm`` or ``local``.
     """
     with needed_by("--launcher=submitit"):
         from submitit import AutoExecutor
@@ -353,10 +307,10 @@ def _submitit(
 
 
 def _ray(settings: Mapping[str, Any], at_once: int | None) -> Launcher:
-    """Hand runs to the machines of a Ray cluster, or to a Ray of this machine.
+    """Start runs on the machines of a Ray cluster, or by a Ray of this machine.
 
-    The settings are the ``address`` of a cluster, ``auto`` for the one that this machine is part
-    of; and those that a task takes, such as ``num_cpus`` and ``num_gpus``.
+    The settings are the ``address`` of a cluster (``auto``: that of this machine), and those of a
+    task, such as ``num_cpus`` and ``num_gpus``.
     """
     with needed_by("--launcher=ray"):
         import ray
@@ -389,29 +343,22 @@ def _ray(settings: Mapping[str, Any], at_once: int | None) -> Launcher:
     return Launcher(start, at_once, ray.shutdown)
 
 
-# ── running them ─────────────────────────────────────────────────────────────────────────────────
-
-
 def run_jobs(
     jobs: list[Job],
     launcher: Launcher,
     watch: Callable[[], None] = lambda: None,
     more: Callable[[], Sequence[Job]] = lambda: (),
 ) -> bool:
-    """Run all jobs that wait, in their order.
+    """Run all jobs that wait, in their order; returns False after a signal.
 
-    A job that fails does not stop the others. Ctrl-C, SIGTERM or a terminal that is closed is
-    handed on to every running job, which saves and stops; a second one stops them at once.
+    A job that fails does not stop the others. Ctrl-C, SIGTERM or a closed terminal is passed on to
+    every running job, which saves and stops; a second signal stops them at once.
 
     Args:
-        jobs: The jobs as :func:`resolve` left them; their states are kept up to date.
+        jobs: The jobs as :func:`resolve` left them; their states are updated.
         launcher: Where they run.
-        watch: Called when states have changed, and several times a second.
-        more: Called when there is room for a job and none waits; returns jobs that are added to
-            the list, or nothing if there are none now.
-
-    Returns:
-        Whether all jobs were run; False after a signal.
+        watch: Called several times a second, after states have changed.
+        more: Called when there is room for a job and none waits; returns jobs to append, if any.
     """
     running: dict[Job, Started] = {}
     signals: list[int] = []
@@ -449,11 +396,10 @@ def run_jobs(
 
 def write_settings(config: RunConfig) -> None:
     """Write the settings of a run beside its folder, for ``comera train``."""
-    settings = {"out": config.out, **settings_of(config)}
     path = Path(f"{config.out}.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump({"out": config.out, **settings_of(config)}, sort_keys=False)
     with replacing(path) as temporary:
-        text = yaml.safe_dump(settings, sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
 
 

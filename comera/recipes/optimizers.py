@@ -5,9 +5,8 @@ with ``name``, ``default_lr``, ``make`` and a line under Args for each field, li
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -19,6 +18,7 @@ from comera.optim.came import CAME
 from comera.optim.galore import GaLore, GaLoreAdamW8bit
 from comera.optim.groups import galore_param_groups, param_groups
 from comera.optim.muon import MuonAdamW
+from comera.recipes.parse import check_least
 
 Groups = list[dict[str, Any]]
 
@@ -30,21 +30,20 @@ _ADAFACTOR_EPS = (1e-15, 1e-3)
 class OptimizerConfig:
     """The optimizer and its schedule. ``optimizer: came`` is short for its name alone.
 
-    What is null is the chosen optimizer's default; a key that it does not take is refused.
+    Null is the default of the chosen optimizer; a key that it does not take is refused.
 
     Args:
         name: adamw, muon, adamw8bit, adafactor, sgd, came, came8bit, galore_adamw,
-            galore_adamw8bit or galore_adafactor. The names with adamw8bit need torchao. muon is
-            ``comera.MuonAdamW``, muon for the cores and adamw for everything else. By default
-            muon in a run with a section ``tensorize`` (``docs/experiments.md``), else adamw.
-        lr: Peak learning rate; by default 5e-4 for adamw, 7e-4 for muon, 5e-4 for came, 1e-2 for
+            galore_adamw8bit or galore_adafactor. The names with adamw8bit need torchao; muon is
+            ``comera.MuonAdamW``. By default muon in a run with a section ``tensorize``
+            (``docs/experiments.md``), else adamw.
+        lr: Peak learning rate; by default 5e-4 for adamw and came, 7e-4 for muon, 1e-2 for
             adafactor, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by
             ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
         core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
         scale_rates: contracted multiplies the rate of each linear layer's cores by a factor from
-            its shape, so that one rate suits widths, orders and ranks alike; see
-            ``comera.param_groups``. By default all cores have one rate.
+            its shape, see ``comera.param_groups``. By default all cores have one rate.
         gate_lr: Constant rate of the rank gates; by default 2e-3, or what lets a gate fall from
             one to zero in four fifths of the late stage, if that is more.
         weight_decay: Decay of dense matrices only.
@@ -54,8 +53,6 @@ class OptimizerConfig:
         schedule: How the rate falls afterwards, to zero.
     """
 
-    make: ClassVar[Callable[..., Optimizer]]
-    """Makes the optimizer of groups and of the settings that its dataclass adds to these."""
     default_lr: ClassVar[float]
 
     name: str | None = None
@@ -73,8 +70,7 @@ class OptimizerConfig:
     def choose(
         given: Mapping[str, Any], run: Mapping[str, Any]
     ) -> tuple[type["OptimizerConfig"], dict[str, Any]]:
-        """Return the optimizer section that was given, without nulls of keys that only this
-        optimizer has.
+        """Return the dataclass of a section, and its settings without nulls of other optimizers.
 
         Args:
             given: The section as it was given.
@@ -108,21 +104,17 @@ class OptimizerConfig:
 
     def check(self) -> None:
         """Raise ``ValueError`` for a value that is out of range."""
-        for key in ("lr", "dense_lr", "core_lr", "gate_lr", "weight_decay"):
-            value = getattr(self, key)
-            if value is not None and not value >= 0:
-                raise ValueError(f"optimizer.{key}={value} must be at least 0")
+        check_least(self, "optimizer.", lr=0, dense_lr=0, core_lr=0, gate_lr=0, weight_decay=0)
         if not 0 <= self.warmup_share <= 1:
             raise ValueError(
                 f"optimizer.warmup_share={self.warmup_share} must be a share of steps, in [0, 1]"
             )
+        betas = getattr(self, "betas", ())
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"optimizer.betas={betas} must be decay rates in [0, 1)")
 
     def filled_in(self, width: int) -> Self:
-        """Return the settings with the optimizer's own name and rate where they were left open.
-
-        Args:
-            width: Width of the model, for the rank of GaLore.
-        """
+        """Return the settings with defaults for name, rate and, from the model's width, rank."""
         lr = self.default_lr if self.lr is None else self.lr
         return dataclasses.replace(self, name=type(self).name, lr=lr)
 
@@ -134,9 +126,7 @@ class OptimizerConfig:
         return AdamWConfig(**{key: getattr(twin, key) for key in keys_of(AdamWConfig)})
 
     def build(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer of a model, which may be on the device ``meta``.
-
-        Call it on what :meth:`filled_in` returns.
+        """Return the optimizer of a model, by settings that are filled in.
 
         Raises:
             ValueError: If a setting is out of range, GaLore finds nothing to project, or a package
@@ -144,7 +134,7 @@ class OptimizerConfig:
         """
         self.check()
         try:
-            return self._optimizer(self._groups(model))
+            return self.make(self._groups(model))
         except ImportError:
             raise ValueError(
                 f"optimizer.name={self.name} needs torchao, which is not installed: "
@@ -155,46 +145,16 @@ class OptimizerConfig:
             named = f"optimizer.{problem}" if equals and key in keys_of(type(self)) else None
             raise ValueError(named or f"optimizer.name={self.name}: {problem}") from None
 
+    def make(self, groups: Groups) -> Optimizer:
+        """Return the optimizer of parameter groups."""
+        raise NotImplementedError
+
     def _groups(self, model: nn.Module) -> Groups:
         return param_groups(model, **self._rates())
 
     def _rates(self) -> dict[str, Any]:
         keys = ("lr", "gate_lr", "core_lr", "scale_rates", "weight_decay")
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
-
-    def _optimizer(self, groups: Groups) -> Optimizer:
-        own = {key: value for key, value in vars(self).items() if key not in keys_of(GaLoreConfig)}
-        return self.make(groups, **own)
-
-
-def _adamw(groups: Groups, **settings: Any) -> Optimizer:
-    return torch.optim.AdamW(groups, fused=_can_fuse(groups), **settings)
-
-
-def _adamw8bit(groups: Groups, **settings: Any) -> Optimizer:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(groups, **settings)
-
-
-def _muon(groups: Groups, **settings: Any) -> Optimizer:
-    return MuonAdamW(groups, fused=_can_fuse(groups), **settings)
-
-
-def _adafactor(groups: Groups) -> Optimizer:
-    return torch.optim.Adafactor(groups, eps=_ADAFACTOR_EPS)
-
-
-def _came(groups: Groups, **settings: Any) -> Optimizer:
-    return CAME(groups, bias_correction=True, **settings)
-
-
-def _galore_adamw(groups: Groups, **settings: Any) -> Optimizer:
-    return GaLore(groups, torch.optim.AdamW, fused=_can_fuse(groups), **settings)
-
-
-def _galore_adafactor(groups: Groups) -> Optimizer:
-    return GaLore(groups, torch.optim.Adafactor, eps=_ADAFACTOR_EPS)
 
 
 def _can_fuse(groups: Groups) -> bool:
@@ -207,21 +167,14 @@ class AdamWConfig(OptimizerConfig):
 
     Args:
         betas: Decay rates of the moments.
-        eps: Added to the root of the second moment.
     """
 
     default_lr = 5e-4
-    make: ClassVar[Callable[..., Optimizer]] = staticmethod(_adamw)
     name: str | None = "adamw"
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
 
-    def check(self) -> None:
-        """Raise ``ValueError`` for a value that is out of range."""
-        super().check()
-        _check_betas(self.betas)
-        if not self.eps >= 0:
-            raise ValueError(f"optimizer.eps={self.eps} must be at least 0")
+    def make(self, groups: Groups) -> Optimizer:
+        return torch.optim.AdamW(groups, betas=self.betas, fused=_can_fuse(groups))
 
 
 @dataclass(kw_only=True)
@@ -229,16 +182,16 @@ class MuonConfig(AdamWConfig):
     """``comera.MuonAdamW``.
 
     Args:
-        momentum: Momentum of the orthogonalised steps.
-        target_modules: Dense layers to step by muon as cores are, a regular expression or names;
-            by default none.
+        target_modules: Dense layers to step by muon as cores are, or to project by GaLore, a
+            regular expression or names; by default none, or all.
     """
 
     default_lr = 7e-4
-    make = staticmethod(_muon)
     name: str | None = "muon"
-    momentum: float = 0.95
     target_modules: str | list[str] | None = None
+
+    def make(self, groups: Groups) -> Optimizer:
+        return MuonAdamW(groups, betas=self.betas, fused=_can_fuse(groups))
 
     def _groups(self, model: nn.Module) -> Groups:
         try:
@@ -253,8 +206,12 @@ class MuonConfig(AdamWConfig):
 class AdamW8bitConfig(AdamWConfig):
     """torchao's AdamW with moments in eight bits."""
 
-    make = staticmethod(_adamw8bit)
     name: str | None = "adamw8bit"
+
+    def make(self, groups: Groups) -> Optimizer:
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(groups, betas=self.betas)
 
 
 @dataclass(kw_only=True)
@@ -262,22 +219,21 @@ class AdafactorConfig(OptimizerConfig):
     """torch's Adafactor."""
 
     default_lr = 1e-2
-    make = staticmethod(_adafactor)
     name: str | None = "adafactor"
+
+    def make(self, groups: Groups) -> Optimizer:
+        return torch.optim.Adafactor(groups, eps=_ADAFACTOR_EPS)
 
 
 @dataclass(kw_only=True)
 class SGDConfig(OptimizerConfig):
-    """torch's SGD.
-
-    Args:
-        momentum: Momentum of the steps.
-    """
+    """torch's SGD with momentum 0.9."""
 
     default_lr = 0.1
-    make = staticmethod(torch.optim.SGD)
     name: str | None = "sgd"
-    momentum: float = 0.9
+
+    def make(self, groups: Groups) -> Optimizer:
+        return torch.optim.SGD(groups, momentum=0.9)
 
 
 @dataclass(kw_only=True)
@@ -290,7 +246,6 @@ class CAMEConfig(OptimizerConfig):
     """
 
     default_lr = 5e-4
-    make = staticmethod(_came)
     name: str | None = "came"
     betas: tuple[float, float] | tuple[float, float, float] = (0.9, 0.999, 0.9999)
 
@@ -298,18 +253,22 @@ class CAMEConfig(OptimizerConfig):
         if len(self.betas) == 2:
             self.betas = (*self.betas, 0.9999)
 
-    def check(self) -> None:
-        """Raise ``ValueError`` for a value that is out of range."""
-        super().check()
-        _check_betas(self.betas)
+    def make(self, groups: Groups) -> Optimizer:
+        return self._came(groups)
+
+    def _came(self, groups: Groups, **state: Any) -> Optimizer:
+        betas: Any = self.betas
+        return CAME(groups, betas=betas, bias_correction=True, **state)
 
 
 @dataclass(kw_only=True)
 class CAME8bitConfig(CAMEConfig):
     """``comera.CAME`` with its state in eight bits."""
 
-    make = staticmethod(partial(_came, state_dtype="8bit"))
     name: str | None = "came8bit"
+
+    def make(self, groups: Groups) -> Optimizer:
+        return self._came(groups, state_dtype="8bit")
 
 
 @dataclass(kw_only=True)
@@ -317,10 +276,10 @@ class GaLoreConfig(OptimizerConfig):
     """The projection of ``comera.GaLore``, which the optimizers below share.
 
     Args:
-        rank: Rank of the subspaces; by default a quarter of ``model.d_model``, about what its
-            authors take.
-        update_proj_gap: Steps between two subspaces.
-        scale: Factor of every projected step.
+        rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, about as
+            its authors take.
+        update_proj_gap: Steps between two subspaces of GaLore.
+        scale: Factor of every projected step of GaLore.
         target_modules: Dense layers to project, a regular expression or names; by default all.
     """
 
@@ -330,7 +289,6 @@ class GaLoreConfig(OptimizerConfig):
     target_modules: str | list[str] = "all-linear"
 
     def filled_in(self, width: int) -> Self:
-        """Return the settings with the optimizer's name, rate and rank where they were open."""
         rank = max(1, width // 4) if self.rank is None else self.rank
         return dataclasses.replace(super().filled_in(width), rank=rank)
 
@@ -351,8 +309,10 @@ class GaLoreAdamWConfig(GaLoreConfig, AdamWConfig):
     """``comera.GaLore`` around AdamW."""
 
     default_lr = 2e-3
-    make = staticmethod(_galore_adamw)
     name: str | None = "galore_adamw"
+
+    def make(self, groups: Groups) -> Optimizer:
+        return GaLore(groups, torch.optim.AdamW, betas=self.betas, fused=_can_fuse(groups))
 
 
 @dataclass(kw_only=True)
@@ -360,17 +320,21 @@ class GaLoreAdamW8bitConfig(GaLoreConfig, AdamWConfig):
     """``comera.GaLoreAdamW8bit``."""
 
     default_lr = 2e-3
-    make = staticmethod(GaLoreAdamW8bit)
     name: str | None = "galore_adamw8bit"
+
+    def make(self, groups: Groups) -> Optimizer:
+        return GaLoreAdamW8bit(groups, betas=self.betas)
 
 
 @dataclass(kw_only=True)
-class GaLoreAdafactorConfig(GaLoreConfig, AdafactorConfig):
+class GaLoreAdafactorConfig(GaLoreConfig):
     """``comera.GaLoreAdafactor``."""
 
     default_lr = 1e-2
-    make = staticmethod(_galore_adafactor)
     name: str | None = "galore_adafactor"
+
+    def make(self, groups: Groups) -> Optimizer:
+        return GaLore(groups, torch.optim.Adafactor, eps=_ADAFACTOR_EPS)
 
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
@@ -396,8 +360,3 @@ def keys_of(kind: type[OptimizerConfig]) -> set[str]:
 def gate_rate(late_steps: int) -> float:
     """Return ``gate_lr`` where none is given: under Adam the most that a gate falls in a step."""
     return max(2e-3, 1.25 / late_steps) if late_steps else 2e-3
-
-
-def _check_betas(betas: tuple[float, ...]) -> None:
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"optimizer.betas={betas} must be decay rates in [0, 1)")

@@ -1,7 +1,4 @@
-"""``comera reproduce NAME``: the experiments of the papers, in pieces, collected on one page.
-
-A dry run does two steps of each variant at its true shapes on drawn data.
-"""
+"""``comera reproduce NAME``: the experiments of the papers, collected on one page."""
 
 import contextlib
 import dataclasses
@@ -22,9 +19,8 @@ from comera.params import model_size
 from comera.planning.machine import processor_name
 from comera.planning.printing import show_bytes
 from comera.recipes import parse
-from comera.recipes.folder import DataRecord
 from comera.recipes.parse import read_yaml
-from comera.recipes.report.comparison import comparison_cells, read_comparison
+from comera.recipes.report.sweep_report import comparison_cells, read_comparison
 from comera.recipes.run import (
     build_step,
     make_model,
@@ -35,8 +31,7 @@ from comera.recipes.run import (
 from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, unskipped
-from comera.recipes.tasks.task import Batch, Task
-from comera.recipes.tasks.task_kinds import kind_of, planned_dense_model
+from comera.recipes.tasks.task import Batch, task_of
 
 Scale = Literal["small", "paper"]
 
@@ -45,8 +40,7 @@ _FACTS = "machine.txt"
 _ROWS, _STEPS = 2, 2
 _STEPPED_UP_TO = 1 << 29
 """Bytes of weights, gradients and optimizer state up to which a dry run does steps."""
-_WHERE_DATA_TELL = 1000
-"""Steps of a run that is as long as its data: schedules and stages need a number."""
+_WHERE_DATA_TELL = 1000  # steps of a run that is as long as its data, for schedules and stages
 
 
 def experiments() -> dict[str, dict[str, Path]]:
@@ -59,11 +53,7 @@ def experiments() -> dict[str, dict[str, Path]]:
 
 
 def file_of(name: str, scale: Scale) -> Path:
-    """Return the sweep file of an experiment.
-
-    Raises:
-        ValueError: If there is none of that name or scale.
-    """
+    """Return the sweep file of an experiment; raises ``ValueError`` for one that is unknown."""
     known = experiments()
     if name not in known:
         raise ValueError(
@@ -134,23 +124,11 @@ def reproduce(
     return status
 
 
-# ── the page ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def write_reproduction(out: Path) -> Path:
-    """Collect what is finished of all experiments in ``REPRODUCTION.md``, the papers' beside it.
-
-    Args:
-        out: Folder of all experiments.
-
-    Returns:
-        The path of the page.
-    """
+    """Collect the results below ``out`` in its ``REPRODUCTION.md``, beside those of the papers."""
     parts = ["# Reproduction", "What the papers report, and what came out here."]
     for name, scales in experiments().items():
-        for scale in get_args(Scale):
-            if scale in scales:
-                parts.append(_section(name, scale, scales[scale], out))
+        parts += [_section(name, s, scales[s], out) for s in get_args(Scale) if s in scales]
     out.mkdir(parents=True, exist_ok=True)
     path = out / "REPRODUCTION.md"
     with replacing(path) as temporary:
@@ -186,7 +164,7 @@ def _section(name: str, scale: str, path: Path, out: Path) -> str:
 
 
 def write_facts(folder: Path, changes: Mapping[str, Any]) -> None:
-    """Write where, when and by which settings the last results in a folder came out."""
+    """Write date, machine, versions and changed settings of the results in a folder."""
     cuda = torch.cuda.is_available()
     machine = torch.cuda.get_device_name() if cuda else processor_name() or platform.machine()
     root, commit = Path(__file__).parents[2], ""
@@ -203,9 +181,6 @@ def write_facts(folder: Path, changes: Mapping[str, Any]) -> None:
         temporary.write_text(facts, encoding="utf-8")
 
 
-# ── dry runs ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def try_out(
     name: str,
     scale: Scale,
@@ -213,23 +188,12 @@ def try_out(
     most: int = _STEPPED_UP_TO,
     skip: Sequence[str] = (),
 ) -> list[str]:
-    """Train every variant for two steps on drawn data; see :func:`dry_run`.
+    """Train every variant for two steps, see :func:`dry_run`; returns a line for each.
 
-    Args:
-        name: Name of the experiment.
-        scale: Which of its sizes.
-        changes: Settings that every run gets.
-        most: Memory in bytes up to which steps are done.
-        skip: Variants, or runs as ``VARIANT/seed-K``, that are left out.
-
-    Returns:
-        A line for each variant.
-
-    Raises:
-        ValueError: If a variant's settings do not go together; names it.
+    ``changes`` and ``skip`` are those of :func:`comera.recipes.sweep.run_sweep`.
     """
     lines = []
-    sweep = read_sweep(file_of(name, scale), changes or {})
+    sweep = read_sweep(file_of(name, scale), changes)
     for variant in dict.fromkeys(job.variant for job in unskipped(make_jobs(sweep), skip)):
         try:
             lines.append(f"{variant}: {dry_run(sweep.variants[variant], most)}")
@@ -239,20 +203,11 @@ def try_out(
 
 
 def dry_run(config: RunConfig, most_bytes: int) -> str:
-    """Train a run for two steps of two rows each, with its model, optimizer and rank learning.
+    """Train a run for two steps of two drawn rows each, with its optimizer and rank learning.
 
-    Nothing is read or written. Numbers of a step are drawn, so losses mean nothing. Where the run
-    needs more memory, forward and backward go through the shapes alone.
-
-    Args:
-        config: The run.
-        most_bytes: Memory of weights, gradients and optimizer state up to which steps are done.
-
-    Returns:
-        Its parameters, its memory and what was done, in a sentence.
-
-    Raises:
-        ValueError: If the settings do not go together.
+    Nothing is read or written, and losses mean nothing. Above ``most_bytes`` of weights, gradients
+    and optimizer state, forward and backward go through the shapes alone. Returns a sentence on
+    parameters, memory and steps; raises ``ValueError`` for settings that do not go together.
     """
     needed = planned_memory(dataclasses.replace(config, twin=False))[0].total.total
     steps = config.train.steps or _WHERE_DATA_TELL
@@ -260,18 +215,19 @@ def dry_run(config: RunConfig, most_bytes: int) -> str:
         config.train, steps=steps, epochs=None, batch_size=_ROWS, accumulate=1, compile=False
     )
     small = dataclasses.replace(config, train=train, device="cpu", twin=False)
-    kind = kind_of(small)
+    task = task_of(small)
+    task.sizes, task.steps = task.planned_sizes(), steps
 
     def batch(step: int) -> Batch:
         torch.manual_seed(step)
-        return kind.drawn_batch(_ROWS, kind.planned_sizes())
+        return task.drawn_batch(_ROWS, task.sizes)
 
     with without_remarks():
         if needed > most_bytes:
             model = planned_model(small)
             with torch.device("meta"):
                 data = batch(0)
-            kind.loss(model, data).backward()
+            task.loss(model, data).backward()
             missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
             if missing:
                 raise ValueError(f"{missing[0]} gets no gradient")
@@ -281,16 +237,6 @@ def dry_run(config: RunConfig, most_bytes: int) -> str:
                 "forward and backward fit by their shapes"
             )
         else:
-            task = Task(
-                make_model=lambda: planned_dense_model(small),
-                get_batch=batch,
-                loss_fn=kind.loss,
-                evaluate=lambda model: {},
-                steps=steps,
-                record=DataRecord({}, ""),
-                per_step=(_ROWS, "rows"),
-                lean=kind.lean,
-            )
             torch.manual_seed(config.seed)
             model = make_model(small, task, torch.device("cpu"))
             params, step = model_size(model).params, build_step(model, small, task)

@@ -6,17 +6,16 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from comera.checkpoint.archive import Archive
-from comera.data.click_files import CATEGORIES
-from comera.files import replacing
 from comera.nn.convert import tensorize_
 from comera.nn.init import init_keys_as_queries_
 from comera.nn.module import tensor_trains
@@ -31,7 +30,6 @@ from comera.recipes.folder import (
     check_data,
     check_folder,
     claim,
-    is_finished,
     lock,
     missing_data,
     outcome_table,
@@ -40,15 +38,14 @@ from comera.recipes.folder import (
     write_result,
 )
 from comera.recipes.optimizers import OptimizerConfig
-from comera.recipes.run_config import RankConfig, RunConfig, check_processes
-from comera.recipes.tasks.task import Task
-from comera.recipes.tasks.task_kinds import kind_of, planned_dense_model, prepare_task
+from comera.recipes.run_config import RunConfig, check_processes
+from comera.recipes.tasks.task import Task, prepare_task, task_of
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
 from comera.report.model_plan import ModelPlan
 from comera.report.model_plan import plan as plan_model
 from comera.saved.model_folder import save_state
-from comera.train.loop import LoopResult, evaluated, train
+from comera.train.loop import evaluated, train
 from comera.train.processes import Processes
 from comera.train.sharded import shard_dense_, whole_state
 from comera.train.step import TrainStep
@@ -62,20 +59,20 @@ def run(
     quiet: bool = False,
     processes: Processes | None = None,
 ) -> list[Outcome]:
-    """Train what a configuration describes, resuming what is unfinished in its folder.
+    """Train the models of a run, resuming what is unfinished in its folder.
 
     Of a finished run the figures are read again; its data need not be there any more.
 
     Args:
         config: The whole run.
-        console: The console that the tables go to.
+        console: The console of the tables.
         quiet: Whether to show no progress bars.
         processes: Those that train the models together, all of which call this; None for this one
             alone. Only the first one writes.
 
     Returns:
         The compressed model (or the dense one, without a ``tensorize`` section), then its twin.
-        Empty if the run was interrupted; the same call goes on from there.
+        Empty if the run was interrupted; the same call resumes it.
 
     Raises:
         ValueError: If the folder holds a run with other settings or of other data, or settings
@@ -91,18 +88,16 @@ def run(
     console = console or Console()
     folder = Path(config.out)
     found = processes.from_first(lambda: begun_run(config))
-    outcomes = processes.from_first(lambda: _shown_if_finished(config, found, console))
+    outcomes = processes.from_first(lambda: _finished(config, found, console))
     if outcomes is not None:
         return outcomes
     device = find_device(config.device, processes)
-    processes.from_first(lambda: _check_settings(config, found, processes.count))
-    console.print(
-        f"run folder {folder}, device {device}{_count(processes)}: preparing data",
-        soft_wrap=True, markup=False,
-    )  # fmt: skip
-    digests = processes.in_turn(lambda: config.data.digests())
+    processes.from_first(lambda: _check_settings(config, found))
+    together = f", {processes.count} processes" if processes.count > 1 else ""
+    _print(console, f"run folder {folder}, device {device}{together}: preparing data")
+    digests = processes.in_turn(config.data.digests)
     # Before anything is made of the data, and before anything is written.
-    processes.from_first(lambda: _check_content(config, DataRecord(digests), processes.count))
+    processes.from_first(lambda: _check_content(config, DataRecord(digests)))
     with contextlib.ExitStack() as held:
         processes.from_first(lambda: held.enter_context(lock(folder)))
         task = processes.in_turn(lambda: prepare_task(config, device, digests, processes))
@@ -112,36 +107,44 @@ def run(
         processes.from_first(lambda: _begin(config, task.record, console))
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
-        return _train_all(config, task, device, console, quiet, processes)
+        trained: list[Outcome] = []
+        for place, (name, settings) in zip(_places(config), _jobs(config), strict=True):
+            outcome = _train_one(
+                name, folder / place, settings, task, console, quiet, trained, processes
+            )
+            if outcome is None:
+                _print(console, f"interrupted; the same command resumes the run in {folder}")
+                return []
+            trained.append(outcome)
+        console.print(outcome_table(trained))
+        return trained
 
 
-def _count(processes: Processes) -> str:
-    return f", {processes.count} processes" if processes.count > 1 else ""
+def _print(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False)
 
 
-def _shown_if_finished(
-    config: RunConfig, found: Begun | None, console: Console
-) -> list[Outcome] | None:
+def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[Outcome] | None:
     """Print and return the outcomes of a run that is finished; None of one that is not."""
-    if config.overwrite or not is_finished(config, found):
-        return None
     folder = Path(config.out)
+    if config.overwrite or found is None or not found.is_finished(folder):
+        return None
     try:
         outcomes = [read_outcome(folder / place) for place in _places(config)]
     except (OSError, ValueError, TypeError):  # the last step writes it again
         return None
     if not all((folder / place / "model.safetensors").is_file() for place in _places(config)):
         return None
-    with lock(folder):  # nobody is beginning it anew
-        console.print(f"the run in {folder} is finished", soft_wrap=True, markup=False)
+    with lock(folder):  # no other process replaces it meanwhile
+        _print(console, f"the run in {folder} is finished")
         console.print(outcome_table(outcomes))
         return outcomes
 
 
-def _check_settings(config: RunConfig, found: Begun | None, count: int) -> None:
+def _check_settings(config: RunConfig, found: Begun | None) -> None:
     """Make the checks that need no data to be read."""
-    if not kind_of(config).is_told_by_data:
-        planned_memory(config, count)
+    if not task_of(config).is_told_by_data:
+        _planned(config, muted="comera.speed")
     try:
         config.data.find()
     except FileNotFoundError as problem:
@@ -155,15 +158,15 @@ def _check_settings(config: RunConfig, found: Begun | None, count: int) -> None:
     check_folder(config, found)
 
 
-def _check_content(config: RunConfig, record: DataRecord, count: int) -> None:
+def _check_content(config: RunConfig, record: DataRecord) -> None:
     """Make the checks that need the data, before they are prepared and the folder is locked."""
     check_data(config, record)
-    if kind_of(config).is_told_by_data:
-        planned_memory(config, count)
+    if task_of(config).is_told_by_data:
+        _planned(config, muted="comera.speed")
 
 
 def _check_same_data(record: DataRecord, processes: Processes) -> None:
-    """Check that every process has read what the first one has."""
+    """Raise ``ValueError`` unless every process has read what the first one has."""
     first = processes.from_first(lambda: record)
 
     def check() -> None:
@@ -177,113 +180,21 @@ def _check_same_data(record: DataRecord, processes: Processes) -> None:
 
 
 def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
-    """Make the locked folder that of this run, once it was looked at again."""
+    """Check the locked folder again, and make it that of this run."""
     found = begun_run(config)
     check_folder(config, found)
     check_data(config, record)
     if found is not None and not config.overwrite:
         if found.longer:
-            console.print(
+            _print(
+                console,
                 f"the run in {config.out} is trained for longer than it was to be: its learning "
                 "rate goes on where the schedule of a run of that length is by then, not where "
                 "its own was",
-                soft_wrap=True, markup=False,
-            )  # fmt: skip
-        if found.rhythm:
-            console.print(
-                f"the run in {config.out} goes on with {', '.join(found.rhythm)}",
-                soft_wrap=True, markup=False,
-            )  # fmt: skip
-    claim(config, record, found)
-
-
-def _places(config: RunConfig) -> list[str]:
-    """Return the folders of a run's models in its own."""
-    return [name if number else "" for number, (name, _) in enumerate(_jobs(config))]
-
-
-def _train_all(
-    config: RunConfig,
-    task: Task,
-    device: torch.device,
-    console: Console,
-    quiet: bool,
-    processes: Processes,
-) -> list[Outcome]:
-    """Train the models of a run one after the other; none are returned if it was interrupted."""
-    folder = Path(config.out)
-    outcomes: list[Outcome] = []
-    for place, (name, settings) in zip(_places(config), _jobs(config), strict=True):
-        outcome = _train_one(
-            name, folder / place, settings, task, device, console, quiet, outcomes, processes
-        )
-        if outcome is None:
-            console.print(
-                f"interrupted; the same command resumes the run in {folder}", markup=False
             )
-            return []
-        outcomes.append(outcome)
-    console.print(outcome_table(outcomes))
-    return outcomes
-
-
-def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | None]:
-    """Return what a run will train: size and plan of its model, and the size to end at.
-
-    Nothing is allocated and no data is read.
-    """
-    model = planned_model(config)
-    report = compression_report(model, config.tokens)
-    if config.tensorize is None:
-        return report, None, None
-    layers = plan_model(model, tokens=config.tokens)
-    assert isinstance(layers, ModelPlan), "the model is not one layer"
-    if config.ranks is None:
-        return report, layers, None
-    return report, layers, math.floor(config.ranks.target * report.live_params)
-
-
-def planned_memory(config: RunConfig, count: int = 1) -> list[MemoryReport]:
-    """Count what a run's model and then its twin will keep in memory; nothing is allocated.
-
-    Raises:
-        ValueError: If the optimizer or the target of rank learning does not suit them, or they
-            cannot be split among ``count`` processes as the run asks for.
-    """
-    unused = config.without_effect
-    if unused:
-        _log.warning(
-            "%s has no effect: the model of %s is described by the section %s",
-            ", ".join(unused), config.task, "model" if config.text else "dlrm",
-        )  # fmt: skip
-    found = []
-    for name, settings in _jobs(config):
-        with without_remarks():  # tensorize_ has its say when the model is made
-            model = planned_model(settings)
-        if settings.ranks is not None:
-            _check_target(model, settings.ranks, settings.rank_section)
-        optimizer = settings.optimizer_for(settings.train.steps).build(model)
-        found.append(memory_report(model, optimizer, f"memory of the {name} model at the start"))
-    return found
-
-
-def _check_target(model: nn.Module, ranks: RankConfig, section: str) -> None:
-    layers = tensor_trains(model).values()
-    if not layers:
-        raise ValueError(f"the section {section} needs tensor trains, but tensorize made none")
-    start_size = sum(layer.shape.size_at(layer.ranks) for layer in layers)
-    try:
-        target_entries(layers, ranks.target, start_size, ranks.min_rank)
-    except ValueError as problem:
-        raise ValueError(f"{section}.{problem}") from None
-
-
-def planned_model(config: RunConfig) -> nn.Module:
-    """Make the model that a run starts with, without memory for its parameters."""
-    config.check()
-    with torch.device("meta"):
-        model = planned_dense_model(config)
-    return model if config.tt_config is None else tensorize_(model, config.tt_config)
+        if found.rhythm:
+            _print(console, f"the run in {config.out} goes on with {', '.join(found.rhythm)}")
+    claim(config, record, found)
 
 
 def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
@@ -298,28 +209,125 @@ def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
     return jobs
 
 
+def _places(config: RunConfig) -> list[str]:
+    """Return the folders of a run's models in its own."""
+    return [name if number else "" for number, (name, _) in enumerate(_jobs(config))]
+
+
+def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | None]:
+    """Return what a run will train: size and plan of its model, and the size to end at.
+
+    Nothing is allocated and no data is read.
+    """
+    config.check()
+    model = planned_model(config)
+    report = compression_report(model, config.tokens)
+    if config.tensorize is None:
+        return report, None, None
+    layers = plan_model(model, tokens=config.tokens)
+    assert isinstance(layers, ModelPlan), "the model is not one layer"
+    if config.ranks is None:
+        return report, layers, None
+    return report, layers, math.floor(config.ranks.target * report.live_params)
+
+
+def print_plan(config: RunConfig, console: Console) -> None:
+    """Print the model of a run, its plan, its memory and the size that it ends at."""
+    report, layers, target = plan(config)
+    for table in (report, layers, *planned_memory(config)):
+        if table is not None:
+            console.print(str(table), soft_wrap=True, highlight=False, markup=False)
+    if target is not None:
+        cores = report.live_params
+        rest = report.params - cores
+        console.print(
+            f"rank learning from {cores:,} to at most {target:,} entries in the cores: "
+            f"the whole model then has at most {rest + target:,} parameters, "
+            f"{report.dense_params / (rest + target):.1f}x fewer than dense"
+        )
+
+
+def planned_memory(config: RunConfig) -> list[MemoryReport]:
+    """Count what a run's model and then its twin will keep in memory; nothing is allocated.
+
+    Raises:
+        ValueError: If settings contradict, or the optimizer or the target of rank learning does
+            not suit the models.
+    """
+    config.check()
+    return [
+        memory_report(model, optimizer, f"memory of the {name} model at the start")
+        for name, model, optimizer in _planned(config)
+    ]
+
+
+def _planned(config: RunConfig, muted: str = "comera") -> list[tuple[str, nn.Module, Optimizer]]:
+    """Return the models of a run by name with their optimizers, without memory.
+
+    Args:
+        config: The run.
+        muted: Logger of the remarks of ``tensorize_`` that are muted; ``comera.speed`` are those
+            that need a plan of every layer.
+
+    Raises:
+        ValueError: As :func:`planned_memory` does.
+    """
+    name, other = ("dlrm", config.dlrm) if config.clicks is None else ("model", config.model)
+    default = type(other)()
+    unused = [f"{name}.{key}={v}" for key, v in vars(other).items() if v != getattr(default, key)]
+    if unused:
+        _log.warning(
+            "%s has no effect: the model of %s is described by the section %s",
+            ", ".join(unused), config.task, "model" if config.clicks is None else "dlrm",
+        )  # fmt: skip
+    found = []
+    for name, settings in _jobs(config):
+        with without_remarks(muted):
+            model = planned_model(settings)
+        if settings.ranks is not None:
+            _check_target(model, settings)
+        optimizer = settings.optimizer_for(settings.train.steps).build(model)
+        found.append((name, model, optimizer))
+    return found
+
+
+def _check_target(model: nn.Module, config: RunConfig) -> None:
+    """Raise ``ValueError`` if the target of rank learning cannot be reached."""
+    ranks, section = config.ranks, config.rank_section
+    layers = tensor_trains(model).values()
+    if ranks is None or not layers:
+        raise ValueError(f"the section {section} needs tensor trains, but tensorize made none")
+    start_size = sum(layer.shape.size_at(layer.ranks) for layer in layers)
+    try:
+        target_entries(layers, ranks.target, start_size, ranks.min_rank)
+    except ValueError as problem:
+        raise ValueError(f"{section}.{problem}") from None
+
+
+def planned_model(config: RunConfig) -> nn.Module:
+    """Return the model that a run starts with, without memory for its parameters."""
+    task = task_of(config)
+    with torch.device("meta"):
+        model = task.dense_model(task.planned_sizes())
+    return model if config.tt_config is None else tensorize_(model, config.tt_config)
+
+
 def _train_one(
     name: str,
     folder: Path,
     config: RunConfig,
     task: Task,
-    device: torch.device,
     console: Console,
     quiet: bool,
     before: list[Outcome],
     processes: Processes,
 ) -> Outcome | None:
+    """Train one model of a run and save it with its figures; None if it was interrupted."""
     torch.manual_seed(config.seed)
-    model = make_model(config, task, device)
-    layer_dense = compression_report(model).tt_dense_params
-    if before:
-        layer_dense = before[0].layer_dense_params
+    with without_remarks():  # the planned model had them
+        model = make_model(config, task, task.device)
     step = build_step(model, config, task, processes)
-    console.print(
-        str(memory_report(model, step.optimizer, f"memory of the {name} model at the start")),
-        soft_wrap=True, highlight=False, markup=False,
-    )  # fmt: skip
-    if config.ranks is not None and step.ranks is not None:
+    if step.ranks is not None:
         console.print(
             f"{name}: cores of {step.ranks.start_size:,} entries to end at "
             f"{step.ranks.target_size:,} or less"
@@ -347,48 +355,33 @@ def _train_one(
         return None
     test = evaluated(step, task.test) if task.test else {}
     state = whole_state(model.state_dict())  # of all processes, which may hold parts of it
-    return processes.from_first(
-        lambda: _save(name, folder, config, task, model, state, result, layer_dense, test)
-    )
 
+    def saved() -> Outcome:
+        save_state(model, state, folder, config.tt_config)
+        report = compression_report(model)
+        layer_dense = before[0].layer_dense_params if before else report.tt_dense_params
+        checkpoints = Archive(folder / "checkpoints")
+        sizes = [checkpoints.size(step) for step in checkpoints.steps()]
+        outcome = Outcome(
+            name=name,
+            metrics=result.metrics,
+            params=report.params,
+            layer_params=report.tt_params if report.layers else layer_dense,
+            layer_dense_params=layer_dense,
+            bytes=(folder / "model.safetensors").stat().st_size,
+            seconds=result.seconds,
+            steps=result.steps,
+            ranks=result.ranks,
+            test=test,
+            checkpoint_bytes=sum(sizes) / len(sizes) if sizes else None,
+        )
+        task.save_vocabulary(folder)
+        layers = report.to_pandas().to_dict("records")
+        facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
+        write_result(folder, facts)
+        return outcome
 
-def _save(
-    name: str,
-    folder: Path,
-    config: RunConfig,
-    task: Task,
-    model: nn.Module,
-    state: dict[str, Tensor],
-    result: LoopResult,
-    layer_dense: int,
-    test: dict[str, float],
-) -> Outcome:
-    save_state(model, state, folder, config.tt_config)
-    report = compression_report(model)
-    checkpoints = Archive(folder / "checkpoints")
-    sizes = [checkpoints.size(step) for step in checkpoints.steps()]
-    outcome = Outcome(
-        name=name,
-        metrics=result.metrics,
-        params=report.params,
-        layer_params=report.tt_params if report.layers else layer_dense,
-        layer_dense_params=layer_dense,
-        bytes=(folder / "model.safetensors").stat().st_size,
-        seconds=result.seconds,
-        steps=result.steps,
-        ranks=result.ranks,
-        test=test,
-        checkpoint_bytes=sum(sizes) / len(sizes) if sizes else None,
-    )
-    if task.tokenizer is not None:
-        with replacing(folder / "tokenizer.json") as temporary:
-            temporary.write_text(task.tokenizer.to_str(), encoding="utf-8")
-    if task.categories is not None:
-        task.categories().save(folder / CATEGORIES)
-    layers = report.to_pandas().to_dict("records")
-    facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
-    write_result(folder, facts)
-    return outcome
+    return processes.from_first(saved)
 
 
 def find_device(name: str, processes: Processes | None = None) -> torch.device:
@@ -412,93 +405,72 @@ def find_device(name: str, processes: Processes | None = None) -> torch.device:
 
 
 def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
-    """Make the model at the start of a run, the same on every device for the same random state.
+    """Return the model at the start of a run, the same on every device for the same random state.
 
     Numbers are drawn on the CPU, since a GPU draws others.
     """
-    model = _drawn(config, task, device)
-    # Here, since fresh cores are drawn one layer after the other.
-    return init_keys_as_queries_(model) if config.model.qk_init == "same" else model
-
-
-def _drawn(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
     settings = config.tt_config
     if settings is not None and settings.init is None:
-        settings = replace(settings, init="orthogonal")  # nobody loses weights of a fresh model
-    if settings is not None and task.lean and settings.init != "svd":
-        with torch.device("meta"):
-            model = task.make_model()
-        tensorize_(model, settings).to_empty(device="cpu")
-        model.reset_parameters(settings.init)  # type: ignore[operator]
-        return model.to(device)
-    with torch.device("cpu"):
-        model = task.make_model()
-    if settings is None:
-        return model.to(device)
-    if settings.init == "svd":  # draws nothing, and is the device's work
-        return tensorize_(model.to(device), settings)
-    return tensorize_(model, settings).to(device)
+        # Named, so that nothing warns of lost weights: those of a fresh model are none.
+        settings = dataclasses.replace(settings, init="orthogonal")
+    lean = settings is not None and task.lean and settings.init != "svd"
+    with torch.device("meta" if lean else "cpu"):
+        model = task.dense_model(task.sizes)
+    if settings is not None:
+        if settings.init == "svd":  # draws nothing, and is the device's work
+            model = model.to(device)
+        model = tensorize_(model, settings)
+        if lean:
+            model.to_empty(device="cpu")
+            model.reset_parameters(settings.init)  # type: ignore[operator]
+    model = model.to(device)
+    # Here, since fresh cores are drawn one layer after the other.
+    return init_keys_as_queries_(model) if config.model.qk_init == "same" else model
 
 
 def build_step(
     model: nn.Module, config: RunConfig, task: Task, processes: Processes | None = None
 ) -> TrainStep:
-    """Make the training step of a run, with its optimizer and schedules.
+    """Return the training step of a run, with its optimizer and schedules.
 
     Of several processes all call this, each with a model of the same weights.
     """
     group = None if processes is None else processes.group
-    share_out = _shard if group is not None and config.parallel.kind == "fsdp" else None
-    if share_out is not None:
-        share_out(model)  # makes other parameters, which the optimizer has to hold
+    is_sharded = group is not None and config.parallel.kind == "fsdp"
+    if is_sharded:
+        # Torch warns that what a model returns must not be written to, which no loss here does.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+        shard_dense_(model)  # makes other parameters, which the optimizer has to hold
     settings = config.optimizer_for(task.steps)
     optimizer = settings.build(model)
-    falling = _rate(settings, task.steps)
-    scheduler = LambdaLR(
-        optimizer,
-        [_constant if g["name"] == "gates" else falling for g in optimizer.param_groups],
-    )
-    ranks = None if config.ranks is None else config.ranks.build(model, task.steps)
+    falling = partial(_rate, settings, task.steps)
+    gates = [each["name"] == "gates" for each in optimizer.param_groups]  # their rate is constant
+    rates = [(lambda step: 1.0) if is_gates else falling for is_gates in gates]
     in_backward = settings.in_backward  # averages gradients itself, and frees each
+    replicated = group is not None and not is_sharded and not in_backward
     return TrainStep(
-        model
-        if group is None or share_out is not None or in_backward
-        else nn.parallel.DistributedDataParallel(model),
-        task.loss_fn,
+        nn.parallel.DistributedDataParallel(model) if replicated else model,
+        task.loss,
         OptimizerInBackward(optimizer, process_group=group) if in_backward else optimizer,
-        ranks,
+        None if config.ranks is None else config.ranks.build(model, task.steps),
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.train.precision,
-        scheduler=scheduler,
+        scheduler=LambdaLR(optimizer, rates),
         compile=config.train.compile,
         graph=config.train.graph,
     )
 
 
-def _shard(model: nn.Module) -> nn.Module:
-    # Torch warns that what a model returns must not be written to, which no loss here does.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    return shard_dense_(model)
-
-
-def _constant(step: int) -> float:
-    return 1.0
-
-
-def _rate(settings: OptimizerConfig, steps: int):
-    """Return the share of the peak rate at each step: rising, then falling to zero."""
+def _rate(settings: OptimizerConfig, steps: int, step: int) -> float:
+    """Return the share of the peak rate at a step: rising, then falling to zero."""
     warmup = max(1, round(settings.warmup_share * steps))
-
-    def rate(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        left = max(0.0, (steps - step) / max(1, steps - warmup))
-        if settings.schedule == "linear":
-            return left
-        return 0.5 - 0.5 * math.cos(math.pi * left) if settings.schedule == "cosine" else 1.0
-
-    return rate
+    if step < warmup:
+        return (step + 1) / warmup
+    left = max(0.0, (steps - step) / max(1, steps - warmup))
+    if settings.schedule == "linear":
+        return left
+    return 0.5 - 0.5 * math.cos(math.pi * left) if settings.schedule == "cosine" else 1.0
 
 
 @contextlib.contextmanager

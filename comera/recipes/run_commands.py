@@ -7,12 +7,11 @@ Every setting is an option by its dotted name. ``--help`` prints those that are 
 import difflib
 import functools
 import os
-import re
 import shutil
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +44,8 @@ FIRST = (
 )  # fmt: skip
 """Settings that ``--help`` shows."""
 
+_LISTED = "`comera train --help_all`"
 _COLUMN, _WIDEST = 26, 100
-
-
-def run_settings(words: Sequence[str]) -> RunConfig:
-    """Return the settings of ``train`` or ``plan``; raises what :func:`typed_settings` does."""
-    settings = typed_settings(words)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
-        settings.overwrite = False  # torchrun has started the processes again: they go on
-    return settings
 
 
 def run_run_command(command: str, settings: RunConfig, console: Console, count: int) -> int:
@@ -61,13 +53,14 @@ def run_run_command(command: str, settings: RunConfig, console: Console, count: 
     import torch
 
     from comera.allocator import reuse_freed_memory
-    from comera.recipes.run import run
-    from comera.train.processes import joined
-    from comera.train.stop_signals import stop_with_parent
+    from comera.recipes.run import print_plan, run
+    from comera.train.processes import joined, stop_with_parent
 
     if command == "plan":
-        _show_plan(settings, console)
+        print_plan(settings, console)
         return 0
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        settings.overwrite = False  # torchrun has started the processes again: they resume
     stop_with_parent()
     reuse_freed_memory()
     if count == 1:
@@ -78,45 +71,57 @@ def run_run_command(command: str, settings: RunConfig, console: Console, count: 
         return 0 if run(settings, shown, processes=processes) else INTERRUPTED
 
 
-def _show_plan(config: RunConfig, console: Console) -> None:
-    from comera.recipes.run import plan, planned_memory
-
-    report, layers, target = plan(config)
-    memory = planned_memory(config)
-    console.print(str(report), soft_wrap=True, highlight=False)
-    if layers is not None:
-        console.print(str(layers), soft_wrap=True, highlight=False)
-    for table in memory:
-        console.print(str(table), soft_wrap=True, highlight=False, markup=False)
-    if target is not None:
-        cores = report.live_params
-        rest = report.params - cores
-        console.print(
-            f"rank learning from {cores:,} to at most {target:,} entries in the cores: "
-            f"the whole model then has at most {rest + target:,} parameters, "
-            f"{report.dense_params / (rest + target):.1f}x fewer than dense"
-        )
-
-
 def typed_settings(words: Sequence[str]) -> RunConfig:
     """Return the settings that the words after ``comera train`` or ``comera plan`` stand for.
 
     Args:
         words: One of them may be a YAML file, the name of a configuration that comes along, or the
-            folder of a run. The others are ``--KEY=VALUE`` or ``--KEY VALUE``, and count whatever
-            the file says. ``--config=FILE`` is a file too, which counts over those before it.
+            folder of a run. The others are ``--KEY=VALUE`` or ``--KEY VALUE``, which override the
+            file. ``--config=FILE`` is a file too, which overrides those before it.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If a word is none of that, or a setting is unknown or does not fit; names the
             first one, what was typed and what would be right.
     """
-    file, pairs = _taken_apart(words)
-    settings = {} if file is None else _of_file(file)
-    for key, text in pairs:
-        given = _of_file(text) if key == "config" else nested({key: _value(key, text)})
+    file, pairs, rest = None, [], list(words)
+    while rest:
+        word = with_underscores(rest.pop(0), _is_option)
+        key, equals, text = word.partition("=")
+        if not key.startswith("-"):
+            if equals and _hint_of(key) is not None:
+                raise ValueError(f"{word} is no file: if it is a setting, type --{word}")
+            if file is not None:
+                raise ValueError(f"{word} cannot stand beside {file}: a run is one file")
+            file = word
+            continue
+        if not _is_option(key):
+            near = difflib.get_close_matches(key, [f"--{name}" for name in settings_by_name()], n=1)
+            hint = f": did you mean {near[0]}?" if near else f"; {_LISTED} lists them"
+            raise ValueError(f"{word} is not a setting{hint}")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ValueError(f"{word} needs a value: {word}=...")
+            text = rest.pop(0)
+        pairs.append((key.removeprefix("--"), text))
+    settings: dict[str, Any] = {}
+    files: dict[Path, dict[str, Any]] = {}
+    for key, text in [("config", file), *pairs] if file is not None else pairs:
+        if key == "config":
+            path, given = _of_file(text)
+            files[path] = given
+        else:
+            given = nested({key: value_of(text, _hint_of(key))})
         settings = merged(settings, given)
-    return parse_settings(RunConfig, settings)
+    try:
+        return parse_settings(RunConfig, settings)
+    except ValueError:
+        for path, given in files.items():
+            try:
+                parse_settings(RunConfig, given)
+            except ValueError as problem:
+                raise ValueError(f"{path}: {problem}") from None
+        raise
 
 
 def changes_of(words: Sequence[str]) -> dict[str, Any]:
@@ -130,7 +135,7 @@ def changes_of(words: Sequence[str]) -> dict[str, Any]:
         key, equals, text = word.partition("=")
         if not equals:
             raise ValueError(f"--set={word} must be KEY=VALUE, such as nli.train=pairs.jsonl")
-        changes[key] = _value(key, text)
+        changes[key] = value_of(text, _hint_of(key))
     return changes
 
 
@@ -149,35 +154,12 @@ def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
     return word
 
 
-def _taken_apart(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
-    """Return the file, if one was typed, and keys with the texts that they are to be."""
-    file, pairs, rest = None, [], list(words)
-    while rest:
-        word = rest.pop(0)
-        word = with_underscores(word, _is_option)
-        key, equals, text = word.partition("=")
-        if not key.startswith("-"):
-            if equals and _hint_of(key) is not None:
-                raise ValueError(f"{word} is no file: if it is a setting, type --{word}")
-            if file is not None:
-                raise ValueError(f"{word} cannot stand beside {file}: a run is one file")
-            file = word
-            continue
-        _check_key(word, key)
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise ValueError(f"{word} needs a value: {word}=...")
-            text = rest.pop(0)
-        pairs.append((key.removeprefix("--"), text))
-    return file, pairs
-
-
 def _is_option(word: str) -> bool:
     return word == "--config" or (word.startswith("--") and _hint_of(word[2:]) is not None)
 
 
-def _of_file(word: str) -> dict[str, Any]:
-    """Return the settings in the file that a word stands for, checked by themselves."""
+def _of_file(word: str) -> tuple[Path, dict[str, Any]]:
+    """Return the file that a word stands for, and its settings."""
     path = Path(word).expanduser() / "config.yaml"
     is_folder = path.is_file()
     path = path if is_folder else file_of(word)
@@ -186,17 +168,11 @@ def _of_file(word: str) -> dict[str, Any]:
         raise ValueError(f"{path} is no run but a sweep: comera sweep trains it")
     try:
         settings = nested(settings)
-        parse_settings(RunConfig, settings)
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from None
     of_a_run = path.name == "config.yaml" and (path.parent / "metrics.jsonl").is_file()
     # A run does not write where it is, so that its folder can be moved.
-    return {"out": str(path.parent), **settings} if is_folder or of_a_run else settings
-
-
-def _value(key: str, text: str) -> Any:
-    """Read a value as it would be in a file, but leave a text as it was typed."""
-    return value_of(text, _hint_of(key))
+    return path, {"out": str(path.parent), **settings} if is_folder or of_a_run else settings
 
 
 def value_of(text: str, hint: Any) -> Any:
@@ -211,152 +187,98 @@ def value_of(text: str, hint: Any) -> Any:
     return text if holds_text and not isinstance(value, list | None) else value
 
 
-def _check_key(word: str, key: str) -> None:
-    if _is_option(key):
-        return
-    near = difflib.get_close_matches(key, [f"--{name}" for name in settings_by_name()], n=1)
-    raise ValueError(
-        f"{word} is not a setting"
-        + (f": did you mean {near[0]}?" if near else "; `comera train --help_all` lists them")
-    )
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting of a run, or a section of them.
-
-    Attributes:
-        hint: Its type.
-        holder: The dataclass that has it: of several optimizers the first one.
-        name: Its name there.
-        takers: The optimizers that take it, if not all do.
-    """
-
-    hint: Any
-    holder: type
-    name: str
-    takers: list[str] = field(default_factory=list)
-
-    @property
-    def is_section(self) -> bool:
-        """Whether the setting is a section with settings of its own."""
-        return section_of(self.hint)[0] is not None
-
-    @property
-    def default(self) -> str:
-        """The default in brackets; empty where it is null, which the docstring describes."""
-        own = next(each for each in fields(self.holder) if each.name == self.name)
-        value = own.default if own.default_factory is MISSING else own.default_factory()
-        if value is None or self.is_section:
-            return ""
-        return f" [{str(value).lower() if isinstance(value, bool) else value}]"
-
-    @property
-    def text(self) -> str:
-        """The description in the docstring of the dataclass, or of the one that it extends."""
-        told = {
-            param.arg_name: param.description
-            for kind in reversed(self.holder.__mro__)
-            for param in parse(kind.__doc__ or "").params
-        }
-        text = " ".join((told[self.name] or "").replace("``", "").split())
-        return f"{text} Of {', '.join(self.takers)}." if self.takers else text
-
-
 @functools.cache
-def settings_by_name() -> dict[str, Setting]:
-    """Return all settings of a run by their dotted names, sections before what is in them."""
-    found: dict[str, Setting] = {}
+def settings_by_name() -> dict[str, tuple[Any, type]]:
+    """Return type and dataclass of every setting, sections before the settings in them."""
+    found: dict[str, tuple[Any, type]] = {}
 
-    def walk(kind: type, within: str, names: tuple[str, ...] = ()) -> None:
+    def walk(kind: type, within: str) -> None:
         for name, hint in hints_of(kind).items():
-            setting = found.setdefault(within + name, Setting(hint, kind, name))
-            if "choose" not in vars(setting.holder):
-                setting.takers.extend(names)
+            found.setdefault(within + name, (hint, kind))
             section, _ = section_of(hint)
             if section is not None:
                 walk(section, f"{within}{name}.")
         for each in choices_of(kind):
-            walk(each, within, (str(getattr(each, "name", "")),))
+            walk(each, within)
 
     walk(RunConfig, "")
     return found
 
 
 def _hint_of(key: str) -> Any:
-    """Return the type of a setting; None if there is none of that name.
-
-    Keys inside of a mapping, such as ``dlrm.table_sizes.user``, can be anything.
-    """
+    """Return the type of a setting, ``Any`` for a key inside of a mapping; None for no setting."""
     known = settings_by_name()
-    if key in known:
-        return known[key].hint
-    outer = key.rpartition(".")[0]
-    while outer and outer not in known:
-        outer = outer.rpartition(".")[0]
-    hint = known[outer].hint if outer else None
-    holds_any = any(typing.get_origin(each) is dict for each in (hint, *typing.get_args(hint)))
-    return Any if holds_any else None
+    if key in known or "." not in key:
+        return known.get(key, (None,))[0]
+    outer = _hint_of(key.rpartition(".")[0])
+    is_mapping = any(typing.get_origin(each) is dict for each in (outer, *typing.get_args(outer)))
+    return Any if is_mapping or outer is Any else None
 
 
 def help_of(command: str, words: Sequence[str]) -> str | None:
     """Return the help that one of the words asks for; None if none does."""
     known = settings_by_name()
     for word in words:
-        if word in ("-h", "--help"):
-            return _short_help(command)
-        if re.fullmatch(r"--help[_-]all", word):
-            return _table(known)
         section = word.removeprefix("--").removesuffix(".help")
+        if word in ("-h", "--help"):
+            sections = [k for k, (hint, _) in known.items() if section_of(hint)[0] and "." not in k]
+            return _HELP.format(
+                command=command,
+                summary=RUN_COMMANDS[command],
+                first="\n".join(_entry(key, with_type=False) for key in FIRST),
+                sections="\n".join(row(key, _text(key)) for key in sections),
+            )
+        if word in ("--help-all", "--help_all"):
+            return "\n".join(map(_entry, known))
         if word == f"--{section}.help" and section in known:
-            return _table(key for key in known if key.startswith(f"{section}."))
+            return "\n".join(_entry(key) for key in known if key.startswith(f"{section}."))
     return None
 
 
-def _short_help(command: str) -> str:
-    known = settings_by_name()
-    sections = [name for name, setting in known.items() if setting.is_section and "." not in name]
-    return "\n".join(
-        [
-            f"usage: comera {command} FILE_OR_NAME [--KEY=VALUE ...]",
-            "",
-            RUN_COMMANDS[command],
-            "",
-            "FILE_OR_NAME is a YAML file, a name that `comera init` lists, or the folder of a run.",
-            "What is set on the command line counts, whatever the file says.",
-            "",
-            "changed first, in brackets what counts where nothing is given:",
-            *(
-                line
-                for key in FIRST
-                for line in row(f"--{key}=", known[key].text + known[key].default)
-            ),
-            "",
-            "sections of settings:",
-            *(line for name in sections for line in row(name, known[name].text)),
-            "",
-            f"`comera {command} --help_all` lists every key, with its type and default.",
-        ]
-    )
+_HELP = """usage: comera {command} FILE_OR_NAME [--KEY=VALUE ...]
+
+{summary}
+
+FILE_OR_NAME is a YAML file, a name that `comera init` lists, or the folder of a run.
+What is set on the command line overrides the file.
+
+changed first, in brackets the defaults:
+{first}
+
+sections of settings:
+{sections}
+
+`comera {command} --help_all` lists every key, with its type and default."""
 
 
-def _table(keys: Iterable[str]) -> str:
-    """Return the rows of settings, each with its type and default."""
-    lines = []
-    for key in keys:
-        setting = settings_by_name()[key]
-        if setting.is_section:
-            lines += ["", f"{key}: {setting.text}"]
-        else:
-            lines += row(f"--{key}=", f"{setting.text} ({wanted(setting.hint)}){setting.default}")
-    return "\n".join(lines)
+def _entry(key: str, with_type: bool = True) -> str:
+    """Return the entry of a setting in a help, with its default in brackets."""
+    hint, holder = settings_by_name()[key]
+    if section_of(hint)[0] is not None:
+        return f"\n{key}: {_text(key)}"
+    own = next(each for each in fields(holder) if each.name == key.rpartition(".")[2])
+    value = own.default if own.default_factory is MISSING else own.default_factory()
+    value = str(value).lower() if isinstance(value, bool) else value
+    text = f"{_text(key)} ({wanted(hint)})" if with_type else _text(key)
+    return row(f"--{key}=", text if value is None else f"{text} [{value}]")
 
 
-def row(name: str, text: str) -> list[str]:
-    """Return the lines of an entry of a help: a name, and what it is beside it."""
+def _text(key: str) -> str:
+    """Return the description of a setting in the docstrings of its dataclass and its bases."""
+    holder = settings_by_name()[key][1]
+    texts = {
+        param.arg_name: param.description or ""
+        for kind in reversed(holder.__mro__)
+        for param in parse(kind.__doc__ or "").params
+    }
+    return " ".join(texts[key.rpartition(".")[2]].replace("``", "").split())
+
+
+def row(name: str, text: str) -> str:
+    """Return an entry of a help: a name, and a text beside it."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
-    start = f"  {name}".ljust(_COLUMN)
+    start, below = f"  {name}".ljust(_COLUMN), " " * _COLUMN
     if len(start) > _COLUMN or (name and start[-1] != " "):
-        return [start, *row("", text)]
-    below = " " * _COLUMN
-    return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=below) or [start]
+        return f"{start}\n{row('', text)}"
+    lines = textwrap.wrap(text, width, initial_indent=start, subsequent_indent=below)
+    return "\n".join(lines or [start])

@@ -6,7 +6,7 @@ The types of its fields say where a section is defined: data in ``comera.data``,
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
 from comera.rank.learning import check_target
 from comera.rank.two_stage import TwoStage, TwoStageSettings
 from comera.recipes.optimizers import OPTIMIZERS, OptimizerConfig, default_name, gate_rate
-from comera.recipes.parse import check_nulls
+from comera.recipes.parse import check_least, check_nulls
 
 _NOT_IDENTITY = {"identity": False}
 """Mark of a setting that does not change the trained model: a run goes on whatever it is."""
@@ -48,7 +48,6 @@ class TwoStageConfig(TwoStageSettings):
     late_share: float = 0.4
 
     def check(self, steps: int | None = None) -> None:
-        """Raise ``ValueError`` for a setting that is out of range, for so many steps if given."""
         _check("two_stage", self.target, super().check)
         early, late = self.early_share, self.late_share
         if early < 0 or late <= 0 or early + late > 1:
@@ -63,7 +62,7 @@ class TwoStageConfig(TwoStageSettings):
             )
 
     def stages(self, steps: int) -> tuple[int, int]:
-        """Return the steps of the early and of the late stage in a run of so many."""
+        """Return the steps of the early and of the late stage in a run of so many steps."""
         early = round(self.early_share * steps)
         return early, min(round(self.late_share * steps), steps - early)
 
@@ -85,35 +84,29 @@ class ImportancePruningConfig(ImportanceSettings):
     share: float = 0.3
 
     def check(self, steps: int | None = None) -> None:
-        """Raise ``ValueError`` for a setting that is out of range, for so many steps if given."""
         _check("importance_pruning", self.target, super().check)
         if not 0 < self.share <= 1:
             raise ValueError(
                 f"importance_pruning.share={self.share} must be a share of all steps, in (0, 1]"
             )
-        if steps is not None and self.steps(steps) < 1:
+        if steps is not None and round(self.share * steps) < 1:
             raise ValueError(
                 f"importance_pruning.share={self.share} of {steps} steps is no step: some are "
                 "needed, which tell the importance of ranks"
             )
 
-    def steps(self, steps: int) -> int:
-        """Return after how many steps of so many ranks are pruned."""
-        return round(self.share * steps)
-
     def build(self, model: nn.Module, steps: int) -> ImportancePruning:
         """Return the rank learning of a model in a run of so many steps."""
         own = _own(ImportanceSettings, self)
-        return ImportancePruning(model, self.target, self.steps(steps), **own)
+        return ImportancePruning(model, self.target, round(self.share * steps), **own)
 
 
-RankConfig = TwoStageConfig | ImportancePruningConfig
 RANK_SECTIONS = ("two_stage", "importance_pruning")
 """Names of the sections of a run that learn ranks; at most one is given."""
 
 
-def _check(section: str, target: Any, check: Any) -> None:
-    """Make the checks of the method itself; errors name the section."""
+def _check(section: str, target: Any, check: Callable[[], None]) -> None:
+    """Check a target and the settings of its method; errors name the section."""
     try:
         check_target(target)
         check()
@@ -123,16 +116,7 @@ def _check(section: str, target: Any, check: Any) -> None:
 
 def _own(kind: type, settings: Any) -> dict[str, Any]:
     """Return the settings of a section that are arguments of its method."""
-    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(kind)}
-
-
-METRICS: Mapping[str, tuple[str, ...]] = {
-    "masked_text": ("loss", "perplexity"),
-    "causal_text": ("loss", "perplexity"),
-    "nli": ("accuracy", "loss"),
-    "clicks": ("auc", "accuracy", "nce", "loss"),
-}
-"""Metrics of an evaluation, the first one to compare runs by, for each section of data."""
+    return {each.name: getattr(settings, each.name) for each in dataclasses.fields(kind)}
 
 
 @dataclass
@@ -148,8 +132,7 @@ class ModelConfig:
         dropout: Dropout probability.
         norm: Norm before (pre) or after (post) each part of a block; a decoder's is before.
         qk_norm: Normalise queries and keys, which bounds attention scores.
-        qk_init: ``same``: keys begin as a copy of queries, so that a position looks first at what
-            is like it, see ``comera.init_keys_as_queries_``.
+        qk_init: ``same``: keys begin as a copy of queries, see ``comera.init_keys_as_queries_``.
         position_std: Standard deviation of fresh embeddings of positions and segments, of an
             encoder; those of words have 0.02.
     """
@@ -165,7 +148,6 @@ class ModelConfig:
     position_std: float = 0.02
 
     def check(self, task: str) -> None:
-        """Raise ``ValueError`` for a setting that is out of range, or is not for a task."""
         if task == "causal_text" and self.norm != "pre":
             raise ValueError("model.norm=post: the model of causal_text has its norms before (pre)")
         if task == "clicks" and self.qk_init == "same":
@@ -179,24 +161,19 @@ class ModelConfig:
             raise ValueError(f"model.position_std={self.position_std} must be positive")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout={self.dropout} must be in [0, 1)")
-        for name in ("d_model", "num_layers", "num_heads", "ffn_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        check_least(self, "model.", d_model=1, num_layers=1, num_heads=1, ffn_dim=1)
 
 
 @dataclass
 class SmallTablesConfig:
-    """Small tables of another kind, to compare tensor trains with.
-
-    See ``comera.models.dlrm``.
+    """Small tables of another kind, to compare tensor trains with, see ``comera.models.dlrm``.
 
     Args:
-        kind: ``hashed``: rows share fewer ones, by the remainder of their index;
-            ``quotient_remainder``: they are products of two; ``shared_array``: they are cut from
-            one array, as ROBE does.
+        kind: ``hashed``: rows are shared by the remainder of their index; ``quotient_remainder``:
+            they are products of two; ``shared_array``: they are cut from one array, as in ROBE.
         params: Parameters of all tables together; has to be given.
         rank: Of hashed tables: width at which rows are kept; null for their whole width.
-        own: Of hashed tables: share of the rows that are those of the most frequent values alone.
+        own: Of hashed tables: share of the rows that belong to the most frequent values alone.
         block: Of a shared array: numbers that lie side by side in it.
     """
 
@@ -207,7 +184,6 @@ class SmallTablesConfig:
     block: int = 16
 
     def check(self) -> None:
-        """Raise ``ValueError`` for settings that are out of range."""
         if self.params < 1 or self.block < 1 or (self.rank is not None and self.rank < 1):
             raise ValueError(
                 f"dlrm.small_tables: params={self.params}, rank={self.rank} and block={self.block} "
@@ -239,9 +215,7 @@ class DlrmConfig:
     small_tables: SmallTablesConfig | None = None
 
     def check(self) -> None:
-        """Raise ``ValueError`` for settings that are out of range."""
-        if self.embedding_dim < 1:
-            raise ValueError(f"dlrm.embedding_dim={self.embedding_dim} must be at least 1")
+        check_least(self, "dlrm.", embedding_dim=1)
         for name in ("bottom", "top"):
             widths = getattr(self, name)
             if any(width < 1 for width in widths):
@@ -257,8 +231,8 @@ class TrainConfig:
     Args:
         steps: Optimizer steps; these or ``epochs`` have to be given.
         epochs: Passes over the data, where it has an end.
-        seconds: End after so many seconds in training steps, if that comes first: at the next line
-            of the log. Learning rate and rank learning follow the number of steps all the same.
+        seconds: End after so many seconds in training steps, if that comes first, at the next line
+            of the log. Learning rate and rank learning follow the number of steps.
         batch_size: Rows a step, of all processes together.
         accumulate: Parts each batch is split into before one optimizer step.
         clip_norm: Largest gradient norm; null for none.
@@ -289,18 +263,12 @@ class TrainConfig:
     threads: int | None = None
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a setting that is out of range."""
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
-        at_least_one = ("steps", "batch_size", "accumulate", "log_every", "eval_batches", "threads")
-        for name, least in {
-            **dict.fromkeys(at_least_one, 1),
-            "eval_every": 0,
-            "save_every": 0,
-        }.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"train.{name}={value} must be at least {least}")
+        check_least(
+            self, "train.", steps=1, batch_size=1, accumulate=1, log_every=1, eval_every=0,
+            eval_batches=1, save_every=0, threads=1,
+        )  # fmt: skip
         for name in ("epochs", "seconds", "clip_norm"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -314,29 +282,23 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Settings of checkpoints; see :class:`comera.CheckpointChain`.
+    """Settings of checkpoints, see ``comera.CheckpointChain``.
 
     Args:
-        mode: ``lossless`` resumes a run exactly; ``lossy`` keeps a series of checkpoints many times
-            smaller, from which it is resumed nearly.
+        mode: ``lossless`` resumes a run exactly; ``lossy`` keeps checkpoints many times smaller,
+            from which it is resumed nearly.
         bits: Bits of codes, 2 to 8, in lossy checkpoints.
         rate: The cost of a bit against error: larger makes smaller files and larger errors.
         keep_last: Older checkpoints are deleted; null keeps all.
-        keep_every: Steps divisible by it are kept for good; null for none.
     """
 
     mode: Literal["lossless", "lossy"] = "lossless"
     bits: int = Quality.bits
     rate: float = Quality.rate
     keep_last: int | None = 2
-    keep_every: int | None = None
 
     def chain(self, folder: Path) -> CheckpointChain:
-        """Open the checkpoints in a folder.
-
-        Raises:
-            ValueError: If a setting makes no sense.
-        """
+        """Open the checkpoints in a folder; raises ``ValueError`` for a setting out of range."""
         every = 1 if self.mode == "lossless" else KEY_EVERY
         return CheckpointChain(folder, key_every=every, **asdict(self))
 
@@ -346,13 +308,31 @@ class ParallelConfig:
     """Several processes that train one model, as ``torchrun`` starts them.
 
     Args:
-        kind: ``ddp`` keeps the whole model in every process and averages gradients; ``fsdp`` shares
-            dense matrices out among the processes, and keeps whole what is small.
+        kind: ``ddp`` keeps the whole model in every process and averages gradients; ``fsdp`` splits
+            dense matrices among the processes.
         timeout_minutes: How long a process waits for the others, as while one reads the data.
     """
 
     kind: Literal["ddp", "fsdp"] = "ddp"
     timeout_minutes: float = 60.0
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """Mark of a section of data, which makes a run one of its task.
+
+    Attributes:
+        made_by: The class of the task, as ``module:class`` in ``comera.recipes.tasks``.
+        better: Whether ``higher`` or ``lower`` is better of each metric, the first one to compare
+            runs by.
+    """
+
+    made_by: str
+    better: Mapping[str, str]
+
+
+def _task(made_by: str, **better: Literal["higher", "lower"]) -> dict[str, TaskEntry]:
+    return {"task": TaskEntry(made_by, better)}
 
 
 @dataclass
@@ -384,10 +364,23 @@ class RunConfig:
     out: str = field(default="runs/run", metadata=_NOT_IDENTITY)
     seed: int = 0
     device: str = "auto"
-    masked_text: TextData | None = None
-    causal_text: TextData | None = None
-    nli: NliData | None = None
-    clicks: ClickData | None = None
+    masked_text: TextData | None = field(
+        default=None,
+        metadata=_task("text_tasks:MaskedTextTask", loss="lower", perplexity="lower"),
+    )
+    causal_text: TextData | None = field(
+        default=None,
+        metadata=_task("text_tasks:CausalTextTask", loss="lower", perplexity="lower"),
+    )
+    nli: NliData | None = field(
+        default=None, metadata=_task("text_tasks:NliTask", accuracy="higher", loss="lower")
+    )
+    clicks: ClickData | None = field(
+        default=None,
+        metadata=_task(
+            "click_logs:ClicksTask", auc="higher", accuracy="higher", nce="lower", loss="lower"
+        ),
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     dlrm: DlrmConfig = field(default_factory=DlrmConfig)
     tensorize: TTConfig | None = None
@@ -403,9 +396,8 @@ class RunConfig:
     def settings(self) -> dict[str, Any]:
         """Return all settings as plain values, as ``config.yaml`` has them.
 
-        Defaults of the optimizer are filled in where they can only be these: not ``gate_lr``, which
-        follows from the number of steps, and nothing for an optimizer that was not named in a run
-        with a twin, whose default is another one.
+        Defaults of the optimizer are filled in, except ``gate_lr``, which follows from the number
+        of steps, and those of an unnamed optimizer in a run with a twin, whose default is another.
         """
         optimizer = self._optimizer
         if optimizer.name is not None or not self.twin:
@@ -413,11 +405,9 @@ class RunConfig:
         return {**asdict(self), "optimizer": asdict(optimizer)}
 
     def optimizer_for(self, steps: int | None) -> OptimizerConfig:
-        """Return the settings of the optimizer, filled in from the run where they were left open.
+        """Return the settings of the optimizer with the defaults of a run of so many steps.
 
-        Args:
-            steps: Steps of the whole run. None where only the data tell: ``gate_lr`` stays open if
-                there is a late stage.
+        Without ``steps`` a default ``gate_lr`` of a run with a late stage stays None.
         """
         gate_lr = self._optimizer.gate_lr
         if gate_lr is None:
@@ -433,71 +423,54 @@ class RunConfig:
         return self.optimizer or default(name=None)
 
     @property
-    def ranks(self) -> RankConfig | None:
-        """Return the section by which ranks are learned, if they are."""
+    def ranks(self) -> TwoStageConfig | ImportancePruningConfig | None:
+        """Section by which ranks are learned, if they are."""
         return self.two_stage or self.importance_pruning
 
     @property
     def rank_section(self) -> str:
-        """Return the name of the section by which ranks are learned; one is there."""
+        """Name of the section by which ranks are learned; one is there."""
         return RANK_SECTIONS[self.two_stage is None]
 
     @property
     def task(self) -> str:
-        """Return the name of the section that describes the data."""
-        return next(name for name in METRICS if getattr(self, name) is not None)
+        """Name of the section that describes the data."""
+        return next(name for name in TASKS if getattr(self, name) is not None)
 
     @property
-    def data(self) -> TextData | NliData | ClickData:
-        """The section that describes the data."""
+    def data(self) -> Any:
+        """Section that describes the data."""
         return getattr(self, self.task)
-
-    @property
-    def text(self) -> TextData | NliData | None:
-        """The section of the data, if it is text."""
-        return self.masked_text or self.causal_text or self.nli
 
     @property
     def width(self) -> int:
         """Width of the model's hidden states."""
-        return self.model.d_model if self.text is not None else self.dlrm.embedding_dim
+        return self.model.d_model if self.clicks is None else self.dlrm.embedding_dim
 
     @property
     def tokens(self) -> int:
         """Rows that a layer sees at once: of a batch, or of the part that it is split into."""
         rows = max(1, self.train.batch_size // self.train.accumulate)
-        return rows if self.text is None else rows * self.text.length
+        return rows * getattr(self.data, "length", 1)
 
     @property
     def tt_config(self) -> TTConfig | None:
-        """The section ``tensorize``, its ``tokens`` those of the run where it says nothing."""
+        """The section ``tensorize``, with the ``tokens`` of the run where it names none."""
         if self.tensorize is None or self.tensorize.tokens is not None:
             return self.tensorize
         return dataclasses.replace(self.tensorize, tokens=self.tokens)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Metrics of an evaluation, the most telling one first."""
-        return METRICS[self.task]
-
-    @property
-    def without_effect(self) -> list[str]:
-        """Settings of the model that is not the one of the data, where they are no defaults."""
-        name, other = ("model", self.model) if self.clicks is not None else ("dlrm", self.dlrm)
-        default = type(other)()
-        return [
-            f"{name}.{key}={value}"
-            for key, value in vars(other).items()
-            if value != getattr(default, key)
-        ]
+        """Metrics of an evaluation, the first one to compare runs by."""
+        return tuple(TASKS[self.task].better)
 
     def check(self) -> None:
-        """Raise ``ValueError`` for settings that contradict each other."""
         check_nulls(self)
         if not self.out:
             raise ValueError("out='' must name the folder of the run")
-        *first, last = METRICS
-        given = [name for name in METRICS if getattr(self, name) is not None]
+        *first, last = TASKS
+        given = [name for name in TASKS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
                 f"give exactly one of the sections {', '.join(first)} and {last}, "
@@ -518,7 +491,14 @@ class RunConfig:
             raise ValueError(
                 f"parallel.timeout_minutes={self.parallel.timeout_minutes} must be above 0"
             )
-        check_device(self.device)
+        if self.device != "auto":
+            try:
+                torch.device(self.device)
+            except RuntimeError:
+                raise ValueError(
+                    f"device={self.device!r} is no device of torch's: give cpu, cuda, cuda:1 or "
+                    "the like, or auto for a GPU where there is one"
+                ) from None
         optimizer = self.optimizer_for(self.train.steps)
         optimizer.check()
         if optimizer.in_backward and self.train.clip_norm is not None:
@@ -537,26 +517,17 @@ class RunConfig:
             self.ranks.check(self.train.steps)
 
 
-def marked(identity: bool | str) -> list[str]:
-    """Return the dotted names of the settings of a run, or of its loop, that have such a mark."""
-    return [
-        within + each.name
-        for kind, within in ((RunConfig, ""), (TrainConfig, "train."))
-        for each in dataclasses.fields(kind)
-        if each.metadata.get("identity", True) == identity
-    ]
+TASKS: dict[str, TaskEntry] = {
+    each.name: each.metadata["task"]
+    for each in dataclasses.fields(RunConfig)
+    if "task" in each.metadata
+}
+"""The tasks by the names of their sections of data."""
 
-
-def check_device(name: str) -> None:
-    """Raise ``ValueError`` for what is neither ``auto`` nor a device of torch's."""
-    if name != "auto":
-        try:
-            torch.device(name)
-        except RuntimeError:
-            raise ValueError(
-                f"device={name!r} is no device of torch's: give cpu, cuda, cuda:1 or the like, or "
-                "auto for a GPU where there is one"
-            ) from None
+HIGHER_IS_BETTER = {
+    name for task in TASKS.values() for name, better in task.better.items() if better == "higher"
+}
+"""Metrics of which more is better."""
 
 
 def check_processes(config: RunConfig, count: int) -> None:
@@ -587,7 +558,7 @@ _OF_SHARDS = ("adamw", "muon", "sgd")
 
 
 def _check_shared(config: RunConfig) -> None:
-    """Check that a run can train a model whose dense matrices are shared out or split."""
+    """Raise ``ValueError`` where a run cannot train a model whose dense matrices are split."""
     kind = f"parallel.kind={config.parallel.kind}"
     way_out = "or keep the model whole in every process: parallel.kind=ddp"
     optimizer = config.optimizer_for(config.train.steps)

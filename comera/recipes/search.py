@@ -1,4 +1,4 @@
-"""``search:`` in a sweep's file: variants whose settings Optuna proposes, kept in its journal."""
+"""Section ``search`` of a sweep's file: variants whose settings Optuna proposes."""
 
 import json
 import math
@@ -13,36 +13,29 @@ import numpy as np
 from comera.extras import needed_by
 from comera.recipes.jobs import Job
 from comera.recipes.parse import check_nulls, parse_settings
-from comera.recipes.report.comparison import HIGHER_IS_BETTER, read_trained
+from comera.recipes.report.sweep_report import read_trained
+from comera.recipes.run_config import HIGHER_IS_BETTER
 
 JOURNAL = "search.journal"
-"""Optuna's storage in the folder of a sweep: every trial, its settings and what came of it."""
-
-Sampler = Literal["tpe", "random"]
+"""Optuna's storage in the folder of a sweep: every trial, its settings and its result."""
 
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """The section ``search`` of a sweep's file.
-
-    Attributes:
-        trials: How many there are to be.
-        over: Settings that trials differ in, by dotted names: lists of values, or what Optuna's
-            distributions of numbers take, ``{low: 4, high: 32, log: true}``.
-        sampler: ``tpe`` learns from trials before, ``random`` does not.
-        seed: Trials depend on it, and on nothing else that is random.
-        extends: The variant that trials change; None for the base.
-    """
+    """Settings of a search."""
 
     trials: int = 0
-    over: dict[str, Any] = field(default_factory=dict)
-    sampler: Sampler = "tpe"
+    over: dict[str, Any] = field(default_factory=dict)  # domains of settings, by dotted names
+    sampler: Literal["tpe", "random"] = "tpe"  # tpe learns from earlier trials
     seed: int = 0
-    extends: str | None = None
+    extends: str | None = None  # the variant that trials change; None for the base
 
 
 def read_search(given: Any) -> SearchConfig:
-    """Make a search of the section in a sweep's file; ``over`` becomes Optuna's distributions.
+    """Parse the section; its ``over`` becomes Optuna's distributions.
+
+    Domains are lists of values, or keywords of Optuna's distributions of numbers, ``{low: 4,
+    high: 32, log: true}``.
 
     Raises:
         ValueError: If something is wrong; names the first such thing.
@@ -102,20 +95,20 @@ def extremes(distribution: Any) -> list[Any]:
 class Search:
     """Trials of a search, each a variant of the sweep with a run for every seed.
 
-    What Optuna proposes depends on the seed and on what is known of the trials before, so that one
+    A proposal depends on the seed and on the results of earlier trials alone, so that a search
     that was stopped goes on as if it had not been, where runs come one after the other.
 
     Args:
-        config: What the sweep's file says.
-        folder: Folder of the sweep, held by this process alone.
-        metric: What is to be as small as possible, or as large where that is better.
-        seeds: Seeds of the runs; a trial is worth the mean over them.
+        config: The search.
+        folder: Folder of the sweep, locked by this process.
+        metric: Metric to optimise; a trial is worth its mean over ``seeds``.
+        seeds: Seeds of the runs.
         make_jobs: Makes the jobs of a trial of its name and settings; raises ``ValueError`` for
             settings that do not go together.
-        anew: Forget an earlier search in the folder that asked for something else.
+        anew: Discard an earlier search in the folder with other settings.
 
     Raises:
-        ValueError: If an earlier search in the folder asked for something else.
+        ValueError: If there is one, without ``anew``.
         MissingPackageError: If Optuna is not installed.
     """
 
@@ -158,21 +151,18 @@ class Search:
 
     @property
     def jobs(self) -> list[Job]:
-        """Return the jobs of all trials so far, but of those that failed."""
+        """Jobs of all trials so far, except those that failed."""
         return [job for number in sorted(self._of) for job in self._of[number]]
 
     def begin_anew(self) -> None:
-        """Forget all trials."""
+        """Discard all trials."""
         self._path.unlink()
         self._open()
         self._study.set_user_attr("asked", self._asked)
         self._of = {}
 
     def more(self) -> list[Job]:
-        """Return the jobs of the next trial; none if there are to be no more.
-
-        Tells Optuna first what came of those that have ended.
-        """
+        """Report what has ended, and return the jobs of the next trial; none after the last."""
         self.tell()
         while len(self._study.trials) < self._config.trials:
             self._seed_sampler(len(self._study.trials))
@@ -184,11 +174,10 @@ class Search:
 
     def tell(self) -> None:
         """Report to Optuna the results of the trials whose runs have all ended."""
-        waiting = [trial.number for trial in self._study.trials if trial.state.name == "RUNNING"]
-        for number in waiting:
+        for number in [t.number for t in self._study.trials if t.state.name == "RUNNING"]:
             jobs = self._of[number]
-            if any(job.state == "failed" for job in jobs):
-                self._fail(number, next(job.reason for job in jobs if job.state == "failed"))
+            if failed := [job.reason for job in jobs if job.state == "failed"]:
+                self._fail(number, failed[0])
             elif all(job.state == "finished" for job in jobs):
                 runs = [read_trained(job.variant, job.seed, job.folder) for job in jobs]
                 value = statistics.mean(run.metrics[self._metric] for run in runs)
@@ -211,15 +200,18 @@ class Search:
             best = self._study.best_trial
             shown = {k: v if isinstance(v, str) else f"{v:.6g}" for k, v in best.params.items()}
             settings = ", ".join(f"{key}={value}" for key, value in shown.items())
-            text += (
-                f"; best: {trial_name(best.number)}, {self._metric} {best.value:.6g}: {settings}"
-            )
+            value = f"{self._metric} {best.value:.6g}"
+            text += f"; best: {trial_name(best.number)}, {value}: {settings}"
         return text
 
     def _open(self) -> None:
         storages = self._optuna.storages
         Path(f"{self._path}.lock").unlink(missing_ok=True)  # the folder is this process' alone
-        _drop_torn_line(self._path)
+        if self._path.is_file():  # cut a last line that was being written when the machine crashed
+            content = self._path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            if whole != content:
+                self._path.write_bytes(whole)
         storage = storages.JournalStorage(storages.journal.JournalFileBackend(str(self._path)))
         self._study = self._optuna.create_study(
             storage=storage,
@@ -229,17 +221,17 @@ class Search:
         )
 
     def _seed_sampler(self, number: int) -> None:
-        """Give Optuna a sampler for one trial, the same whenever that is asked for."""
+        """Set the sampler of one trial, which depends on the seed and the number alone."""
         seed = np.random.SeedSequence([self._config.seed, number]).generate_state(1)[0]
         samplers = self._optuna.samplers
         if self._config.sampler == "random":
             self._study.sampler = samplers.RandomSampler(seed=int(seed))
         else:
-            # Trials that are still running count as bad ones, so that others go elsewhere.
+            # constant_liar: running trials count as bad ones, so that others go elsewhere.
             self._study.sampler = samplers.TPESampler(seed=int(seed), constant_liar=True)
 
     def _add(self, frozen: Any) -> None:
-        """Make the jobs of a trial, after drawing those of its settings that are not drawn yet."""
+        """Make the jobs of a trial, and draw those of its settings that are not drawn yet."""
         self._seed_sampler(frozen.number)
         params = frozen.params
         if frozen.state.name == "RUNNING":  # what was drawn before is only read
@@ -261,13 +253,3 @@ class Search:
 def trial_name(number: int) -> str:
     """Return the name of a trial as a variant."""
     return f"trial-{number:03d}"
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cut the last line of a journal if its machine went down while it was written."""
-    if not path.is_file():
-        return
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        path.write_bytes(whole)

@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +19,26 @@ from rich.progress import TaskID
 from comera._command import INTERRUPTED
 from comera.extras import did_you_mean
 from comera.recipes.folder import is_finished, lock, missing_data, with_whole_paths
-from comera.recipes.jobs import (
-    Job,
-    LauncherName,
-    make_launcher,
-    resolve,
-    run_jobs,
-)
+from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
 from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
-from comera.recipes.report.comparison import (
+from comera.recipes.report.page import show_metric
+from comera.recipes.report.sweep_report import (
     Failed,
     compare,
     comparison_text,
     read_trained,
-    show_metric,
     write_comparison,
+    write_sweep_report,
 )
-from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
 from comera.train.log import last_logged, progress_bar
 
+_LAUNCHERS = ("submitit", "ray")
 _KEYS = (
-    "out", "base", "seeds", "reference", "metric", "variants", "published", "search", "submitit",
-    "ray",
+    "out", "base", "seeds", "reference", "variants", "metric", "published", "search", *_LAUNCHERS,
 )  # fmt: skip
-_NEEDED = ("out", "base", "seeds", "reference", "variants")
-_NEEDED_TO_SEARCH = ("out", "base", "seeds")
-_ALONE: dict[str, Any] = {"base": {}}
-"""The variants of a search that names none: the base as it is, for trials to be compared with."""
 _OF_THE_SWEEP = ("out", "seed", "twin", "overwrite")
 """Settings of a run that a sweep makes itself: those of the base are not used."""
 
@@ -56,35 +47,23 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 @dataclass(frozen=True)
 class Sweep:
-    """Content of a sweep file.
-
-    Attributes:
-        out: Folder of everything.
-        seeds: Each variant is trained with each of them.
-        reference: Name of the variant that the others are compared with.
-        metric: Key of the last evaluation to compare.
-        variants: Settings of the variants by name, in the order of the file, for any seed.
-        launchers: Settings of launchers by their names.
-        search: Variants that are to be proposed, if any.
-        given: Settings of the base, and what every variant changes of them.
-    """
+    """Content of a sweep file."""
 
     out: Path
     seeds: tuple[int, ...]
-    reference: str
-    metric: str
-    variants: dict[str, RunConfig]
-    launchers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    search: SearchConfig | None = None
-    given: tuple[dict[str, Any], Mapping[str, Any]] = field(default_factory=lambda: ({}, {}))
+    reference: str  # name of the variant that the others are compared with
+    metric: str  # key of the last evaluation
+    variants: dict[str, RunConfig]  # in the order of the file, for any seed
+    launchers: dict[str, dict[str, Any]]
+    search: SearchConfig | None
+    base: dict[str, Any]  # settings that all variants share, as given
+    given: Mapping[str, Any]  # what each variant changes of them, as given
 
 
 def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     """Read a sweep file and check all of it, down to the settings of each variant.
 
-    Args:
-        path: The file.
-        changes: Settings by dotted names that every variant gets, whatever the file says.
+    ``changes`` are settings by dotted names that every variant gets, whatever the file says.
 
     Raises:
         ValueError: If something is wrong; names the variant and the first such thing.
@@ -97,72 +76,42 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
         if key not in _KEYS:
             raise ValueError(f"{path}: {key} is no key of a sweep{did_you_mean(key, _KEYS)}")
     searched = content.get("search") is not None
-    for key in _NEEDED_TO_SEARCH if searched else _NEEDED:
+    for key in _KEYS[: 3 if searched else 5]:
         if content.get(key) is None:
             raise ValueError(f"{path} lacks the key {key}")
-    base = _base(content["base"], path.parent)
-    given = content.get("variants") or (_ALONE if searched else content["variants"])
-    if changes and isinstance(given, Mapping):
+    base = _read_base(content["base"], path.parent)
+    # Trials of a search without variants are compared with the base as it is.
+    given = content.get("variants") or ({"base": {}} if searched else content["variants"])
+    _check_variants(given)
+    if changes:
         given = {name: {**(own or {}), **changes} for name, own in given.items()}
-    variants = _variants(base, given)
-    _check_published(content.get("published"), variants)
+    variants = {name: variant_of(name, base, given) for name in given}
+    for name in (content.get("published") or {}).get("figures", ()):
+        _check_named(name, variants, "published.figures.")
     reference = content.get("reference") or next(iter(variants))
-    if not isinstance(reference, str) or reference not in variants:
-        raise ValueError(f"reference={reference} is no variant{did_you_mean(reference, variants)}")
+    _check_named(reference, variants, "reference=")
+    for key in _LAUNCHERS:
+        if not isinstance(content.get(key), Mapping | None):
+            raise ValueError(f"{key}={content[key]!r} must be a mapping of settings of {key}")
     return Sweep(
         out=Path(str(content["out"])).expanduser(),
-        seeds=_seeds(content["seeds"]),
+        seeds=_read_seeds(content["seeds"]),
         reference=reference,
-        metric=_metric(content.get("metric"), variants),
+        metric=_read_metric(content.get("metric"), variants),
         variants=variants,
-        launchers={name: _mapping(name, content.get(name)) for name in ("submitit", "ray")},
-        search=_search(content["search"], base, given) if searched else None,
-        given=(base, given),
+        launchers={key: dict(content.get(key) or {}) for key in _LAUNCHERS},
+        search=_read_search(content["search"], base, given) if searched else None,
+        base=base,
+        given=given,
     )
 
 
-def _check_published(given: Any, variants: Mapping[str, Any]) -> None:
-    """Check what a file says of figures that others have published of such variants."""
-    if given is None:
-        return
-    figures = given.get("figures") if isinstance(given, Mapping) else None
-    if not isinstance(figures, Mapping) or not isinstance(given.get("source"), str):
-        raise ValueError(f"published={given!r} must have a source, and figures by variant")
-    for name in figures:
-        if name not in variants:
-            near = did_you_mean(name, variants)
-            raise ValueError(f"published.figures.{name} is no variant{near}")
+def _check_named(name: Any, variants: Mapping[str, Any], said: str) -> None:
+    if not isinstance(name, str) or name not in variants:
+        raise ValueError(f"{said}{name} is no variant{did_you_mean(name, variants)}")
 
 
-def _search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) -> SearchConfig:
-    """Read a search, and check each end of what it may propose alone."""
-    search = read_search(given)
-    other = search.extends
-    if other is not None and (not isinstance(other, str) or other not in variants):
-        raise ValueError(f"search.extends={other} is no variant{did_you_mean(other, variants)}")
-    taken = next((name for name in variants if name.startswith("trial-")), None)
-    if taken is not None:
-        raise ValueError(f"variant {taken}: such names are those of the search's trials")
-    shared = base if other is None else merged(base, _overrides(other, variants, ()))
-    for key, domain in search.over.items():
-        if key.split(".")[0] in _OF_THE_SWEEP:
-            raise ValueError(f"search.over.{key}: {key} is not for a search to set: the sweep does")
-        for value in extremes(domain):
-            try:
-                parse_settings(RunConfig, merged(shared, nested({key: value})))
-            except ValueError as problem:
-                raise ValueError(f"search.over.{key}: {problem}") from None
-    return search
-
-
-def _mapping(key: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping | None):
-        raise ValueError(f"{key}={given!r} must be a mapping of settings of {key}")
-    return dict(given or {})
-
-
-def _base(given: Any, folder: Path) -> dict[str, Any]:
-    """Return the settings that all variants share."""
+def _read_base(given: Any, folder: Path) -> dict[str, Any]:
     if isinstance(given, str):
         given = read_yaml(file_of(given, beside=folder))
     if not isinstance(given, Mapping):
@@ -176,7 +125,7 @@ def _base(given: Any, folder: Path) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _OF_THE_SWEEP}
 
 
-def _variants(base: dict[str, Any], given: Any) -> dict[str, RunConfig]:
+def _check_variants(given: Any) -> None:
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f"variants={given!r} must be mappings of settings, by name")
     for name, settings in given.items():
@@ -187,29 +136,21 @@ def _variants(base: dict[str, Any], given: Any) -> dict[str, RunConfig]:
             )
         if not isinstance(settings, Mapping | None):
             raise ValueError(f"variant {name}: {settings!r} must be a mapping of settings")
-        other = (settings or {}).get("extends")
-        if other is not None and (not isinstance(other, str) or other not in given):
-            raise ValueError(
-                f"variant {name}: extends={other} is no variant{did_you_mean(other, given)}"
-            )
-    return {name: variant_of(name, base, given) for name in given}
+        if (other := (settings or {}).get("extends")) is not None:
+            _check_named(other, given, f"variant {name}: extends=")
 
 
 def variant_of(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of a variant, with what it extends.
-
-    Raises:
-        ValueError: If they do not go together; names the variant.
-    """
+    """Return the settings of a variant; raises ``ValueError`` if they do not go together."""
     try:
-        config = parse_settings(RunConfig, merged(base, _overrides(name, given, ())))
+        config = parse_settings(RunConfig, merged(base, _overrides(name, given)))
         config.check()
     except ValueError as problem:
         raise ValueError(f"variant {name}: {problem}") from None
     return config
 
 
-def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...]) -> dict[str, Any]:
+def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return what a variant changes of the base, with what it extends."""
     if name in inner:
         raise ValueError(f"extends goes round in a circle: {' -> '.join((*inner, name))}")
@@ -221,7 +162,7 @@ def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...]) -> d
     return own if other is None else merged(_overrides(other, given, (*inner, name)), own)
 
 
-def _seeds(given: Any) -> tuple[int, ...]:
+def _read_seeds(given: Any) -> tuple[int, ...]:
     fine = isinstance(given, list) and given
     if not fine or any(type(seed) is not int or seed < 0 for seed in given):
         raise ValueError(f"seeds={given!r} must be a list of whole numbers from 0 on")
@@ -231,14 +172,15 @@ def _seeds(given: Any) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
+def _read_metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
     """Return the requested metric, if every variant's task has it; by default the first of them."""
-    measured = [(name, config.metrics) for name, config in variants.items()]
-    shared = [m for m in measured[0][1] if all(m in found for _, found in measured)]
+    measured = {name: config.metrics for name, config in variants.items()}
+    first, *others = measured.values()
+    shared = [metric for metric in first if all(metric in found for found in others)]
     if given is None:
         return shared[0]
     if given not in shared:
-        lacking = next(name for name, found in measured if given not in found)
+        lacking = next(name for name, found in measured.items() if given not in found)
         raise ValueError(
             f"metric={given} is not measured in variant {lacking}; all variants have "
             f"{', '.join(shared)}"
@@ -246,7 +188,24 @@ def _metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
     return given
 
 
-# ── running ──────────────────────────────────────────────────────────────────────────────────────
+def _read_search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) -> SearchConfig:
+    """Parse the section ``search``, and check the ends of each domain by themselves."""
+    search = read_search(given)
+    if search.extends is not None:
+        _check_named(search.extends, variants, "search.extends=")
+        base = merged(base, _overrides(search.extends, variants))
+    taken = next((name for name in variants if name.startswith("trial-")), None)
+    if taken is not None:
+        raise ValueError(f"variant {taken}: such names are those of the search's trials")
+    for key, domain in search.over.items():
+        if key.split(".")[0] in _OF_THE_SWEEP:
+            raise ValueError(f"search.over.{key}: {key} is not for a search to set: the sweep does")
+        for value in extremes(domain):
+            try:
+                parse_settings(RunConfig, merged(base, nested({key: value})))
+            except ValueError as problem:
+                raise ValueError(f"search.over.{key}: {problem}") from None
+    return search
 
 
 def sweep(
@@ -287,16 +246,9 @@ def run_sweep(
 ) -> int:
     """Train what is unfinished of a sweep, and compare what is finished; see :func:`sweep`.
 
-    Args:
-        path: The sweep file.
-        at_once: Runs at a time; None for one here, and as many as a queue takes elsewhere.
-        overwrite: Begin the runs anew whose folders hold other settings or other data.
-        console: The console that progress and the table go to.
-        out: Folder of everything, instead of the one that the file names.
-        launcher: Where runs are started.
-        changes: Settings by dotted names that every run gets, whatever the file says.
-        skip: Variants, or runs as ``VARIANT/seed-K``, that are not trained this time; those that
-            are finished are compared all the same.
+    ``changes`` are settings by dotted names that every run gets, whatever the file says. ``skip``
+    are variants, or runs as ``VARIANT/seed-K``, that are not trained this time; those that are
+    finished are compared all the same.
 
     Returns:
         Exit status: 0, 1 if a run failed, 130 after Ctrl-C.
@@ -304,59 +256,44 @@ def run_sweep(
     Raises:
         ValueError: If the file is wrong, or a folder holds a run with other settings or of other
             data. Nothing has been trained then.
-        FileNotFoundError: If the file or its base is not there, or data that runs were begun with,
-            or those of all runs.
+        FileNotFoundError: If the file, its base, data of a begun run or all data are missing.
         FolderInUseError: If another sweep writes to the folder; a RuntimeError.
         MissingPackageError: If the launcher's package is not installed.
     """
     if at_once is not None and at_once < 1:
         raise ValueError(f"jobs={at_once} must be at least 1")
     console = console or Console()
-    sweep = read_sweep(path, changes or {})
+    sweep = read_sweep(path, changes)
     if out is not None:
         sweep = dataclasses.replace(sweep, out=out.expanduser())
-    if sweep.search is not None and launcher != "local" and at_once is None:
+    trials = 0 if sweep.search is None else sweep.search.trials
+    if trials and launcher != "local" and at_once is None:
         raise ValueError(
-            f"--launcher={launcher} would begin all {sweep.search.trials} trials at once, and "
+            f"--launcher={launcher} would begin all {trials} trials at once, and "
             "those that run side by side learn nothing from each other: give --jobs"
         )
     for name, config in sweep.variants.items():
         _check_model(name, config)
     with lock(sweep.out, "sweep"):
-        search = None if sweep.search is None else _make_search(sweep, sweep.search, overwrite)
-        return _carry_out(sweep, search, at_once, overwrite, console, launcher, skip)
-
-
-def _carry_out(
-    sweep: Sweep,
-    search: Search | None,
-    at_once: int | None,
-    overwrite: bool,
-    console: Console,
-    launcher: LauncherName,
-    skip: Sequence[str],
-) -> int:
-    everything = make_jobs(sweep)
-    jobs = unskipped(everything, skip)
-    expected = len(jobs)
-    if search is not None and sweep.search is not None:
-        jobs += search.jobs
-        expected += sweep.search.trials * len(sweep.seeds)
-    resolve(jobs, overwrite)
-    if search is not None:
-        if overwrite and any(job.config.overwrite for job in search.jobs):
-            console.print("the search is begun anew")
-            jobs = [job for job in jobs if job not in search.jobs]
-            search.begin_anew()
-        search.tell()
-    _check_data(jobs)
-    done = sum(job.state == "finished" for job in jobs)
-    console.print(
-        f"{expected} runs in {sweep.out}, {done} of them finished", highlight=False, markup=False
-    )
-    completed = True
-    if done < expected:
-        starts = make_launcher(launcher, sweep.launchers, sweep.out, at_once, console)
+        search = None
+        everything = make_jobs(sweep)
+        jobs = unskipped(everything, skip)
+        expected = len(jobs) + trials * len(sweep.seeds)
+        if sweep.search is not None:
+            make = partial(_trial_jobs, sweep)
+            search = Search(sweep.search, sweep.out, sweep.metric, sweep.seeds, make, overwrite)
+            jobs += search.jobs
+        resolve(jobs, overwrite)
+        if search is not None:
+            if overwrite and any(job.config.overwrite for job in search.jobs):
+                console.print("the search is begun anew")
+                jobs = [job for job in jobs if job not in search.jobs]
+                search.begin_anew()
+            search.tell()
+        _check_data(jobs)
+        done = sum(job.state == "finished" for job in jobs)
+        text = f"{expected} runs in {sweep.out}, {done} of them finished"
+        console.print(text, highlight=False, markup=False)
 
         def more() -> list[Job]:
             added = [] if search is None else search.more()
@@ -364,18 +301,20 @@ def _carry_out(
                 resolve(added, overwrite)
             return added
 
-        with (
-            contextlib.closing(starts),
-            show_progress(jobs, sweep.metric, console, expected) as watch,
-        ):
-            completed = run_jobs(jobs, starts, watch, more)
-    ordered = [job for job in everything if job in jobs or is_finished(job.config)]
-    for job in ordered:
-        job.state = job.state if job in jobs else "finished"
-    _report(sweep, [*ordered, *(job for job in jobs if job not in ordered)], console)
-    if search is not None:
-        search.tell()
-        console.print(search.summary(), markup=False, highlight=False, soft_wrap=True)
+        completed = True
+        if done < expected:
+            starts = make_launcher(launcher, sweep.launchers, sweep.out, at_once, console)
+            bars = show_progress(jobs, sweep.metric, console, expected)
+            with contextlib.closing(starts), bars as watch:
+                completed = run_jobs(jobs, starts, watch, more)
+        skipped = [job for job in everything if job not in jobs and is_finished(job.config)]
+        for job in skipped:
+            job.state = "finished"
+        ended = [job for job in everything if job in jobs or job in skipped]
+        _report(sweep, [*ended, *(job for job in jobs if job not in ended)], console)
+        if search is not None:
+            search.tell()
+            console.print(search.summary(), markup=False, highlight=False, soft_wrap=True)
     if not completed:
         console.print("interrupted; the same command goes on from here")
         return INTERRUPTED
@@ -383,42 +322,32 @@ def _carry_out(
 
 
 def _check_data(jobs: Sequence[Job]) -> None:
-    """Return which data are missing where no run can begin: else each that has none says so.
-
-    Raises:
-        FileNotFoundError: If that is so.
-    """
-    waiting = [job.config for job in jobs if job.state == "waiting"]
-    by_data = {repr(config.data): config for config in waiting}
-    lacking = [_lacking_data(config) for config in by_data.values()]
-    if lacking and all(lacking):
-        said = "; ".join(text for text in dict.fromkeys(lacking) if text)
-        raise FileNotFoundError(f"no run can begin without its data: {said}")
-
-
-def _lacking_data(config: RunConfig) -> str | None:
-    """Return which data of a run are not there, None if all are; no file is read."""
-    if missing := missing_data(config):
-        named = ", no ".join(f"{path} ({key})" for key, path in missing.items())
-        return f"there is no {named}; put the data there, or say by those settings where they are"
-    try:
-        config.data.find()
-    except (FileNotFoundError, ValueError) as problem:  # as of a pattern that no file matches
-        return str(problem)
-    return None
+    """Raise ``FileNotFoundError`` if no run has its data; otherwise those without fail."""
+    problems: dict[str, None] = {}
+    for config in [job.config for job in jobs if job.state == "waiting"]:
+        if missing := missing_data(config):
+            named = ", no ".join(f"{path} ({key})" for key, path in missing.items())
+            said = (
+                f"there is no {named}; put the data there, or say by those settings where they are"
+            )
+        else:
+            try:
+                config.data.find()
+            except (FileNotFoundError, ValueError) as error:  # as of a pattern without a file
+                said = str(error)
+            else:
+                return
+        problems[said] = None
+    if problems:
+        raise FileNotFoundError(f"no run can begin without its data: {'; '.join(problems)}")
 
 
-def _make_search(sweep: Sweep, config: SearchConfig, overwrite: bool) -> Search:
-    base, given = sweep.given
-
-    def make(name: str, settings: dict[str, Any]) -> list[Job]:
-        own: dict[str, Any] = {} if config.extends is None else {"extends": config.extends}
-        variant = variant_of(name, base, {**given, name: own | settings})
-        _check_model(name, variant)
-        alone = dataclasses.replace(sweep, variants={name: variant})
-        return make_jobs(alone)
-
-    return Search(config, sweep.out, sweep.metric, sweep.seeds, make, overwrite)
+def _trial_jobs(sweep: Sweep, name: str, settings: dict[str, Any]) -> list[Job]:
+    extends = sweep.search.extends if sweep.search else None
+    own = settings if extends is None else {"extends": extends, **settings}
+    variant = variant_of(name, sweep.base, {**sweep.given, name: own})
+    _check_model(name, variant)
+    return make_jobs(dataclasses.replace(sweep, variants={name: variant}))
 
 
 def make_jobs(sweep: Sweep) -> list[Job]:
@@ -433,11 +362,7 @@ def make_jobs(sweep: Sweep) -> list[Job]:
 
 
 def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
-    """Leave out runs that are not to be trained this time.
-
-    Raises:
-        ValueError: If a word stands for none.
-    """
+    """Leave out runs and whole variants; raises ``ValueError`` for a word that is neither."""
     names = {job: (job.variant, f"{job.variant}/seed-{job.seed}") for job in jobs}
     known = list(dict.fromkeys(name for both in zip(*names.values(), strict=True) for name in both))
     for word in skip:
@@ -457,7 +382,7 @@ def _check_model(name: str, config: RunConfig) -> None:
 
 
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
-    """Show the table and write its files, if anything has ended; then say what failed."""
+    """Print the table and write its files if anything has ended, then print what failed."""
     finished = [job for job in jobs if job.state == "finished"]
     runs = [read_trained(job.variant, job.seed, job.folder) for job in finished]
     failed = [
@@ -473,15 +398,11 @@ def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
         if runs:
             text = comparison_text(comparison)
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-        console.print(
-            f"wrote results.json, results.md and report.html to {sweep.out}", markup=False
-        )
+        written = f"wrote results.json, results.md and report.html to {sweep.out}"
+        console.print(written, markup=False)
     for run in failed:
         console.print("[bold red]failed:[/] ", end="")
         console.print(str(run), markup=False, highlight=False, soft_wrap=True)
-
-
-# ── progress ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextlib.contextmanager
@@ -490,14 +411,7 @@ def show_progress(
 ) -> Iterator[Callable[[], None]]:
     """Show a bar for all jobs and one for each that runs, and a line for each that ends.
 
-    Args:
-        jobs: All jobs that are known, finished or not; others may be added.
-        metric: Key of the metric that is shown for each that finishes.
-        console: The console to print on; bars are shown only if it is a terminal.
-        expected: How many jobs there are to be in the end.
-
-    Yields:
-        A function that shows the present state of all jobs.
+    Jobs may be added, up to the expected number. Yields a function that shows their state.
     """
     width = max(len(job.name) for job in jobs)
     bars: dict[Job, TaskID] = {}
@@ -507,9 +421,9 @@ def show_progress(
 
         def show() -> None:
             for job in jobs:
+                name = job.name.ljust(width)
                 if job.state == "running":
                     if job not in bars:
-                        name = job.name.ljust(width)
                         bars[job] = progress.add_task(name, total=None, figures="starting")
                     if (logged := last_logged(job.folder, "loss")) is not None:
                         step, figures = logged[0], f"loss {logged[1]:.4f}"
@@ -518,7 +432,7 @@ def show_progress(
                     shown.add(job)
                     if job in bars:
                         progress.remove_task(bars[job])
-                    line = f"{escape(job.name.ljust(width))}  {escape(_ending(job, metric))}"
+                    line = f"{escape(name)}  {escape(_ending(job, metric))}"
                     progress.console.print(line, highlight=False, soft_wrap=True)
             failed = sum(job.state == "failed" for job in jobs)
             done = failed + sum(job.state == "finished" for job in jobs)

@@ -1,14 +1,10 @@
 """A training step that runs as one CUDA graph as soon as it repeats itself.
 
-The first steps run eagerly, for real, on the stream that is captured later: they load every kernel,
-make the optimizer's state, and raise what is wrong with the model where it can be read. Once
-nothing has changed for a few of them the step is recorded, and from then on replayed. When
-something does change, such as the stage of rank learning or the address of a parameter, the
-recording is dropped and the same begins again. So no state is ever set back: every step trains.
-Batches that differ in a plain value alone, such as whether anything in them is padding, have a
-recording for each of the last few values.
-Eager steps stay on that stream to the end, a failed recording or not: autograd's accumulators
-remember where they first ran.
+The first steps run eagerly, for real, on the stream that is captured later. Once nothing has
+changed for a few of them the step is recorded, and from then on replayed; when something does
+change, the recording is dropped and the same begins again. So no state is ever set back. Batches
+that differ in a plain value alone have a recording for each of the last few values. Eager steps
+stay on that stream: autograd's accumulators remember where they first ran.
 """
 
 import contextlib
@@ -25,8 +21,8 @@ from comera.ops.context import static_shapes
 from comera.train.data_parallel import Alone
 from comera.train.graphs import (
     Contents,
-    Graphs,
-    Recording,
+    CudaGraphs,
+    CudaRecording,
     Signature,
     StaticBatch,
     difference,
@@ -43,15 +39,14 @@ WARM_UP = 3
 """Steps alike before one is recorded, what torch asks for."""
 
 _PATIENCE = 100
-"""Steps without a recording after which it is said what keeps changing."""
-
+"""Steps without a recording after which a warning names the changes."""
 
 _VARIANTS = 2
-"""Recordings that are kept of batches which differ in plain values alone."""
+"""Recordings kept of batches that differ in plain values alone."""
 
 
 class _Course(enum.IntEnum):
-    """Ways to run a batch; of several processes all take the least that one of them can."""
+    """Ways to run a batch; all processes take the least that any of them can."""
 
     FALL_BACK = 0
     EAGER = 1
@@ -62,18 +57,18 @@ class _Course(enum.IntEnum):
 class _Kept(NamedTuple):
     """A recording and the batch that it reads."""
 
-    recording: Recording
+    recording: CudaRecording
     static: StaticBatch
 
 
 @dataclass(frozen=True)
 class StepDescription:
-    """Report on a training step: eager, or recorded.
+    """Report on a training step.
 
     Attributes:
         captured: Whether it runs as one CUDA graph.
         why: The reason in words.
-        captures: How many graphs were captured so far.
+        captures: Number of graphs captured so far.
         replays: Steps of all of them.
         contents: Nodes, kernels by name and bytes of the present one.
     """
@@ -88,18 +83,16 @@ class StepDescription:
         lines = [f"the step runs {'as one CUDA graph' if self.captured else 'eagerly'}: {self.why}"]
         if self.captures:
             lines.append(f"graphs captured: {self.captures}; steps replayed: {self.replays}")
-        if self.contents is not None:
-            lines.append(f"memory of the graph: {self.contents.pool_bytes:,} bytes")
-            if self.contents.peak_bytes is not None:
-                lines.append(
-                    f"peak with all tensors outside it: {self.contents.peak_bytes:,} bytes"
-                )
-            if self.contents.nodes is None or self.contents.kernels is None:
+        if (found := self.contents) is not None:
+            lines.append(f"memory of the graph: {found.pool_bytes:,} bytes")
+            if found.peak_bytes is not None:
+                lines.append(f"peak with all tensors outside it: {found.peak_bytes:,} bytes")
+            if found.nodes is None or found.kernels is None:
                 lines.append("its nodes can be counted with the package cuda-bindings")
             else:
-                kinds = ", ".join(f"{count} {kind}" for kind, count in self.contents.nodes.items())
-                lines.append(f"nodes: {sum(self.contents.nodes.values())} ({kinds})")
-                often = sorted(self.contents.kernels.items(), key=lambda pair: -pair[1])
+                kinds = ", ".join(f"{count} {kind}" for kind, count in found.nodes.items())
+                lines.append(f"nodes: {sum(found.nodes.values())} ({kinds})")
+                often = sorted(found.kernels.items(), key=lambda pair: -pair[1])
                 lines += [f"{count:6}  {name}" for name, count in often]
         return "\n".join(lines)
 
@@ -109,18 +102,18 @@ class Capture:
 
     Args:
         update: The whole update for a batch; returns its loss. Nothing of it may depend on values.
-        host: What else a recording depends on.
-        graphs: Records it.
+        host: The other state that a recording depends on.
+        graphs: Recorder of the device.
         device: The device of the model.
         warm_up: Steps alike before one is recorded.
-        together: How the processes that train the model decide. All make the same calls.
+        together: Decisions of all processes, which make the same calls.
     """
 
     def __init__(
         self,
         update: Callable[[Any], Tensor],
         host: HostState,
-        graphs: Graphs,
+        graphs: CudaGraphs,
         device: torch.device,
         warm_up: int = WARM_UP,
         together: Alone | None = None,
@@ -143,7 +136,7 @@ class Capture:
             self._fall_back(why_not)
 
     def __call__(self, batch: Any) -> Tensor:
-        """Run one update; returns its loss, a tensor of the caller's own."""
+        """Run one update; return its loss, a tensor of the caller's own."""
         try:
             return self._run(batch)
         except BaseException:  # the step is not one of those that were alike
@@ -151,13 +144,11 @@ class Capture:
             raise
 
     def _run(self, batch: Any) -> Tensor:
-        """Update in the way that all processes can: as a recording, or eagerly."""
         if self.why_not is not None:
             return self._eagerly(batch)
         with static_shapes():  # in all steps, so that recorded ones do not differ from the others
             state = self._host.identity()
-            # What this process could do, then the least that any can: a reduction must be in the
-            # graph of every process or of none.
+            # A reduction must be in the graph of every process or of none.
             course, problem = self._possible(state, batch)
             course = _Course(self._together.least(course))
             if course is _Course.EAGER:
@@ -172,14 +163,15 @@ class Capture:
         return self._eagerly(batch)
 
     def _eagerly(self, batch: Any) -> Tensor:
-        """Update without a recording, on the stream on which earlier steps ran."""
         with self._graphs.stream() if self._aside else contextlib.nullcontext():
             return self._update(batch)
 
     def _possible(self, state: dict[str, Any], batch: Any) -> tuple[_Course, str | None]:
-        """Decide what this process can do with a batch, and say why not more."""
+        """Return the best course that this process can take, and why it must fall back."""
         like = signature(batch)
-        if self._fits(state) and self._find(like) is not None:
+        if state != self._state:
+            self.free()
+        if self._find(like) is not None:
             return _Course.REPLAY, None
         problem = why_not_static(batch, self._device)
         problem = problem or self._host.why_not_capturable(self._device)
@@ -189,47 +181,31 @@ class Capture:
         return (_Course.EAGER if self._alike < self._warm_up else _Course.RECORD), None
 
     def _fall_back(self, why: str | None) -> None:
-        """Run eagerly from now on, and say why; None where that is another process' reason."""
+        """Run eagerly from now on, and warn; ``why`` is None for the reason of another process."""
         self.free()
         self.why_not = self._together.gathered(why)
         if self._together.speaks:
             log.warning("the training step is not captured as a CUDA graph: %s", self.why_not)
 
-    def free(self) -> None:
-        """Drop all recordings and their memory."""
-        self._free_but([])
-
-    def _free_but(self, wanted: list[_Kept]) -> None:
-        for kept in self._kept:
-            if kept not in wanted:
-                kept.recording.free()
-        self._kept = wanted
+    def free(self, number: int | None = None) -> None:
+        """Free the memory of the oldest recordings, by default of all."""
+        for kept in self._kept[:number]:
+            kept.recording.free()
+        del self._kept[:number]
 
     def _find(self, like: Signature) -> _Kept | None:
-        """Return the recording for batches of this signature, if there is one."""
         return next((kept for kept in self._kept if kept.static.signature == like), None)
 
     def describe(self) -> StepDescription:
-        """Return a text on how the update runs now, and what has been recorded so far."""
+        """Describe how the update runs now, and count the recordings."""
         counts = self._captures, self._replays
         if self.why_not is not None:
             return StepDescription(False, self.why_not, *counts)
         if not self._kept:
-            why = (
-                f"it is captured once {self._warm_up} steps in a row were alike; {self._alike} were"
-            )
-            return StepDescription(False, why, *counts)
+            needed = f"it is captured once {self._warm_up} steps in a row were alike"
+            return StepDescription(False, f"{needed}; {self._alike} were", *counts)
         contents = self._kept[-1].recording.contents()
         return StepDescription(True, "nothing has changed since it was captured", *counts, contents)
-
-    def _fits(self, state: dict[str, Any]) -> bool:
-        """Check that there are recordings of this state; those of another are dropped."""
-        if not self._kept:
-            return False
-        if state == self._state:
-            return True
-        self.free()
-        return False
 
     def _replay(self, batch: Any) -> Tensor:
         like = signature(batch)
@@ -244,7 +220,7 @@ class Capture:
         return kept.recording.output.clone()
 
     def _compare(self, state: dict[str, Any], like: Signature, batch: Any) -> None:
-        """Count how long steps have been alike, and warn where they never are."""
+        """Count the steps in a row that were alike; warn where they never are."""
         changed = {name for name in state if state[name] != self._state.get(name)}
         if self._last is not None and like != self._last:
             changed.add("the batch")
@@ -252,10 +228,16 @@ class Capture:
         self._state, self._last = state, like
         self._waiting += 1
         self._changes |= changed if self._waiting > self._warm_up else set()
-        if self._kept:
+        if self._kept and not self._said_batch:
             known = self._kept[-1].static.signature
             if not is_shorter(like, known) and not is_variant(like, known):
-                self._say_batch(difference(known, like, batch))
+                self._said_batch = True
+                log.warning(
+                    "a batch does not fit the captured training step, which therefore runs "
+                    "eagerly; it is captured anew after %d such batches in a row: %s. Pad batches "
+                    "to one shape to keep the graph",
+                    self._warm_up, difference(known, like, batch),
+                )  # fmt: skip
         if self._waiting == _PATIENCE and not self._said_changes:
             self._said_changes = True
             log.warning(
@@ -264,18 +246,8 @@ class Capture:
                 _PATIENCE, self._warm_up, ", ".join(sorted(self._changes)),
             )  # fmt: skip
 
-    def _say_batch(self, what: str) -> None:
-        if not self._said_batch:
-            self._said_batch = True
-            log.warning(
-                "a batch does not fit the captured training step, which therefore runs eagerly; it "
-                "is captured anew after %d such batches in a row: %s. Pad batches to one shape to "
-                "keep the graph",
-                self._warm_up, what,
-            )  # fmt: skip
-
     def _record(self, state: dict[str, Any], batch: Any) -> str | None:
-        """Record the update, if all processes can; returns why this one could not."""
+        """Record the update, if all processes can; return why this one could not."""
         static = StaticBatch(batch)
         variants = [
             kept
@@ -283,14 +255,16 @@ class Capture:
             if kept.static.signature != static.signature
             and is_variant(kept.static.signature, static.signature)
         ]
-        # First, or the memory of two graphs would be taken.
-        self._free_but(variants[1 - _VARIANTS :])
+        # Before the next recording, or the memory of two graphs would be taken.
+        wanted = variants[1 - _VARIANTS :]
+        self._kept = [kept for kept in self._kept if kept not in wanted] + wanted
+        self.free(len(self._kept) - len(wanted))
         beside = self._kept[0].recording if self._kept else None
         random, put_back = host_random_state(), self._host.hold()
         recording, problem = None, None
         try:
             recording = self._graphs.record(lambda: self._update(static.value), beside)
-        except Exception as error:  # whatever it is: eager steps go on, or raise it themselves
+        except Exception as error:  # eager steps go on, or raise it themselves
             problem = f"{type(error).__name__}: {error}"
         except BaseException:  # Ctrl-C
             put_back()
@@ -298,8 +272,8 @@ class Capture:
         finally:
             set_host_random_state(random)  # recording is no step
         if recording is not None:
-            # A replay repeats what was recorded: were the step to leave other addresses or
-            # settings than it began with, the second replay would begin with the wrong ones.
+            # If the step leaves other addresses or settings than it began with, the second replay
+            # would begin with the wrong ones.
             after = self._host.identity()
             names = ", ".join(name for name in state if state[name] != after[name])
             if names:

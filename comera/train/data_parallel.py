@@ -1,7 +1,6 @@
 """A training step whose model several processes train, each on batches of its own."""
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from comera.surgery.truncate import renew_
 
 WARM_UP_TOGETHER = 11
-"""Steps alike before one is recorded: DistributedDataParallel measures its first ten, on the host
+"""Steps alike before one is recorded: DistributedDataParallel times its first ten on the host
 (PyTorch's notes on CUDA semantics, "Usage with DistributedDataParallel")."""
 
 _NEVER = 2**31 - 1
@@ -19,46 +18,39 @@ _FIRST_CAPTURABLE_NCCL = (2, 9, 6)
 
 
 class DataParallel:
-    """The ``DistributedDataParallel`` of a training step, its buffers made anew where need be.
+    """The ``DistributedDataParallel`` of a training step, whose buffers it rebuilds.
 
-    It sorts its gradients into buffers once and for all, by the sizes its parameters have, and
-    ties each to the stream it was made on. Ranks that are truncated change the sizes, and a CUDA
-    graph is captured on a stream of its own, so the buffers are made anew for either.
-
-    Args:
-        model: The model.
+    The buffers are fixed to the sizes of parameters, which truncation changes, and to the stream
+    they were made on; a CUDA graph is captured on a stream of its own.
     """
 
     def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
         self._model = model
         self._made_for: object = self._present()
-        self._renewed = 0
+        self.times_renewed = 0  # a recording writes to the buffers it was made with
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The processes that train the model."""
+        """Return the processes that train the model."""
         return self._model.process_group
 
     def held_back(self) -> AbstractContextManager[None]:
-        """Put a forward and a backward pass off averaging: their gradients wait for a later one."""
+        """Postpone averaging of gradients to a backward pass outside of this context."""
         return self._model.no_sync()
 
     def prepare_(self) -> None:
-        """Make buffers anew if parameters have changed size, or the stream; before each step."""
+        """Rebuild the buffers if a size or the stream has changed; all processes call this."""
         present = self._present()
         if self._made_for != present:
-            self._renew_()
+            renew_(self._model)
+            # Past the first ten steps it times every hundredth, which must not be a captured one.
+            self._model._set_ddp_runtime_logging_sample_rate(_NEVER)
             self._made_for = present
-            self._renewed += 1
+            self.times_renewed += 1
 
     def forget(self) -> None:
-        """Rebuild the buffers: a backward pass broke off, and they wait for its rest."""
+        """Have the buffers rebuilt: a backward pass broke off, and they wait for its rest."""
         self._made_for = None
-
-    @property
-    def times_renewed(self) -> int:
-        """Number of rebuilds of the buffers; a recording writes to those it was made with."""
-        return self._renewed
 
     def why_not_capturable(self, device: torch.device) -> str | None:
         """Return why a graph cannot hold the averaging of gradients; None if it can."""
@@ -77,7 +69,24 @@ class DataParallel:
             )
         if model._delay_all_reduce_params:
             return f"{name}(delay_all_reduce_named_params=...) reduces in hooks on the host"
-        return _why_not_nccl(self.group) if device.type == "cuda" else None
+        if device.type != "cuda":
+            return None
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
+        if backends.get("cuda") != "nccl":
+            return (
+                f"the processes talk over {backends.get('cuda')}, and only operations of nccl can "
+                'be captured: init_process_group("nccl")'
+            )
+        version = torch.cuda.nccl.version()
+        if version < _FIRST_CAPTURABLE_NCCL:
+            return f"NCCL {version} cannot be captured, {_FIRST_CAPTURABLE_NCCL} and later can"
+        # TORCH_NCCL_ASYNC_ERROR_HANDLING=0, as PyTorch's notes ask, is not needed: since torch 2.1
+        # the thread that watches over operations leaves captured ones alone (pytorch #102542).
+        if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
+            return "TORCH_NCCL_BLOCKING_WAIT makes the host wait for each reduction: unset it"
+        if not dist.is_gloo_available():
+            return "torch was built without gloo, over which processes agree on what to capture"
+        return None
 
     def _present(self) -> object:
         sizes = [param.numel() for param in self._model.module.parameters()]
@@ -85,12 +94,6 @@ class DataParallel:
         if device.type != "cuda":
             return sizes, None
         return sizes, torch.cuda.current_stream(device).cuda_stream
-
-    def _renew_(self) -> None:
-        """Make the buffers anew; all processes do so at the same step."""
-        renew_(self._model)
-        # Past the first ten steps it measures every hundredth, which must not be a captured one.
-        self._model._set_ddp_runtime_logging_sample_rate(_NEVER)
 
 
 def unwrapped_model(model: nn.Module) -> nn.Module:
@@ -107,56 +110,27 @@ def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
     return mean
 
 
-def _why_not_nccl(group: dist.ProcessGroup) -> str | None:
-    """Return why a graph cannot hold the reductions of a group; None if it can.
-
-    PyTorch's notes also ask for TORCH_NCCL_ASYNC_ERROR_HANDLING=0, for the thread that watches
-    over operations; since torch 2.1 it leaves captured ones alone (pytorch #102542).
-    """
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    if backends.get("cuda") != "nccl":
-        return (
-            f"the processes talk over {backends.get('cuda')}, and only operations of nccl can be "
-            'captured: init_process_group("nccl")'
-        )
-    version = torch.cuda.nccl.version()
-    if version < _FIRST_CAPTURABLE_NCCL:
-        return f"NCCL {version} cannot be captured, {_FIRST_CAPTURABLE_NCCL} and later can"
-    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
-        return "TORCH_NCCL_BLOCKING_WAIT makes the host wait for each reduction: unset it"
-    if not dist.is_gloo_available():
-        return "torch was built without gloo, over which processes agree on what to capture"
-    return None
-
-
 class Alone:
-    """Decisions of a process that has no others to ask.
-
-    Attributes:
-        speaks: Whether what all have decided is to be said here.
-    """
+    """Decisions of a process that has no others to ask."""
 
     speaks = True
+    """Whether this process logs what all have decided."""
 
     def least(self, number: int) -> int:
         """Return the smallest number that any process gives."""
         return number
 
     def gathered(self, text: str | None) -> str:
-        """Gather what each process has to say into one text."""
+        """Return the texts of all processes as one."""
         return text or ""
 
 
 class Together(Alone):
     """Decisions that several processes take together; each call waits for all of them.
 
-    NCCL wants that: a collective operation is part of a graph in every process or in none, and
-    the graphs that hold it are those of one capture (NCCL user guide, "Using NCCL with CUDA
-    Graphs").
-
-    Args:
-        group: Whose processes. They talk over a group of their own on the CPU, so that no one
-            waits for a GPU.
+    NCCL wants that: a collective operation is part of a graph in every process or in none (NCCL
+    user guide, "Using NCCL with CUDA Graphs"). They talk over a group of their own on the CPU, so
+    that no one waits for a GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -174,20 +148,17 @@ class Together(Alone):
         dist.all_gather_object(texts, text, group=self._group)
         if all(each == text for each in texts):
             return text or ""
-        return "; ".join(_by_process(self._ranks, texts))
+        sources: dict[str, list[int]] = {}
+        for rank, each in zip(self._ranks, texts, strict=True):
+            if each is not None:
+                sources.setdefault(each, []).append(rank)
+        return "; ".join(
+            f"in process {', '.join(map(str, ranks))}: {each}" for each, ranks in sources.items()
+        )
 
 
 def decisions_of(group: dist.ProcessGroup | None) -> Alone:
-    """Return how the processes of a group decide; all of them must call it."""
+    """Return the object by which a group's processes decide; all of them must call this."""
     if group is None or dist.get_world_size(group) == 1:
         return Alone()
     return Together(group)
-
-
-def _by_process(ranks: Sequence[int], texts: Sequence[str | None]) -> list[str]:
-    """List each text once, with the processes it comes from."""
-    sources: dict[str, list[int]] = {}
-    for rank, text in zip(ranks, texts, strict=True):
-        if text is not None:
-            sources.setdefault(text, []).append(rank)
-    return [f"in process {', '.join(map(str, of))}: {text}" for text, of in sources.items()]

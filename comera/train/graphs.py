@@ -1,17 +1,15 @@
 """CUDA graphs: the work that a function starts on a GPU, recorded once and replayed with one call.
 
-The rest of the capture uses :class:`Graphs` and :class:`Recording` only, so that it runs, and is
-tested, with anything else that records and replays. :class:`StaticBatch` is the batch at fixed
-addresses that a recording reads.
+:class:`StaticBatch` is the batch at fixed addresses that a recording reads. Tests put another
+recorder in the place of :class:`CudaGraphs`.
 """
 
 import collections
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,40 +34,7 @@ class Contents:
     peak_bytes: int | None = None
 
 
-class Recording(Protocol):
-    """A recorded function, to be replayed until it is freed."""
-
-    output: Tensor
-    """Result of each replay."""
-
-    def replay(self) -> None: ...
-
-    def free(self) -> None:
-        """Give the memory of the recording back; it cannot be replayed any more."""
-
-    def contents(self) -> Contents: ...
-
-
-class Graphs(Protocol):
-    """Records functions on one device."""
-
-    def stream(self) -> AbstractContextManager[None]:
-        """Enter the stream on which functions run before they are recorded, and as they are."""
-
-    def record(self, run: Callable[[], Tensor], beside: Recording | None = None) -> Recording:
-        """Record a function; tensors are afterwards what they were before.
-
-        Args:
-            run: Returns what each replay leaves as output.
-            beside: Another recording that is kept, to take the same memory: the two are not
-                replayed at the same time, and of neither more than the output is read.
-
-        Raises:
-            Exception: Whatever the function raised, or why it cannot be recorded.
-        """
-
-
-def graphs_on(device: torch.device) -> Graphs | None:
+def graphs_on(device: torch.device) -> "CudaGraphs | None":
     """Return the recorder of a device; None where there is none."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
@@ -77,10 +42,9 @@ def graphs_on(device: torch.device) -> Graphs | None:
 class CudaGraphs:
     """Recorder of a GPU.
 
-    Everything happens on one stream: autograd's accumulators remember the one on which they first
-    ran, and must not be recorded from another. Graphs that stand for one step share a memory pool,
-    which is given back with the last of them, before another graph takes one: a pool that outlives
-    its only graph cannot be used again.
+    All work runs on one stream: autograd's accumulators remember the one on which they first ran,
+    and must not be recorded from another. Graphs that stand for one step share a memory pool, which
+    is freed with the last of them: a pool that outlives its only graph cannot be used again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,6 +53,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
+        """Enter the stream on which functions run before they are recorded, and as they are."""
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         try:
@@ -97,16 +62,23 @@ class CudaGraphs:
         finally:
             before.wait_stream(self._stream)
 
-    def record(self, run: Callable[[], Tensor], beside: Recording | None = None) -> Recording:
+    def record(
+        self, run: Callable[[], Tensor], beside: "CudaRecording | None" = None
+    ) -> "CudaRecording":
+        """Record a function, which returns the output of each replay; tensors stay as they are.
+
+        A recording ``beside`` this one gives its memory too: the two are never replayed at the same
+        time, and only their outputs are read.
+
+        Raises:
+            Exception: Any error of the function, or the reason why it cannot be recorded.
+        """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        shared = beside.pool() if isinstance(beside, _CudaRecording) else None
-        pool = shared or torch.cuda.graph_pool_handle()
+        pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool()
         # A thread that pins memory for a DataLoader may go on while this one captures.
         capture = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
         problem: Exception | None = None
-        # torch gives back what the allocator has cached of the steps before, so that their memory
-        # and the graph's are not there at once; but not what dead cycles still hold.
-        gc.collect()
+        gc.collect()  # torch frees the allocator's cache first, but not the memory of dead cycles
         try:
             with torch.cuda.stream(self._stream), capture:  # torch's own does not always come back
                 try:
@@ -116,25 +88,25 @@ class CudaGraphs:
                     raise
             graph.instantiate()
         except Exception as error:
-            self._recover(graph, pool)
+            # Undo what a capture that did not end leaves behind in torch.
+            device = self._device.index
+            index = torch.cuda.current_device() if device is None else device
+            generator = torch.cuda.default_generators[index]
+            generator.graphsafe_set_state(generator.clone_state())  # the old one waits for the end
+            # It raises where the pool was closed properly; the names are private to torch.
+            with contextlib.suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
+            graph.reset()
             raise (problem or error) from None  # the end of a broken capture only says it is broken
         finally:
             problem = None  # it holds this frame, and all that the function had made with it
-        return _CudaRecording(graph, output, self._device)
-
-    def _recover(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """Undo what a capture that did not end leaves behind in torch."""
-        index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        generator = torch.cuda.default_generators[index]
-        generator.graphsafe_set_state(generator.clone_state())  # the old one waits for the end
-        # It says so where the pool was closed properly; the names are torch's own business.
-        with contextlib.suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(index, pool)
-            torch._C._cuda_releasePool(index, pool)
-        graph.reset()
+        return CudaRecording(graph, output, self._device)
 
 
-class _CudaRecording:
+class CudaRecording:
+    """A recorded function, to be replayed until it is freed; ``output`` is that of each replay."""
+
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor, device: torch.device) -> None:
         self._graph, self.output, self._device = graph, output, device
         self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -146,6 +118,7 @@ class _CudaRecording:
         self._graph.replay()
 
     def free(self) -> None:
+        """Free the memory of the recording; it cannot be replayed any more."""
         torch.cuda.synchronize(self._device)  # a replay may still be under way
         self._graph.reset()
         del self.output
@@ -165,7 +138,7 @@ class _CudaRecording:
 
 
 def _nodes(graph: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Count nodes by kind and kernels by name, as NVIDIA's cuda-bindings read them."""
+    """Count nodes by kind and kernels by name, with NVIDIA's cuda-bindings."""
     from cuda.bindings import driver, runtime
 
     def value(answer: tuple[Any, ...]) -> Any:
@@ -192,20 +165,17 @@ def _nodes(graph: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-"""Types of which a graph can hold a value as a constant."""
+"""Types of constants that a graph can hold."""
 
 Signature = tuple[Any, tuple[Any, ...]]
 
 
 class StaticBatch:
-    """Tensors of which a recorded function reads; other values are part of the recording.
-
-    Args:
-        batch: Tensors and plain values in nested lists, tuples and dicts.
+    """A copy of a batch that a recorded function reads.
 
     Attributes:
         value: The batch, of tensors of its own.
-        signature: What another batch must be like to be copied in its place.
+        signature: Signature of the batches that can be copied into it.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -215,7 +185,7 @@ class StaticBatch:
         self.signature = signature(batch)
 
     def fill_(self, batch: Any) -> None:
-        """Copy the tensors of a batch of equal signature; nothing waits for it."""
+        """Copy the tensors of a batch of equal signature, without waiting."""
         for mine, given in zip(self._leaves, tree_flatten(batch)[0], strict=True):
             if isinstance(mine, Tensor):
                 mine.copy_(given, non_blocking=True)
@@ -228,7 +198,7 @@ def signature(batch: Any) -> Signature:
 
 
 def why_not_static(batch: Any, device: torch.device) -> str | None:
-    """Return what in a batch a recorded function could not read, and what to give instead."""
+    """Return why a recorded function cannot read a batch, and what to give instead."""
     for path, value in tree_flatten_with_path(batch)[0]:
         name = f"batch{keystr(path)}"
         if isinstance(value, Tensor):
@@ -244,13 +214,7 @@ def why_not_static(batch: Any, device: torch.device) -> str | None:
 
 
 def difference(before: Signature, now: Signature, batch: Any) -> str:
-    """Return which part of a batch is not as it was.
-
-    Args:
-        before: What it was like.
-        now: What it is like, and not the same.
-        batch: The one of now.
-    """
+    """Return which parts of a batch of signature ``now`` differ from one of ``before``."""
     (old_spec, old), (new_spec, new) = before, now
     if old_spec != new_spec:
         return f"the batch is another structure: {new_spec} instead of {old_spec}"
@@ -265,7 +229,7 @@ def difference(before: Signature, now: Signature, batch: Any) -> str:
 
 
 def is_variant(now: Signature, before: Signature) -> bool:
-    """Return whether batches differ in plain values alone: their tensors have the same places."""
+    """Return whether batches differ in plain values alone."""
     (old_spec, old), (new_spec, new) = before, now
     return old_spec == new_spec and all(
         mine == theirs or Tensor not in (mine[0], theirs[0])
@@ -278,18 +242,17 @@ def is_shorter(now: Signature, before: Signature) -> bool:
     (old_spec, old), (new_spec, new) = before, now
     if old_spec != new_spec:
         return False
-    pairs = [(mine, theirs) for mine, theirs in zip(new, old, strict=True) if mine != theirs]
-    rows = {_without_rows(mine, theirs) for mine, theirs in pairs}
-    return len(rows) == 1 and None not in rows
-
-
-def _without_rows(mine: Any, theirs: Any) -> tuple[int, int] | None:
-    """Return both numbers of rows, if those are all that differs and there are fewer."""
-    both_tensors = mine[0] is theirs[0] is Tensor
-    if not both_tensors or mine[2:] != theirs[2:] or not mine[1] or not theirs[1]:
-        return None
-    fewer = mine[1][0] < theirs[1][0] and mine[1][1:] == theirs[1][1:]
-    return (mine[1][0], theirs[1][0]) if fewer else None
+    rows = set()
+    for mine, theirs in zip(new, old, strict=True):
+        if mine == theirs:
+            continue
+        both_tensors = mine[0] is theirs[0] is Tensor
+        if not both_tensors or mine[2:] != theirs[2:] or not mine[1] or not theirs[1]:
+            return False
+        if mine[1][0] >= theirs[1][0] or mine[1][1:] != theirs[1][1:]:
+            return False
+        rows.add((mine[1][0], theirs[1][0]))
+    return len(rows) == 1
 
 
 def _kind(value: Any) -> tuple[Any, ...]:

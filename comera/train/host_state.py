@@ -1,9 +1,9 @@
-"""The state that a recorded training step has fixed: addresses, and everything on the host."""
+"""The state that a recorded training step has fixed: addresses, and all settings on the host."""
 
 import operator
 import random
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,44 +11,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.optim.state_layout import AnyOptimizer, unwrap
-from comera.rank.learning import RankLearning
-from comera.train.data_parallel import DataParallel
-
-
-class Captured(Protocol):
-    """The parts of a :class:`~comera.TrainStep` on which a recording of it depends."""
-
-    model: nn.Module
-    ranks: RankLearning | None
-    parallel: DataParallel | None
-    accumulate: int
-    clip_norm: float | None
-    autocast: torch.dtype | None
-    scaled: bool
-    _loss_fn: Callable[..., Tensor]
-
-    @property
-    def optimizer(self) -> AnyOptimizer: ...
 
 
 class HostState:
-    """The state that a training step depends on besides its batch, and its restoration.
+    """The state that a :class:`~comera.TrainStep` depends on besides its batch."""
 
-    Args:
-        step: The training step, whose model and optimizer are on one device; :meth:`identity` sets
-            the optimizer up for graphs.
-    """
-
-    def __init__(self, step: Captured) -> None:
+    def __init__(self, step: Any) -> None:
         self._step = step
 
     def why_not_capturable(self, device: torch.device) -> str | None:
-        """Return why the step cannot be a graph, as far as that can be told beforehand."""
-        model, parallel = self._step.model, self._step.parallel
+        """Return why the step cannot be a graph, as far as that is known beforehand."""
+        parallel = self._step.parallel
         problem = None if parallel is None else parallel.why_not_capturable(device)
         if problem is not None:
             return problem
-        for name, param in model.named_parameters():
+        for name, param in self._step.model.named_parameters():
             if type(param) is not nn.Parameter:
                 return f"the parameter {name} is a {type(param).__name__}"
             if param.device != device:
@@ -56,13 +33,16 @@ class HostState:
         return why_not_capturable(self._step.optimizer)
 
     def identity(self) -> dict[str, Any]:
-        """Collect all of it by the words for it: a recording holds while this stays the same."""
+        """Return the state by its names; a recording is valid while it stays the same.
+
+        Sets the optimizer up for graphs.
+        """
         step, optimizer = self._step, self._step.optimizer
         assert isinstance(optimizer, Optimizer)
         modules = list(step.model.modules())
         params = [p for m in modules for p in m._parameters.values() if p is not None]
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
-        # Before anything is noted: it replaces rates by tensors, which would count as a change.
+        # First: it replaces rates by tensors, which would count as a change.
         make_capturable_(optimizer, params[0].device)
         groups = optimizer.param_groups
         return {
@@ -77,10 +57,13 @@ class HostState:
                 None if step.parallel is None else step.parallel.times_renewed
             ),
             "training mode": [module.training for module in modules],
-            # Numbers become constants of a graph, so a change of them is a change of the step; what
-            # is to change from step to step, such as a rate, lies in a tensor.
+            # Numbers become constants of a graph; of a tensor it holds the address.
             "settings of the optimizer": [
-                {key: _constant(value) for key, value in group.items() if key != "params"}
+                {
+                    key: value.data_ptr() if isinstance(value, Tensor) else value
+                    for key, value in group.items()
+                    if key != "params"
+                }
                 for group in groups
             ],
             "parameters of the optimizer": _Objects(p for group in groups for p in group["params"]),
@@ -103,7 +86,7 @@ class HostState:
         }
 
     def hold(self) -> Callable[[], None]:
-        """Return a function that puts back what a step on the host alone may have changed."""
+        """Return a function that restores the state that a step on the host may have changed."""
         optimizer, ranks, parallel = self._step.optimizer, self._step.ranks, self._step.parallel
         assert isinstance(optimizer, Optimizer)
         states = {param: dict(state) for param, state in optimizer.state.items()}
@@ -125,7 +108,7 @@ class HostState:
 
 
 class _Objects(list[Any]):
-    """A list equal to one of the same objects, kept alive so that no others take their place."""
+    """A list equal to one of the same objects, which it keeps alive."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -138,11 +121,6 @@ class _Objects(list[Any]):
 
     def __ne__(self, other: object) -> bool:
         return not self == other
-
-
-def _constant(value: Any) -> Any:
-    """Return what a recording holds of a value: the address of a tensor, else the value itself."""
-    return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def why_not_capturable(optimizer: AnyOptimizer) -> str | None:
@@ -167,17 +145,10 @@ def why_not_capturable(optimizer: AnyOptimizer) -> str | None:
 
 
 def make_capturable_(optimizer: Optimizer, device: torch.device) -> bool:
-    """Set an optimizer up for a CUDA graph, in place: ``capturable``, and rates in tensors.
+    """Set an optimizer up for a CUDA graph, in place; return whether anything was changed.
 
-    A graph reads the learning rate where it is; schedulers fill such a tensor in place. Counts of
-    steps move to the device.
-
-    Args:
-        optimizer: One that :func:`why_not_capturable` says nothing against.
-        device: The device of its parameters.
-
-    Returns:
-        Whether anything had to be changed.
+    Learning rates become tensors on the device, which schedulers fill in place, ``capturable`` is
+    set, and counts of steps move to the device.
     """
     changed = False
     for group in optimizer.param_groups:
@@ -191,7 +162,7 @@ def make_capturable_(optimizer: Optimizer, device: torch.device) -> bool:
         return False
     if "capturable" in optimizer.defaults:
         optimizer.defaults["capturable"] = True
-        # The first steps are not captured, of which torch would warn.
+        # No warning of torch that the first steps are not captured.
         optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
@@ -211,7 +182,7 @@ def host_random_state() -> dict[str, Any]:
 
 
 def set_host_random_state(state: dict[str, Any]) -> None:
-    """Put back what :func:`host_random_state` returned."""
+    """Restore the result of :func:`host_random_state`."""
     torch.set_rng_state(state["torch"])
     version, inner, gauss = state["python"]
     random.setstate((version, tuple(inner), gauss))
@@ -226,7 +197,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what :func:`random_state` returned, there or on a machine without a GPU."""
+    """Restore the result of :func:`random_state`, there or on a machine without a GPU."""
     set_host_random_state(state)
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])

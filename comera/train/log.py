@@ -19,7 +19,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     Task,
     TextColumn,
     TimeRemainingColumn,
@@ -32,14 +31,9 @@ from comera.files import replacing
 
 
 class StepClock:
-    """Sums the seconds of training steps; nothing in between waits for the device.
+    """Sums the seconds of training steps on a device, and never waits for it in between.
 
-    A GPU runs behind the calls that launch its work. So each step is put between two events, which
-    tell later when the device began with it and when it was through; the work between two steps,
-    an evaluation for one, is in no step.
-
-    Args:
-        device: The device on which the steps run.
+    On a GPU each step is put between two events, so that work between two steps is in no step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +43,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Count the seconds of what is done inside; none if it raises."""
+        """Count the seconds inside; none if it raises."""
         if self._device.type != "cuda":
             began = time.perf_counter()
             yield
@@ -66,7 +60,7 @@ class StepClock:
         self._seconds += seconds
 
     def seconds(self) -> float:
-        """Return the seconds of all steps so far; waits until the device is through with them."""
+        """Return the seconds of all steps so far; waits until the device has finished them."""
         while self._open:
             self._open[0][1].synchronize()
             self._close()
@@ -82,17 +76,12 @@ class StepClock:
         self._seconds += start.elapsed_time(end) / 1e3
 
 
-_MIB = 1 << 20
-_KIB = 1 << 10
-
-
 class Pace:
-    """Shows steps a second since it was last asked, and the peak of memory.
+    """Shows steps a second since the last call, and the peak of memory.
 
     Args:
         device: The device on which the steps run.
-        per_step: How much a step trains on, of all processes, and what that is called: say
-            ``(4096, "tokens")``.
+        per_step: Size of a step, of all processes, and its unit: say ``(4096, "tokens")``.
         steps: Steps done before the first that counts.
         seconds: Seconds that those took.
     """
@@ -108,12 +97,7 @@ class Pace:
         self._steps, self._seconds = steps, seconds
 
     def show(self, steps: int, seconds: float) -> str:
-        """Return speeds and memory as text.
-
-        Args:
-            steps: Steps done in all.
-            seconds: Seconds that those took in all, evaluations and saving left out.
-        """
+        """Return speeds and memory as text, after so many steps and seconds of steps in all."""
         new, took = steps - self._steps, seconds - self._seconds
         self._steps, self._seconds = steps, seconds
         parts = []
@@ -122,20 +106,20 @@ class Pace:
             if self._per_step is not None:
                 count, unit = self._per_step
                 parts.append(f"{short(count * new / took)} {unit}/s")
-        parts.append(f"peak {peak_memory(self._device) / _MIB:,.0f} MiB")
+        parts.append(f"peak {peak_memory(self._device) / (1 << 20):,.0f} MiB")
         return ", ".join(parts)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the bytes that tensors on a GPU have taken at most, or this process on a CPU."""
+    """Return the peak of bytes, of tensors on a GPU or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * _KIB
+    return largest if sys.platform == "darwin" else largest << 10
 
 
 def short(value: float) -> str:
-    """Write a figure with three digits or so, as ``0.042``, ``45.6``, ``7,890`` or ``12.3k``."""
+    """Format a figure with about three digits: ``0.042``, ``45.6``, ``7,890`` or ``12.3k``."""
     if value < 100:
         return f"{value:.3g}"
     if value < 10_000:
@@ -149,7 +133,7 @@ _KEY = "not_finite"
 def to_json(facts: dict[str, Any], indent: int | None = None) -> str:
     """Return facts as JSON, with null for numbers that are not finite.
 
-    Which these are, and what they were, is said under ``not_finite``, where there are any:
+    These are listed under ``not_finite``, where there are any:
     ``{"metrics": {"auc": null}, "not_finite": {"metrics.auc": "nan"}}``.
     """
     odd: dict[str, str] = {}
@@ -169,11 +153,7 @@ def to_json(facts: dict[str, Any], indent: int | None = None) -> str:
 
 
 def from_json(text: str) -> Any:
-    """Return what :func:`to_json` was given.
-
-    Raises:
-        ValueError: If it is not JSON.
-    """
+    """Parse the result of :func:`to_json`; raises ``ValueError`` if it is not JSON."""
     found = json.loads(text)
     odd: dict[str, str] = found.pop(_KEY, {}) if isinstance(found, dict) else {}
 
@@ -193,13 +173,11 @@ _TAIL_BYTES = 1 << 16
 
 
 class SilentLog:
-    """Write nothing: the log of a process that is not the one that writes."""
+    """Writes nothing: the log of all processes except the first."""
 
-    def write(self, step: int, **values: Any) -> None:
-        """Drop a line."""
+    def write(self, step: int, **values: Any) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
 class RunLog(SilentLog):
@@ -214,7 +192,17 @@ class RunLog(SilentLog):
     def __init__(self, folder: Path, resume_step: int = 0, tensorboard: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
-        _drop_after(self.path, resume_step)
+        if self.path.is_file():
+            lines = _parsed(self.path)
+            if not all(lines[:-1]):  # the last one may have been cut short when the run was
+                damaged = sum(not line for line in lines[:-1])
+                _log.warning(
+                    "%s: drops %d of %d lines, as damaged ones", self.path, damaged, len(lines)
+                )
+            kept = [line for line in lines if line and line["step"] <= resume_step]
+            with replacing(self.path) as temporary:
+                text = "".join(to_json(line) + "\n" for line in kept)
+                temporary.write_text(text, encoding="utf-8")
         self._file = self.path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard:
@@ -224,7 +212,7 @@ class RunLog(SilentLog):
             self._board = SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1)
 
     def write(self, step: int, **values: Any) -> None:
-        """Append one line; numbers also go to TensorBoard."""
+        """Append one line, and numbers to TensorBoard."""
         line = {"step": step, "time": round(time.time(), 3), **values}
         self._file.write(to_json(line) + "\n")
         self._file.flush()
@@ -234,7 +222,6 @@ class RunLog(SilentLog):
                     self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Close the files."""
         self._file.close()
         if self._board is not None:
             self._board.close()
@@ -253,7 +240,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _parsed(path: Path) -> list[dict[str, Any]]:
-    """Parse each line of a log; empty ones in the place of what is cut short or damaged."""
+    """Parse each line of a log; a line that is cut short or damaged is an empty dict."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -265,9 +252,9 @@ def _parsed(path: Path) -> list[dict[str, Any]]:
 
 
 def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
-    """Find the last step that has a value under ``key``, and that value; None if there is none.
+    """Return the last step that logged ``key``, and the value; None if there is none.
 
-    Only the end of the file is read: cheap enough to watch a long run.
+    Reads the end of the file only.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
@@ -278,27 +265,15 @@ def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
     for text in reversed(lines):
         try:
             line = from_json(text)
-        except json.JSONDecodeError:  # cut short by where reading began, or being written
+        except json.JSONDecodeError:  # the first line read, or one being written
             continue
         if isinstance(line, dict) and key in line:
             return line["step"], line[key]
     return None
 
 
-def _drop_after(path: Path, step: int) -> None:
-    if not path.is_file():
-        return
-    lines = _parsed(path)
-    if not all(lines[:-1]):  # the last one may have been cut short when the run was
-        damaged = sum(not line for line in lines[:-1])
-        _log.warning("%s: drops %d of %d lines, as damaged ones", path, damaged, len(lines))
-    kept = [line for line in lines if line and line["step"] <= step]
-    with replacing(path) as temporary:
-        temporary.write_text("".join(to_json(line) + "\n" for line in kept), encoding="utf-8")
-
-
-class FiguresColumn(TextColumn):
-    """Shows the latest figures, as many of them as there is room for beside the other columns."""
+class _FiguresColumn(TextColumn):
+    """The latest figures, on one line, as far as there is room beside the other columns."""
 
     def __init__(self) -> None:
         # Narrowed before the others, whose columns cannot be broken.
@@ -306,28 +281,20 @@ class FiguresColumn(TextColumn):
         super().__init__("{task.fields[figures]}", table_column=column)
 
     def render(self, task: Task) -> Text:
-        """Return one line."""
         text = super().render(task)
         text.no_wrap, text.overflow = True, "ellipsis"
         return text
 
 
-class LeftColumn(ProgressColumn):
-    """Says what the time beside it is."""
+class _TimeColumn(TimeRemainingColumn):
+    """The time left, or that taken once the task is finished."""
 
     def render(self, task: Task) -> Text:
-        """Return the word."""
-        return Text("taken" if task.finished else "left")
+        return Text.assemble(super().render(task), " taken" if task.finished else " left")
 
 
 class PlainLines:
-    """Prints a line now and then where output is a file, which a bar leaves empty to the end.
-
-    Args:
-        bar: Made for the same output.
-        title: What every line begins with.
-        total: Steps of the run.
-    """
+    """Prints a line now and then where output is a file, which a bar leaves empty to the end."""
 
     EVERY = 10.0
     """Seconds between two lines at least."""
@@ -348,16 +315,13 @@ class PlainLines:
 
 
 def progress_bar(disable: bool = False, console: Console | None = None) -> Progress:
-    """Make a bar with the step count, the latest figures and the time left; once finished, the
-    time taken.
-    """
+    """Return a bar with the step count, the latest figures and the time left or taken."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(20),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        FiguresColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True, table_column=Column(no_wrap=True)),
-        LeftColumn(table_column=Column(no_wrap=True)),
+        _FiguresColumn(),
+        _TimeColumn(elapsed_when_finished=True, table_column=Column(no_wrap=True)),
         console=console,
         disable=disable,
     )

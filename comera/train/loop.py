@@ -4,21 +4,20 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from comera.checkpoint.chain import CheckpointChain
 from comera.train.data_parallel import unwrapped_model
 from comera.train.log import Pace, PlainLines, RunLog, SilentLog, StepClock, progress_bar
-from comera.train.processes import Processes
+from comera.train.processes import Processes, on_stop_signals
 from comera.train.run_state import restore_, save_checkpoint
 from comera.train.step import NonFiniteLossError, TrainStep
-from comera.train.stop_signals import on_stop_signals
 
 log = logging.getLogger("comera")
 
@@ -32,11 +31,11 @@ class LoopResult:
 
     Attributes:
         steps: Optimizer steps in all, earlier sessions included.
-        seconds: Time spent in training steps, evaluation and saving left out; on a GPU how long it
-            ran them, however soon they were launched.
+        seconds: Seconds of training steps, without evaluation and saving; on a GPU the time that
+            it worked on them.
         interrupted: Whether it was stopped by a signal; it is then saved and can be resumed.
-        metrics: What the last evaluation returned.
-        ranks: What ``finish_`` of rank learning returned, if it ran.
+        metrics: Result of the last evaluation.
+        ranks: Result of ``finish_`` of rank learning, if it ran.
     """
 
     steps: int
@@ -49,17 +48,10 @@ class LoopResult:
 class RunUnderWay:
     """A session of a run: its counts, its figures and its checkpoints.
 
-    Args:
-        step: The training step.
-        chain: Receives the checkpoints.
-        evaluate: What measures the model, if anything does.
-        processes: Those that train the model together.
-
     Attributes:
-        device: The device on which the steps run.
         log: Receives the figures; to be set before the first of them.
         clock: Seconds of the steps so far.
-        result: How the run has gone so far.
+        result: State of the run so far.
     """
 
     log: RunLog | SilentLog
@@ -73,16 +65,15 @@ class RunUnderWay:
     ) -> None:
         self._step, self._chain, self._processes = step, chain, processes
         self._evaluate = evaluate
-        self.device = next(step.model.parameters()).device
-        self.clock = StepClock(self.device)
+        self.clock = StepClock(next(step.model.parameters()).device)
         self.result = LoopResult(0, 0.0)
         self._saved_at = -1
-        # The sum and number of losses since the last line of the log are part of a checkpoint, so
-        # that the lines of a resumed run are those of one that was never stopped.
+        # Sum and number of losses since the last line of the log; part of a checkpoint, so that a
+        # resumed run logs the same lines.
         self._total, self._count = torch.zeros(()), 0
 
     def restore_(self) -> None:
-        """Resume from the last checkpoint that is sound, if there is one."""
+        """Resume from the last sound checkpoint, if there is one."""
         chain = self._chain
         saved = self._processes.from_first(lambda: chain.load() if chain.steps() else None)
         if saved is None:
@@ -94,8 +85,7 @@ class RunUnderWay:
         self._total, self._count = extra["unlogged"]
 
     def save(self) -> None:
-        """Write a checkpoint; nothing if that of this step is written."""
-        # Several reasons to save may meet at one step, such as its turn and the end.
+        """Write a checkpoint, unless that of this step is written."""
         if self._step.steps_done == self._saved_at:
             return
         extra = {
@@ -118,43 +108,42 @@ class RunUnderWay:
                 loss = self._step(batch)
         except NonFiniteLossError as problem:
             self.save()  # nothing was updated: the state is worth keeping
-            self._note_failure(self._step.steps_done + 1, problem)
+            # The step is beyond the last checkpoint: a resumed run drops the line.
+            self.log.write(self._step.steps_done + 1, failed=str(problem))
             raise
-        self._add(loss)
-
-    def _add(self, loss: Tensor) -> None:
         # Losses are added up where they are: reading each would wait for the device.
         self._total, self._count = self._total.to(loss.device) + loss, self._count + 1
 
     def log_loss(self) -> float:
-        """Write the mean loss since this was last done, and return it.
+        """Log the mean loss since the last call, and return it; waits for a GPU.
 
         Raises:
             NonFiniteLossError: If it is not finite.
         """
-        # Reading the sum waits for a GPU, so only here is a loss there found not to be finite.
         step, mean = self._step, float(self._total) / max(1, self._count)
         self._total, self._count = torch.zeros(()), 0
         if not math.isfinite(mean):
             problem = NonFiniteLossError(
                 f"the loss is {mean} at or before step {step.steps_done},{step.watch.advice()}"
             )
-            self._note_failure(step.steps_done, problem)
+            self.log.write(step.steps_done, failed=str(problem))
             raise problem
-        seconds = round(self.clock.seconds(), 3)  # it has waited for the loss
-        self.log.write(step.steps_done, loss=mean, seconds=seconds, **_figures(step))
+        group = step.optimizer.param_groups[0]  # its rate without the factor of its layers
+        figures: dict[str, Any] = {"lr": float(group["lr"]) / group.get("rate_scale", 1.0)}
+        if step.ranks is not None:
+            size = step.ranks.size
+            figures |= {
+                "stage": step.ranks.stage,
+                "size": int(size.exact()),
+                "relaxed_size": round(float(size.relaxed().detach()), 1),
+                "live_ranks": {name: list(layer.live_ranks) for name, layer in size.layers.items()},
+            }
+        seconds = round(self.clock.seconds(), 3)
+        self.log.write(step.steps_done, loss=mean, seconds=seconds, **figures)
         return mean
 
-    def _note_failure(self, at: int, problem: NonFiniteLossError) -> None:
-        # The step is beyond the last checkpoint: a run that goes on drops the line.
-        self.log.write(at, failed=str(problem))
-
     def cut_ranks_(self, *, at_end: bool) -> None:
-        """Cut the ranks where rank learning has got to its end.
-
-        Args:
-            at_end: Whether this was the last step, after which they are cut in any case.
-        """
+        """Cut the ranks where rank learning ends, or ``at_end`` of the run."""
         step, ranks = self._step, self._step.ranks
         if ranks is not None and (ranks.due or (at_end and ranks.forced is None)):
             self.result.ranks = ranks.finish_(step.optimizer)
@@ -173,31 +162,9 @@ class RunUnderWay:
             self.save()
             raise
 
-    def end(self, *, interrupted: bool) -> None:
-        """Record whether the loop was interrupted, and evaluate once more if the last evaluation
-        failed.
-        """
-        self.result.interrupted = interrupted
-        if not interrupted and not self.result.metrics:  # the last time it failed
-            self.measure()
-
-
-def _figures(step: TrainStep) -> dict[str, Any]:
-    group = step.optimizer.param_groups[0]  # its rate without the factor of its layers
-    figures: dict[str, Any] = {"lr": float(group["lr"]) / group.get("rate_scale", 1.0)}
-    if step.ranks is not None:
-        size = step.ranks.size
-        figures |= {
-            "stage": step.ranks.stage,
-            "size": int(size.exact()),
-            "relaxed_size": round(float(size.relaxed().detach()), 1),
-            "live_ranks": {name: list(layer.live_ranks) for name, layer in size.layers.items()},
-        }
-    return figures
-
 
 def evaluated(step: TrainStep, evaluate: Evaluate) -> dict[str, float]:
-    """Evaluate the model in evaluation mode; it is back in training mode afterwards."""
+    """Evaluate the model in evaluation mode, and put it back into training mode."""
     step.model.eval()
     try:
         with torch.no_grad(), step.contracted:  # the cores are contracted once for all batches
@@ -235,8 +202,8 @@ def train(
 
     Args:
         step: The training step.
-        get_batch: Makes a batch of the number of the step, counted from 0. It must depend on
-            nothing else, so that a resumed run sees the same batches.
+        get_batch: Makes a batch from the number of the step, counted from 0, and nothing else, so
+            that a resumed run sees the same batches.
         steps: Optimizer steps in all.
         seconds: End before that, at the first line of the log with so many seconds in training
             steps; None for no limit.
@@ -245,12 +212,11 @@ def train(
         eval_every: Steps between evaluations; 0 for only one at the end.
         save_every: Steps between checkpoints; 0 for only one at the end.
         log_every: Steps whose mean loss makes one line of the log.
-        resume: Go on from the last checkpoint that is sound, if there is one; else delete those
-            there are.
+        resume: Resume from the last sound checkpoint, if there is one; False deletes checkpoints.
         chain: The checkpoints; None for the last two, lossless, in ``folder``.
         title: Shown beside the progress bar.
-        per_step: How much a step trains on, of all processes, and what that is called, so that the
-            progress bar shows how much that is a second: say ``(4096, "tokens")``.
+        per_step: Size of a step, of all processes, and its unit, for the speed that the progress
+            bar shows: say ``(4096, "tokens")``.
         quiet: Whether to show no progress bar.
         tensorboard: Whether to write TensorBoard files.
         processes: Those that train the model together, all of which call this; None for this one
@@ -269,18 +235,26 @@ def train(
     # Before anything in the folder is touched that another process may write.
     together.from_first(chain.lock)
     with contextlib.ExitStack() as at_end:
-        at_end.callback(chain.close)  # whatever happened: what was handed over is written
+        at_end.callback(chain.close)  # it writes the checkpoints that are under way
         run = RunUnderWay(step, chain, evaluate, together)
         if not resume:
             together.from_first(lambda: chain.rewind(-1))
         run.restore_()
         if step.steps_done and together.is_first:
             log.info("%s: going on after step %s", title, f"{step.steps_done:,}")
-        # After loading: lines of steps beyond the checkpoint are dropped, they will come again.
+        # After loading: lines of steps beyond the checkpoint are dropped.
         run.log = RunLog(folder, step.steps_done, tensorboard) if together.is_first else SilentLog()
         at_end.callback(run.log.close)
-        pace = Pace(run.device, per_step, step.steps_done, run.clock.seconds())
-        with _stop_signals() as stopped, progress_bar(quiet) as bar:
+        device = next(step.model.parameters()).device
+        pace = Pace(device, per_step, step.steps_done, run.clock.seconds())
+        stopped = threading.Event()
+
+        def stop(number: int) -> None:
+            log.warning("stopping after this step; once more stops at once, without saving")
+            stopped.set()
+            give_back()  # a second signal acts as usual
+
+        with on_stop_signals(stop) as give_back, progress_bar(quiet) as bar:
             task = bar.add_task(title, total=steps, completed=step.steps_done, figures="")
             lines = PlainLines(bar, title, steps)
             step.model.train()
@@ -290,8 +264,7 @@ def train(
                     return False
                 return together.from_first(lambda: run.clock.seconds() >= seconds)
 
-            # A run whose time is up ends with its ranks cut; a session that was broken off may not
-            # have come to that.
+            # A session whose time was up may have been broken off before its ranks were cut.
             uncut = step.ranks is not None and step.ranks.forced is None
             ended = step.steps_done >= steps or (not uncut and time_is_up())
             while not ended and not together.any(stopped.is_set()):
@@ -307,38 +280,19 @@ def train(
                 if not ended and time_is_up():
                     ended = True
                     if together.is_first:
-                        log.info(
-                            "%s: ends after step %d of %d, as its %g seconds are up",
-                            title,
-                            done,
-                            steps,
-                            seconds,
-                        )
+                        text = "%s: ends after step %d of %d, as its %g seconds are up"
+                        log.info(text, title, done, steps, seconds)
                 bar.update(task, completed=done)
-                # Ranks are cut before the model is measured or saved, so that a figure or a
-                # checkpoint of this step is of the small model, with which the run goes on.
+                # Before the model is measured or saved: the run goes on with the small model.
                 run.cut_ranks_(at_end=ended)
                 if ended or (eval_every and done % eval_every == 0):
                     run.measure()
-                # Last, so that the figures of this step are in it.
                 if save_every and done % save_every == 0 and not ended:
                     run.save()
-            run.end(interrupted=not ended)
+            run.result.interrupted = not ended
+            if ended and not run.result.metrics:  # the last evaluation failed
+                run.measure()
         run.save()  # the end of the run, or the step at which it was interrupted
     together.wait()  # one that ended early would have its launcher end the one that writes
     run.result.steps, run.result.seconds = step.steps_done, run.clock.seconds()
     return run.result
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """Yield an event that the first signal to stop sets; a second one acts as usual."""
-    stopped = threading.Event()
-
-    def stop(number: int) -> None:
-        log.warning("stopping after this step; once more stops at once, without saving")
-        stopped.set()
-        give_back()
-
-    with on_stop_signals(stop) as give_back:
-        yield stopped

@@ -1,8 +1,11 @@
-"""Processes that train one model together: which of them this is, and what they agree on."""
+"""Processes that train one model together, and the signals that stop them."""
 
 import contextlib
 import gc
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,8 +29,8 @@ class OtherProcessError(RuntimeError):
 class Processes:
     """The processes that train one model; by default this one alone.
 
-    What they agree on goes over the CPU, so that nothing waits for a GPU. Every process makes the
-    same calls in the same order.
+    They agree over the CPU, so that nothing waits for a GPU. Every process makes the same calls in
+    the same order.
 
     Attributes:
         rank: The number of this process, counted from 0.
@@ -43,14 +46,14 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is the one process that writes and logs."""
+        """Return whether this process is the one that writes and logs."""
         return self.rank == 0
 
     def share_of(self, batch: Any) -> Any:
-        """Return the rows of a batch that are this process': every ``count``-th, or all.
+        """Return every ``count``-th row of a batch, of the rows for all processes.
 
-        So a batch that is split into equal parts along its rows has the same rows in part k,
-        whatever the number of processes. A batch of ``count`` times as many rows is expected.
+        A batch that is split into equal parts then has the same rows in part k for any number of
+        processes.
         """
         if self.count == 1:
             return batch
@@ -63,10 +66,7 @@ class Processes:
         return tree_map(own, batch)
 
     def draw_(self, seed: int, step: int) -> None:
-        """Set torch's random state for a step, another one in each of several processes.
-
-        It depends on nothing from before, so that a resumed run draws the same numbers.
-        """
+        """Seed torch's random state from a step and the process, if there are several."""
         if self.count > 1:
             words = np.random.SeedSequence([seed % 2**64, step, self.rank]).generate_state(1, "u8")
             torch.manual_seed(int(words[0]) >> 1)
@@ -80,7 +80,7 @@ class Processes:
         return bool(value)
 
     def sums(self, *numbers: float) -> list[float]:
-        """Add up numbers over all processes, in float64."""
+        """Return the sums of numbers over all processes, in float64."""
         if self.count == 1:
             return list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64)
@@ -88,14 +88,14 @@ class Processes:
         return values.tolist()
 
     def gathered(self, rows: Tensor) -> Tensor:
-        """Put together the rows that each process has, on the CPU, in the order of processes."""
+        """Return the rows of all processes on the CPU, in the order of processes."""
         return torch.cat(self._all_gathered(rows.cpu())) if self.count > 1 else rows
 
     def from_first(self, call: Callable[[], _T]) -> _T:
-        """Return in every process what a function returns in the first one, on its CPU.
+        """Call a function in the first process; return its result, on the CPU, in every process.
 
         Raises:
-            Exception: What the function raised, in the first process.
+            Exception: The error of the function, in the first process.
             OtherProcessError: The same in the others.
         """
         if self.count == 1:
@@ -104,14 +104,13 @@ class Processes:
         found = [(outcome, _text_of(problem))]
         dist.broadcast_object_list(found, src=0, device=_CPU)
         self._raise_of(problem, {0: found[0][1]})
-        assert found[0][1] is None, "raised above"
         return found[0][0]  # type: ignore[return-value]
 
     def together(self, call: Callable[[], _T]) -> _T:
         """Call a function in every process; if it raises in any, all of them raise.
 
         Raises:
-            Exception: What the function raised, in the first process that failed.
+            Exception: The error of the function, in the first process that failed.
             OtherProcessError: In the others.
         """
         if self.count == 1:
@@ -121,9 +120,8 @@ class Processes:
         return outcome  # type: ignore[return-value]
 
     def in_turn(self, call: Callable[[], _T]) -> _T:
-        """Call a function in the first process of each machine, and then in the others.
-
-        So that one of them fills a cache that the others read. Raises as :meth:`together` does.
+        """Call a function in the first process of each machine, then in the others; raises as
+        :meth:`together` does. So one of them fills a cache that the others read.
         """
         if self.count == 1:
             return call()
@@ -133,7 +131,7 @@ class Processes:
         return outcome if leads else others  # type: ignore[return-value]
 
     def wait(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process calls this."""
         self.any(False)
 
     def _all_gathered(self, mine: _T) -> list[_T]:
@@ -153,7 +151,7 @@ class Processes:
 def _attempt(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     try:
         return call(), None
-    except Exception as problem:  # whatever it is: the others are told
+    except Exception as problem:  # the others raise too
         return None, problem
 
 
@@ -165,7 +163,7 @@ def _text_of(problem: Exception | None) -> str | None:
 
 
 def count_started(environment: Mapping[str, str]) -> int:
-    """Count the processes that a launcher such as torchrun has started, of which this is one."""
+    """Return the number of processes that a launcher such as torchrun has started."""
     started = any(environment.get(name) for name in ("RANK", "LOCAL_RANK"))
     try:
         return int(environment.get("WORLD_SIZE") or 1) if started else 1
@@ -201,7 +199,20 @@ def joined(cuda: bool, minutes: float) -> Iterator[Processes]:
             )
         torch.cuda.set_device(local_rank)
     timeout = timedelta(minutes=minutes)
-    store, rank, count = _meeting_point(os.environ, timeout)
+    # Without the processes that ran before a restart, whose addresses torchrun does not clear away.
+    # On one machine it counts restarts; on several each counts its own.
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    if int(os.environ.get("GROUP_WORLD_SIZE") or 1) > 1:
+        if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            raise ValueError(
+                "torchrun keeps the addresses of processes of several machines through a restart, "
+                "and those that it has started again would look for the ones that are gone "
+                "(pytorch issue 135712): set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine "
+                "before torchrun. The same command resumes the run"
+            )
+        restarts = 0
+    store, rank, count = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"restart-{restarts}", store)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=count)
     try:
@@ -215,26 +226,60 @@ def joined(cuda: bool, minutes: float) -> Iterator[Processes]:
     dist.destroy_process_group()
 
 
-_SHARED_STORE = (
-    "torchrun keeps the addresses of processes of several machines through a restart, and those "
-    "that it has started again would look for the ones that are gone (pytorch issue 135712): set "
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine before torchrun. The same command "
-    "resumes the run"
-)
+PARENT = "COMERA_PARENT"
+"""Environment variable with the process id of the parent with which a run ends."""
 
 
-def _meeting_point(
-    environment: Mapping[str, str], timeout: timedelta
-) -> tuple[dist.Store, int, int]:
-    """Return where processes find each other, the rank of this one, and how many there are.
+def stop_with_parent() -> None:
+    """Send this process SIGINT once its parent has ended, if ``PARENT`` is set."""
+    parent = os.environ.pop(PARENT, None)
 
-    Without those that ran before a restart, whose addresses torchrun does not clear away. On one
-    machine it counts restarts; on several each counts its own.
+    def watch() -> None:
+        while str(os.getppid()) == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def on_stop_signals(heard: Callable[[int], None]) -> Iterator[Callable[[], None]]:
+    """Call ``heard`` with the number of each SIGINT, SIGTERM and SIGHUP instead of ending.
+
+    A SIGHUP that is ignored, as under nohup, stays so. One after another signal does not count,
+    since the system and the shell both send it; after it, output to the terminal is dropped. Yields
+    a function that restores the handlers of SIGINT and SIGTERM. Only the main thread has signals.
     """
-    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    if int(environment.get("GROUP_WORLD_SIZE") or 1) > 1:
-        if restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            raise ValueError(_SHARED_STORE)
-        restarts = 0
-    store, rank, count = next(dist.rendezvous("env://", timeout=timeout))
-    return dist.PrefixStore(f"restart-{restarts}", store), rank, count
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    terminals = [number for number in (1, 2) if os.isatty(number)]
+    numbers: list[int] = []
+
+    def hear(number: int, frame: Any) -> None:
+        again = bool(numbers)
+        numbers.append(number)
+        if number == signal.SIGHUP:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for terminal in terminals:
+                os.dup2(nowhere, terminal)
+            os.close(nowhere)
+        if number != signal.SIGHUP or not again:
+            heard(number)
+
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    caught = [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+    before = {number: signal.signal(number, hear) for number in caught}
+
+    def give_back() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, before[number])
+
+    try:
+        yield give_back
+    finally:
+        give_back()
+        if not ignored:  # a shell may send it only now, while the state is being saved
+            hung_up = signal.SIGHUP in numbers
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if hung_up else before[signal.SIGHUP])

@@ -1,9 +1,8 @@
-"""Name a learning rate that is too high before the loss is not finite.
+"""Warnings of a learning rate that is too high, before the loss is not finite.
 
 Two signs come first: a step replaces a large part of a weight, and query and key grow together
 until attention looks at one position alone (the known failure of Muon: Kimi K2, arXiv 2507.20534,
-section 2.1). Both are read from weights, every so many steps, and nothing is computed in between.
-Shape suffixes: H = heads, E = head width, D = width of the input.
+section 2.1). Shape suffixes: H = heads, E = head width, D = width of the input.
 """
 
 import logging
@@ -21,7 +20,7 @@ from comera.params import is_sharded
 log = logging.getLogger("comera")
 
 EVERY = 50
-"""Steps between two looks; the first ones are sooner."""
+"""Steps between two checks; the first ones are sooner."""
 _FIRST = (1, 5, 10, 20)
 """Not the second: it doubles weights that were zero before the first."""
 _LARGEST_CHANGE = 1.0
@@ -29,10 +28,7 @@ _LARGEST_CHANGE = 1.0
 _USUAL_CHANGE = 0.03
 """Change of a weight in a step for which the advised rate is computed."""
 _LARGEST_SCORE = 30.0
-"""Standard deviation of attention scores from weights; 1/3 at the start of a run.
-
-Softmax of such scores is one position alone.
-"""
+"""Standard deviation of attention scores, whose softmax is one position alone; 1/3 at the start."""
 _SAMPLE = 1 << 14
 """Entries of a parameter from which its change is estimated."""
 _PAIRS = (("query", "key"), ("q_proj", "k_proj"))
@@ -41,7 +37,7 @@ _NORMS = ("query_norm", "q_norm")
 
 @dataclass(frozen=True)
 class Seen:
-    """Result of one look at the weights.
+    """Result of one check of the weights.
 
     Args:
         change: Largest relative change of a weight in a step, its cores' added up; 0 for none.
@@ -57,23 +53,23 @@ class Seen:
 
 
 class RateWatch:
-    """Looks at a model's weights before and after some of its steps; warns once of each sign.
+    """Checks a model's weights before and after some of its steps; warns once of each sign.
 
     Args:
         model: The model that is trained.
-        optimizer: What trains it; weights it does not hold are not looked at.
-        every: Steps between two looks, after the first ones; 0 for none at all.
-        speaks: Whether to warn: of several processes one is enough.
+        optimizer: Its optimizer; only weights that it holds are checked.
+        every: Steps between two checks, after the first ones; 0 for none at all.
+        warns: Whether to warn: of several processes one is enough.
 
     Attributes:
-        last: What the last look found; None before the first.
+        last: Result of the last check; None before the first.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: AnyOptimizer, every: int = EVERY, speaks: bool = True
+        self, model: nn.Module, optimizer: AnyOptimizer, every: int = EVERY, warns: bool = True
     ) -> None:
         self.model, self.optimizer, self.every = model, optimizer, every
-        self._speaks = speaks
+        self._warns = warns
         self.last: Seen | None = None
         self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None
         self._said: set[str] = set()
@@ -81,18 +77,15 @@ class RateWatch:
     def advice(self) -> str:
         """Return the likely cause of a loss that is not finite, for the end of an error."""
         rate = _rate(self.optimizer)
-        seen = self.last
-        score = (
-            ""
-            if seen is None or not seen.score
-            else (
+        seen, score = self.last, ""
+        if seen is not None and seen.score:
+            score = (
                 f"; attention scores had a standard deviation of {seen.score:.2g} at the last look"
             )
-        )
         return f" at a learning rate of {rate:.2g}{score}: if the data are sound, halve the rate"
 
     def before(self, step: int) -> None:
-        """Remember some of every weight, if the step of this number, from 1, is looked at."""
+        """Copy some of every weight if the step of this number, from 1, is checked."""
         self._before = None
         if self.every and (step in _FIRST or step % self.every == 0):
             self._before = {
@@ -101,25 +94,14 @@ class RateWatch:
             }
 
     def after(self, step: int) -> None:
-        """Compare with what was remembered, if anything was; waits for the device then."""
+        """Compare with the copies, if there are any; waits for the device then."""
         if self._before is None:
             return
-        self.last = self._look(self._before)
+        seen = self.last = self._look(self._before)
         self._before = None
-        if self._speaks:
-            self._warn(self.last, step, _rate(self.optimizer))
-
-    @torch.no_grad()
-    def _look(self, before: dict[str, list[tuple[Tensor, Tensor]]]) -> Seen:
-        changes = {name: _changed(pairs) for name, pairs in before.items()}
-        scores = dict(_attention_scores(self.model))
-        # One copy to the host for all.
-        found = torch.stack([*changes.values(), *scores.values()]).tolist() if before else []
-        change, weight = _largest(found[: len(changes)], list(changes))
-        score, attention = _largest(found[len(changes) :], list(scores))
-        return Seen(change, weight, score, attention)
-
-    def _warn(self, seen: Seen, step: int, rate: float) -> None:
+        if not self._warns:
+            return
+        rate = _rate(self.optimizer)
         if seen.change > _LARGEST_CHANGE and "change" not in self._said:
             self._said.add("change")
             log.warning(
@@ -137,8 +119,18 @@ class RateWatch:
                 step, rate, seen.attention, seen.score,
             )  # fmt: skip
 
+    @torch.no_grad()
+    def _look(self, before: dict[str, list[tuple[Tensor, Tensor]]]) -> Seen:
+        changes = {name: _changed(pairs) for name, pairs in before.items()}
+        scores = dict(_attention_scores(self.model))
+        # One copy to the host for all.
+        found = torch.stack([*changes.values(), *scores.values()]).tolist() if before else []
+        change, weight = _largest(found[: len(changes)], list(changes))
+        score, attention = _largest(found[len(changes) :], list(scores))
+        return Seen(change, weight, score, attention)
+
     def _weights(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
-        """Yield layers with their cores, and dense matrices, that the optimizer holds."""
+        """Yield the cores of layers, and dense matrices, that the optimizer holds."""
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         cores: set[int] = set()
         for name, layer in tensor_trains(self.model).items():
@@ -153,22 +145,19 @@ class RateWatch:
 
 
 def _rate(optimizer: AnyOptimizer) -> float:
-    """Return the largest learning rate of weights; gates have one of their own, which is higher.
-
-    That of a tensor is read from the device.
-    """
+    """Return the largest learning rate of weights, without that of gates."""
     groups = [group for group in optimizer.param_groups if group.get("name") != "gates"]
     return max((float(group["lr"]) for group in groups), default=0.0)
 
 
 def _some(param: Tensor) -> Tensor:
-    """Return the first slices of a parameter, about as many numbers as are looked at."""
+    """Return the first slices of a parameter, about ``_SAMPLE`` entries."""
     rows = max(1, _SAMPLE * param.shape[0] // max(1, param.numel()))
     return param.detach()[:rows].float()
 
 
 def _changed(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add up by what share of its norm each parameter has changed; one that was zero by nothing."""
+    """Sum the relative changes of parameters in norm, 0 for one that was zero."""
     total = torch.zeros((), device=pairs[0][1].device)
     for param, before in pairs:
         if _some(param).shape != before.shape:  # cut meanwhile
@@ -180,59 +169,42 @@ def _changed(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _attention_scores(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield of each attention the standard deviation of scores between normal activations.
+    """Yield the largest standard deviation of a head's scores in each attention, from its weights.
 
-    With x and y of independent entries of variance one a head's score ``x A y / sqrt(E)`` has that
-    of ``|A| / sqrt(E)`` in the Frobenius norm, A the product of its query and key weights. Of the
-    heads the largest. Attention that normalises queries and keys is left out.
+    For inputs x and y of independent entries of variance one, the score ``x A y / sqrt(E)`` has the
+    standard deviation ``|A| / sqrt(E)`` in the Frobenius norm, A the product of the head's query
+    and key weights. Attention that normalises queries and keys is left out.
     """
     for name, module in model.named_modules():
+        if any(isinstance(getattr(module, norm, None), nn.Module) for norm in _NORMS):
+            continue
         for pair in _PAIRS:
-            query, key = (getattr(module, side, None) for side in pair)
-            normed = any(isinstance(getattr(module, norm, None), nn.Module) for norm in _NORMS)
-            if not isinstance(query, nn.Module) or not isinstance(key, nn.Module):
+            query, key = (_weight(getattr(module, side, None)) for side in pair)
+            if query is None or key is None:
                 continue
-            if normed or not (_has_weight(query) and _has_weight(key)):
+            rows = query.shape[0]
+            width, heads = getattr(module, "head_dim", None), getattr(module, "num_heads", None)
+            if not isinstance(width, int) and isinstance(heads, int) and heads > 0:
+                width = rows // heads
+            if not isinstance(width, int) or width <= 0 or rows % width:
                 continue
-            width = _head_width(module, query)
-            if width is not None:
-                yield name, _score(_weight(query), _weight(key), width)
+            query_HED, key_HED = query.unflatten(0, (-1, width)), key.unflatten(0, (-1, width))
+            query_HEE, key_HEE = query_HED @ query_HED.mT, key_HED @ key_HED.mT
+            groups = query_HEE.shape[0] // key_HEE.shape[0]  # of heads that share their keys
+            squares_H = (query_HEE * key_HEE.repeat_interleave(groups, 0)).sum((1, 2))
+            yield name, squares_H.amax().clamp(min=0).sqrt() / math.sqrt(width)
 
 
-def _score(query_QD: Tensor, key_KD: Tensor, width: int) -> Tensor:
-    query_HED, key_HED = query_QD.unflatten(0, (-1, width)), key_KD.unflatten(0, (-1, width))
-    query_HEE, key_HEE = query_HED @ query_HED.mT, key_HED @ key_HED.mT
-    groups = query_HEE.shape[0] // key_HEE.shape[0]  # of heads that share their keys
-    squares_H = (query_HEE * key_HEE.repeat_interleave(groups, 0)).sum((1, 2))
-    return squares_H.amax().clamp(min=0).sqrt() / math.sqrt(width)
-
-
-def _head_width(module: nn.Module, query: nn.Module) -> int | None:
-    """Return the width of a head, where the attention says it; None where it does not."""
-    rows = _weight_rows(query)
-    width, heads = getattr(module, "head_dim", None), getattr(module, "num_heads", None)
-    if not isinstance(width, int) and isinstance(heads, int) and heads > 0:
-        width = rows // heads
-    fits = isinstance(width, int) and width > 0 and rows % width == 0
-    return width if fits else None
-
-
-def _weight_rows(layer: nn.Module) -> int:
-    return int(getattr(layer, "out_features", 0))
-
-
-def _has_weight(layer: nn.Module) -> bool:
+def _weight(layer: object) -> Tensor | None:
+    """Return the whole weight of a linear layer, None where there is none."""
     if isinstance(layer, TensorTrainModule):
-        return 0 not in layer.ranks and hasattr(layer, "out_features")
-    return isinstance(layer, nn.Linear) and not is_sharded(layer.weight)
-
-
-def _weight(layer: nn.Module) -> Tensor:
-    weight = layer.dense_weight() if isinstance(layer, TensorTrainModule) else layer.weight
-    return weight.detach().float()  # type: ignore[union-attr, operator]
+        whole = 0 not in layer.ranks and hasattr(layer, "out_features")
+        return layer.dense_weight().detach().float() if whole else None
+    whole = isinstance(layer, nn.Linear) and not is_sharded(layer.weight)
+    return layer.weight.detach().float() if whole else None  # type: ignore[attr-defined]
 
 
 def _largest(values: list[float], names: list[str]) -> tuple[float, str]:
-    """Return the largest value and its name; what is not finite is larger than all others."""
+    """Return the largest value and its name; one that is not finite is larger than all others."""
     finite = [value if math.isfinite(value) else math.inf for value in values]
     return max(zip(finite, names, strict=True), default=(0.0, ""))

@@ -1,7 +1,7 @@
 """Checkpoints of a training step: everything that a resumed run depends on.
 
-:func:`save_checkpoint` writes into a chain of whole states; :func:`save_parts` writes one state of
-which each process writes its part, by ``torch.distributed.checkpoint``.
+:func:`save_checkpoint` writes whole states into a chain; :func:`save_parts` writes one state, each
+process its part, by ``torch.distributed.checkpoint``.
 """
 
 import json
@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from comera.checkpoint.chain import Checkpoint, CheckpointChain
-from comera.checkpoint.snapshot import parsed, put_together, take_apart
+from comera.checkpoint.skeleton import parsed, put_together, take_apart
 from comera.nn.module import tensor_trains
 from comera.optim.state_layout import unwrap
 from comera.params import is_sharded
@@ -32,7 +31,7 @@ from comera.train.sharded import (
 from comera.train.step import TrainStep
 
 _PLACES = ("row_order", "_extra_state")
-"""Keys of a table's state dict that say at which rows indices are kept."""
+"""Keys of a table's state dict that place its rows."""
 
 
 def save_checkpoint(
@@ -43,17 +42,17 @@ def save_checkpoint(
 ) -> None:
     """Add model, optimizer, schedules, rank learning and random states to a chain.
 
-    Names and shapes are those of the model without ``DistributedDataParallel`` or ``fully_shard``:
-    what one process saves can be loaded by any number of them, and the other way round.
+    Names and shapes are those of the model without ``DistributedDataParallel`` or ``fully_shard``,
+    so any number of processes can load the checkpoint.
 
     Args:
-        chain: Whether it is lossless decides whether the run is resumed exactly.
+        chain: The chain; a run is resumed exactly from a lossless one.
         step: The training step whose state is saved.
         extra: Tensors and plain values of the caller.
-        writes: Whether this is the process that writes; of several all call this, since each may
-            hold a part of the model.
+        writes: Whether this process writes. All processes call this, since each may hold a part of
+            the model.
     """
-    model, state = unwrapped_model(step.model), state_besides(step, extra)
+    model, state = unwrapped_model(step.model), _state_besides(step, extra)
     if not has_shared_parts(model):
         if writes:
             chain.save(step.steps_done, model, step.optimizer, state)
@@ -61,10 +60,13 @@ def save_checkpoint(
     optimizer = unwrap(step.optimizer)
     parts = whole_state(model.state_dict()), whole_state(optimizer.state_dict())
     if writes:
-        chain.save(step.steps_done, *parts, state, _names(model, optimizer))
+        names = {id(param): name for name, param in model.named_parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        by_number = {number: names[id(param)] for number, param in enumerate(params)}
+        chain.save(step.steps_done, *parts, state, by_number)
 
 
-def state_besides(step: TrainStep, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+def _state_besides(step: TrainStep, extra: dict[str, Any] | None) -> dict[str, Any]:
     """Return the state of a training step besides that of its model and optimizer."""
     return {
         "layout": _layout(unwrapped_model(step.model)),
@@ -75,13 +77,6 @@ def state_besides(step: TrainStep, extra: dict[str, Any] | None = None) -> dict[
     }
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """Return names of weights by the keys of the optimizer's state, which numbers them."""
-    of = {id(param): name for name, param in model.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return {number: of[id(param)] for number, param in enumerate(params)}
-
-
 def load_checkpoint(
     chain: CheckpointChain, step: TrainStep, at: int | Literal["latest"] = "latest"
 ) -> dict[str, Any]:
@@ -90,8 +85,7 @@ def load_checkpoint(
     Args:
         chain: The chain that it was saved to.
         step: A training step over the same model, optimizer and rank settings.
-        at: Number of steps after which it was saved; ``latest`` is the last checkpoint that is
-            sound.
+        at: Number of steps after which it was saved; ``latest`` is the last sound checkpoint.
 
     Returns:
         The ``extra`` of the checkpoint.
@@ -104,12 +98,7 @@ def load_checkpoint(
 
 
 def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
-    """Put a training step into the state of a checkpoint that has been read; returns its ``extra``.
-
-    Args:
-        step: A training step over the same model, optimizer and rank settings.
-        saved: What the chain returned.
-        path: Where it was read, for errors.
+    """Load a checkpoint that was read from ``path`` into a training step; return its ``extra``.
 
     Raises:
         ValueError: If it is not one of a training step, or one of another model.
@@ -118,7 +107,21 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
     keys = {"layout", "scheduler", "ranks", "random", "extra"}
     if saved.optimizer is None or state.keys() != keys:
         raise ValueError(f"{path} does not hold checkpoints of a training step")
-    _check_layout(path, state["layout"], _layout(model))
+    theirs, mine = state["layout"], _layout(model)
+    if theirs != mine:
+        differences = sorted(
+            [
+                *(f"it has {name}" for name in theirs.keys() - mine.keys()),
+                *(f"it lacks {name}" for name in mine.keys() - theirs.keys()),
+                *(
+                    f"{name} is {theirs[name]} there and {mine[name]} here"
+                    for name in theirs.keys() & mine.keys()
+                    if theirs[name] != mine[name]
+                ),
+            ]
+        )
+        more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
+        raise ValueError(f"{path} belongs to another model: {'; '.join(differences[:4])}{more}")
     weights, moments = saved.model, saved.optimizer
     if has_shared_parts(model):
         weights = shared_model_state(model, weights)
@@ -126,19 +129,19 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
     model.load_state_dict(weights)
     step.optimizer.load_state_dict(moments)
     for name in ("scheduler", "ranks"):
-        mine, theirs = getattr(step, name), state[name]
-        if (mine is None) != (theirs is None):
-            has, lacks = ("the checkpoint", "this run") if mine is None else ("this run", path)
+        part, loaded = getattr(step, name), state[name]
+        if (part is None) != (loaded is None):
+            has, lacks = ("the checkpoint", "this run") if part is None else ("this run", path)
             raise ValueError(f"{has} has a {name} state and {lacks} has none")
-        if mine is not None:
-            mine.load_state_dict(theirs)
+        if part is not None:
+            part.load_state_dict(loaded)
     step.steps_done = saved.step
     set_random_state(state["random"])
     return state["extra"]
 
 
 def _layout(model: nn.Module) -> dict[str, list[int]]:
-    """Return every tensor's shape, but for what training may change: bonds, places of rows."""
+    """Return the shapes of tensors, without what training changes: bonds, places of rows."""
     layers = tensor_trains(model)
     bonds = {
         f"{layer}.{part}.{k}".lstrip(".")
@@ -154,36 +157,20 @@ def _layout(model: nn.Module) -> dict[str, list[int]]:
     }
 
 
-def _check_layout(path: Path, saved: dict[str, list[int]], mine: dict[str, list[int]]) -> None:
-    if saved == mine:
-        return
-    differences = [
-        *(f"it has {name}" for name in saved.keys() - mine.keys()),
-        *(f"it lacks {name}" for name in mine.keys() - saved.keys()),
-        *(
-            f"{name} is {saved[name]} there and {mine[name]} here"
-            for name in saved.keys() & mine.keys()
-            if saved[name] != mine[name]
-        ),
-    ]
-    shown = "; ".join(sorted(differences)[:4])
-    more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
-    raise ValueError(f"{path} belongs to another model: {shown}{more}")
-
-
 _SKELETON = "skeleton"
 _METADATA = ".metadata"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""State of the shape of its parameter in the optimizers that step parts of matrices."""
 
 
 def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = None) -> None:
     """Write model, optimizer, schedules and rank learning, each process its part of them.
 
-    Nothing is brought together in one process, as :class:`~comera.CheckpointChain` needs it: for
-    models of which no process can hold the whole. Every process calls this. The format is torch's;
-    any number of processes can load it, one included, sharded or not.
+    For models that no process can hold whole. Every process calls this. The format is torch's; any
+    number of processes can load it, sharded or not.
 
     Args:
-        folder: A folder for this checkpoint alone, which all processes see.
+        folder: A folder for this checkpoint alone, shared by all processes.
         step: The training step whose state is saved.
         extra: Tensors and plain values of the caller; those of the first process are saved.
 
@@ -198,7 +185,7 @@ def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = Non
     shared: dict[int, tuple[Tensor, Tensor]] = {}
 
     def plain(leaf: Any) -> Any:
-        """Stand in for a tensor that is shared out, which cannot be taken apart."""
+        """Replace a sharded tensor, which cannot be taken apart, by one without data."""
         if not isinstance(leaf, Tensor) or not is_sharded(leaf):
             return leaf
         like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
@@ -213,7 +200,7 @@ def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = Non
         "step": step.steps_done,
         "model": tree_map(plain, model.state_dict()),
         "optimizer": tree_map(plain, optimizer.state_dict()),
-        "extra": state_besides(step, extra),
+        "extra": _state_besides(step, extra),
     }
     skeleton = json.dumps(take_apart(parts, take)).encode()
     if alone or dist.get_rank() == 0:
@@ -226,12 +213,12 @@ def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = Non
 
 
 def load_parts(folder: Path, step: TrainStep) -> dict[str, Any]:
-    """Load what :func:`save_parts` has written, each process its part; returns the ``extra``.
+    """Load a checkpoint of :func:`save_parts`, each process its part; return its ``extra``.
 
-    Torch reads the list of what there is by pickle, which can run code: load only what you trust.
+    Torch reads the metadata by pickle, which can run code: load only what you trust.
 
     Args:
-        folder: The folder of the checkpoint, which all processes see.
+        folder: The folder of the checkpoint, shared by all processes.
         step: A training step over the same model, optimizer and rank settings, with any ranks, in
             any number of processes.
 
@@ -239,43 +226,32 @@ def load_parts(folder: Path, step: TrainStep) -> dict[str, Any]:
         FileNotFoundError: If there is no whole checkpoint.
         ValueError: If it is not one of :func:`save_parts`, or one of another model.
     """
+    from torch.distributed import tensor as dtensor
+
     if not (folder / _METADATA).is_file():
         raise FileNotFoundError(f"{folder} holds no checkpoint that was written to its end")
     alone = not dist.is_initialized()
-    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     if _SKELETON not in found:
         raise ValueError(f"{folder} does not hold a checkpoint of save_parts")
-    likes = _shared_tensors(step)
-    tensors = {name: _room(entry, likes.get(name)) for name, entry in found.items()}
+    model, optimizer = unwrapped_model(step.model), unwrap(step.optimizer)
+    likes = {f"model.{name}": value for name, value in model.state_dict().items()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in enumerate(params):
+        likes |= {f"optimizer.state.{number}.{key}": param for key in _MOMENTS}
+    tensors: dict[str, Tensor] = {}
+    for name, entry in found.items():  # room to read into, sharded as a parameter of its shape is
+        size, dtype, like = entry.size, entry.properties.dtype, likes.get(name)
+        if isinstance(like, dtensor.DTensor) and like.shape == size:
+            mesh, placements = like.device_mesh, like.placements
+            tensors[name] = dtensor.zeros(
+                *size, dtype=dtype, device_mesh=mesh, placements=placements
+            )
+        else:
+            tensors[name] = torch.empty(size, dtype=dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, checkpoint_id=folder, no_dist=alone)
     parts = put_together(parsed(tensors[_SKELETON].numpy().tobytes()), tensors)
     saved = Checkpoint(parts["step"], parts["model"], parts["optimizer"], parts["extra"], {})
     return restore_(step, saved, folder)
-
-
-def _shared_tensors(step: TrainStep) -> dict[str, Tensor]:
-    """Return the parameters that are shared out, by the names of what is saved of them."""
-    model, optimizer = unwrapped_model(step.model), unwrap(step.optimizer)
-    found = {f"model.{name}": value for name, value in model.state_dict().items()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, param in enumerate(params):
-        for key in _KEYS_OF_MOMENTS:
-            found[f"optimizer.state.{number}.{key}"] = param
-    return {name: value for name, value in found.items() if is_sharded(value)}
-
-
-_KEYS_OF_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-"""State of the shape of its parameter in the optimizers that step parts of matrices."""
-
-
-def _room(entry: Any, like: Any) -> Tensor:
-    """Make a tensor to read into, shared out as one of its shape is."""
-    from torch.distributed import tensor
-
-    size, dtype = entry.size, entry.properties.dtype
-    if like is None or like.shape != size:
-        return torch.empty(size, dtype=dtype)
-    placed = {"device_mesh": like.device_mesh, "placements": like.placements}
-    return tensor.zeros(*size, dtype=dtype, **placed)

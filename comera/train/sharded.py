@@ -1,12 +1,10 @@
 """Models whose dense matrices are sharded among processes, while tensor trains stay whole.
 
-Rows of dense embedding bags can be sharded too: sums travel between processes, not rows.
-
 Shape suffixes: N = entries of all bags of a process, B = bags of a process, D = width, P =
 processes, R = rows that a process holds.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from comera.nn.module import tensor_trains
 from comera.optim.state_layout import AnyOptimizer
 from comera.params import is_sharded
 
-# By their names since torch 2.13, before which they had others.
+# Before torch 2.13 they had other names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -27,10 +25,9 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class RowShardedBag(nn.EmbeddingBag):
     """An embedding bag of which every process holds some rows, and looks them up for all.
 
-    The indices of all processes are gathered, each process adds up those of its rows in every bag,
-    and each gets the sums of its own bags. So a step exchanges indices and vectors of bags, as
-    many as batches ask for, however large the table is. Gradients are averaged over processes. The
-    weight is a DTensor, sharded by rows. Made by :func:`share_tables_`.
+    A step exchanges indices and sums of bags, so its traffic does not depend on the size of the
+    table. Gradients are averaged over processes. The weight is a DTensor, sharded by rows. Made by
+    :func:`shard_dense_`.
     """
 
     def forward(
@@ -54,75 +51,27 @@ class RowShardedBag(nn.EmbeddingBag):
             raise ValueError("per_sample_weights are not for tables that are shared out by rows")
         if input.dim() == 1 and offsets is None:
             raise ValueError("indices (N,) need offsets, which say where bags begin")
-        indices_N, bags_N, count = _flat(input, offsets)
-        if offsets is not None and self.include_last_offset:
-            count -= 1
+        if offsets is None:
+            count, entries = input.shape
+            indices_N = input.flatten()
+            bags_N = torch.arange(count, device=input.device).repeat_interleave(entries)
+        else:
+            count, indices_N = len(offsets) - self.include_last_offset, input
+            places = torch.arange(len(input), device=input.device)
+            bags_N = torch.searchsorted(offsets, places, right=True) - 1
         if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < self.num_embeddings:
             raise IndexError(f"an index is no row of {self.num_embeddings}")
         weight: Any = self.weight
         group = weight.device_mesh.get_group()
-        begin = _rows_before(self.num_embeddings, group)
+        # As DTensor shards rows.
+        each = -(-self.num_embeddings // dist.get_world_size(group))
+        begin = min(self.num_embeddings, dist.get_rank(group) * each)
         local_RD = weight.to_local()
         sums_BD = _Lookup.apply(local_RD, indices_N, bags_N, count, begin, group)
         if self.mode == "sum":
             return sums_BD
         sizes_B = torch.bincount(bags_N, minlength=count).clamp(min=1)
         return sums_BD / sizes_B[:, None]
-
-
-def share_tables_(model: nn.Module, mesh: Any) -> int:
-    """Share the rows of a model's dense embedding bags out among the processes of a mesh.
-
-    Every process calls this, with equal weights, before the optimizer is made.
-
-    Returns:
-        How many there are.
-
-    Raises:
-        ValueError: If a table is of a kind that cannot be shared out; says which, and why.
-    """
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    tables = {n: m for n, m in model.named_modules() if type(m) is nn.EmbeddingBag}
-    for name, table in tables.items():
-        why = _why_not(table)
-        if why is not None:
-            raise ValueError(
-                f"{name} {why}, and cannot be shared out by rows: change that, or keep the model "
-                "whole in DistributedDataParallel (parallel.kind=ddp)"
-            )
-    for table in tables.values():
-        grad = table.weight.requires_grad
-        shared = distribute_tensor(table.weight.detach(), mesh, [Shard(0)])
-        table.weight = nn.Parameter(shared, requires_grad=grad)
-        table.__class__ = RowShardedBag
-    return len(tables)
-
-
-def _why_not(table: nn.EmbeddingBag) -> str | None:
-    if table.mode == "max":
-        return "takes the largest of a bag (mode='max')"
-    if table.sparse:
-        return "has sparse gradients (sparse=True)"
-    if table.max_norm is not None or table.scale_grad_by_freq or table.padding_idx is not None:
-        return "has max_norm, scale_grad_by_freq or padding_idx"
-    return None
-
-
-def _flat(input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, int]:
-    """Return all indices, the bag of each, and the number of bags (or offsets)."""
-    if offsets is None:
-        count, entries = input.shape
-        bags = torch.arange(count, device=input.device).repeat_interleave(entries)
-        return input.flatten(), bags, count
-    places = torch.arange(len(input), device=input.device)
-    return input, torch.searchsorted(offsets, places, right=True) - 1, len(offsets)
-
-
-def _rows_before(rows: int, group: dist.ProcessGroup) -> int:
-    """Return the number of the first row that this process holds, as DTensor shares rows out."""
-    each = -(-rows // dist.get_world_size(group))
-    return min(rows, dist.get_rank(group) * each)
 
 
 class _Lookup(torch.autograd.Function):
@@ -146,7 +95,7 @@ class _Lookup(torch.autograd.Function):
                 f"the processes ask for {counts} bags; tables that are shared out by rows need as "
                 "many in each"
             )
-        # Asked by every process: rows, and the bags they go to, numbered through all processes.
+        # Rows that every process asks for, and their bags, numbered through all processes.
         asked = indices_N.new_full((2, longest), -1)
         asked[0, : len(indices_N)] = indices_N
         asked[1, : len(indices_N)] = bags_N + dist.get_rank(group) * count
@@ -174,22 +123,19 @@ class _Lookup(torch.autograd.Function):
 
 
 def shard_dense_(model: nn.Module) -> nn.Module:
-    """Share the dense matrices of a model out among all processes, by ``fully_shard``.
+    """Shard the dense matrices of a model among all processes, by ``fully_shard``, in place.
 
-    Tensor trains, biases and norms stay whole in each process: they are small, and what changes
-    ranks needs them so. Blocks of an ``nn.ModuleList`` gather their matrices one after the other.
-    Rows of dense embedding bags are looked up where they are, by
-    :class:`~comera.train.sharded.RowShardedBag`. Every process calls this, with equal
-    weights, before the optimizer is made.
-
-    Returns:
-        The model, changed in place.
+    Tensor trains, biases and norms stay whole in each process. Blocks of an ``nn.ModuleList``
+    gather their matrices one after the other. Dense embedding bags become
+    :class:`~comera.train.sharded.RowShardedBag`. Every process calls this, with equal weights,
+    before the optimizer is made.
 
     Raises:
-        ValueError: If it has no dense matrices, or an embedding bag that cannot be shared out.
+        ValueError: If it has no dense matrices, or an embedding bag that cannot be sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     trains = tensor_trains(model).values()
     small = {id(p) for layer in trains for p in layer.parameters()}
@@ -201,7 +147,26 @@ def shard_dense_(model: nn.Module) -> nn.Module:
         )
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    share_tables_(model, mesh)
+    tables = {n: m for n, m in model.named_modules() if type(m) is nn.EmbeddingBag}
+    for name, table in tables.items():
+        rare = table.max_norm is not None or table.scale_grad_by_freq
+        why = None
+        if table.mode == "max":
+            why = "takes the largest of a bag (mode='max')"
+        elif table.sparse:
+            why = "has sparse gradients (sparse=True)"
+        elif rare or table.padding_idx is not None:
+            why = "has max_norm, scale_grad_by_freq or padding_idx"
+        if why is not None:
+            raise ValueError(
+                f"{name} {why}, and cannot be shared out by rows: change that, or keep the model "
+                "whole in DistributedDataParallel (parallel.kind=ddp)"
+            )
+    for table in tables.values():
+        grad = table.weight.requires_grad
+        shared = distribute_tensor(table.weight.detach(), mesh, [Shard(0)])
+        table.weight = nn.Parameter(shared, requires_grad=grad)
+        table.__class__ = RowShardedBag
     whole |= {param for param in model.parameters() if is_sharded(param)}  # fully_shard's no more
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     for block in (block for blocks in lists for block in blocks):
@@ -214,13 +179,8 @@ def shard_dense_(model: nn.Module) -> nn.Module:
 class Sharded:
     """Averages and norms of gradients for a model with sharded parameters.
 
-    They are sharded by :func:`shard_dense_` or torch's ``parallelize_module``.
-
-    Args:
-        model: The model. ``fully_shard`` averages the gradients of what it has shared out, and of
-            products that processes compute together they are what they should be; those of what is
-            whole are averaged here.
-        optimizer: Its optimizer.
+    They are sharded by :func:`shard_dense_` or torch's ``parallelize_module``. Gradients of sharded
+    parameters need no averaging; those of whole ones are averaged here.
 
     Raises:
         ValueError: If the optimizer cannot step parts of matrices, or would step them together with
@@ -228,16 +188,35 @@ class Sharded:
     """
 
     def __init__(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
-        _check_steps_parts(optimizer)
+        name = type(optimizer).__name__
+        why = None if name == "MuonAdamW" else getattr(optimizer, "needs_whole_matrices", None)
+        for group in optimizer.param_groups:
+            kinds = {is_sharded(param) for param in group["params"]}
+            if True in kinds and why is not None:
+                raise ValueError(
+                    f"{name} {why}, and fully_shard has shared some out: use torch.optim.AdamW or "
+                    "comera.MuonAdamW, or leave the model whole in DistributedDataParallel"
+                )
+            if len(kinds) == 2:
+                raise ValueError(
+                    f"the optimizer's group {group.get('name', '')!r} holds parameters that are "
+                    "shared out and others that are whole, which torch does not step together: "
+                    "make a group of each, or leave the model whole in DistributedDataParallel"
+                )
         self._params = list(model.parameters())
         shared: Any = next(param for param in self._params if is_sharded(param))
         self.group: dist.ProcessGroup = shared.device_mesh.get_group()
 
     @torch.no_grad()
     def average_(self) -> None:
-        """Average the gradients of parameters that every process holds whole; split the others."""
+        """Average the gradients of whole parameters; shard those of the others.
+
+        The gradient of an embedding may be whole in each process.
+        """
         for param in filter(is_sharded, self._params):
-            _split_gradient_(param)
+            grad: Any = param.grad
+            if grad is not None and grad.placements != param.placements:  # type: ignore[attr-defined]
+                param.grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
         grads = [p.grad for p in self._params if p.grad is not None and not is_sharded(p)]
         if not grads:
             return
@@ -248,38 +227,23 @@ class Sharded:
 
     @torch.no_grad()
     def clip_(self, largest: float) -> Tensor:
-        """Scale all gradients to a norm of at most ``largest``; returns the norm before.
+        """Scale all gradients to a norm of at most ``largest``; return the norm before.
 
-        As ``nn.utils.clip_grad_norm_``, which does not take whole and shared tensors together.
+        As ``nn.utils.clip_grad_norm_``, which does not take whole and sharded tensors together.
         """
-        pairs = [(p, p.grad) for p in self._params if p.grad is not None]
-        shared = [_local(grad) for param, grad in pairs if is_sharded(param)]
-        whole = [grad for param, grad in pairs if not is_sharded(param)]
-        square = _square_of(shared, self._params[0])
+        grads: list[Any] = [param.grad for param in self._params if param.grad is not None]
+        shared = [grad.to_local() for grad in grads if is_sharded(grad)]
+        whole = [grad for grad in grads if not is_sharded(grad)]
+        square, rest = torch.zeros((2, 1), device=grads[0].device).unbind()
+        for total, some in ((square, shared), (rest, whole)):
+            for grad in some:
+                total += grad.float().square().sum()
         dist.all_reduce(square, group=self.group)
-        norm = (square + _square_of(whole, self._params[0])).sqrt()
+        norm = (square + rest).squeeze().sqrt()
         share = (largest / (norm + 1e-6)).clamp(max=1.0)
         for grad in (*shared, *whole):
             grad.mul_(share)
         return norm
-
-
-def _check_steps_parts(optimizer: AnyOptimizer) -> None:
-    name = type(optimizer).__name__
-    why = None if name == "MuonAdamW" else getattr(optimizer, "needs_whole_matrices", None)
-    for group in optimizer.param_groups:
-        kinds = {is_sharded(param) for param in group["params"]}
-        if True in kinds and why is not None:
-            raise ValueError(
-                f"{name} {why}, and fully_shard has shared some out: use torch.optim.AdamW or "
-                "comera.MuonAdamW, or leave the model whole in DistributedDataParallel"
-            )
-        if len(kinds) == 2:
-            raise ValueError(
-                f"the optimizer's group {group.get('name', '')!r} holds parameters that are shared "
-                "out and others that are whole, which torch does not step together: make a group "
-                "of each, or leave the model whole in DistributedDataParallel"
-            )
 
 
 def has_shared_parts(model: nn.Module) -> bool:
@@ -288,18 +252,18 @@ def has_shared_parts(model: nn.Module) -> bool:
 
 
 def whole_state(state: Any) -> Any:
-    """Replace the tensors of a state that are shared out by whole ones; every process calls it."""
+    """Return a state with whole tensors instead of sharded ones; every process calls this."""
     return tree_map(lambda leaf: leaf.full_tensor() if _is_shared(leaf) else leaf, state)
 
 
 def shared_model_state(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Share a whole state out as the tensors of a model are; every process has all of it."""
+    """Shard a whole state as the tensors of a model are."""
     mine = model.state_dict()
     return {name: _shared_like(mine.get(name), value) for name, value in saved.items()}
 
 
 def shared_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Share the whole state of an optimizer out as its parameters are."""
+    """Shard the whole state of an optimizer as its parameters are."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     like = dict(zip(numbers, params, strict=True))
@@ -311,7 +275,7 @@ def shared_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> di
 
 
 def _shared_like(like: Any, value: Any) -> Any:
-    """Share a tensor out as one of its shape is; return anything else as it is."""
+    """Shard a tensor as another one of its shape is; return anything else as it is."""
     from torch.distributed.tensor import distribute_tensor
 
     if not _is_shared(like) or not isinstance(value, Tensor) or value.shape != like.shape:
@@ -321,20 +285,3 @@ def _shared_like(like: Any, value: Any) -> Any:
 
 def _is_shared(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and is_sharded(leaf)
-
-
-def _split_gradient_(param: Any) -> None:
-    """Shard a gradient as its parameter is: that of an embedding may be whole in each process."""
-    if param.grad is not None and param.grad.placements != param.placements:
-        param.grad = param.grad.redistribute(placements=param.placements)
-
-
-def _local(grad: Any) -> Tensor:
-    return grad.to_local()
-
-
-def _square_of(grads: Iterable[Tensor], like: Tensor) -> Tensor:
-    square = torch.zeros((), device=like.device)
-    for grad in grads:
-        square += grad.float().square().sum()
-    return square

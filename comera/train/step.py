@@ -46,8 +46,8 @@ class TrainStep:
         model: Put into training mode by whoever evaluates in between. It may be in a
             ``DistributedDataParallel``; then all processes make the same calls.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar, the mean over the batch.
-        optimizer: Steps once a call; around it a :class:`~comera.OptimizerInBackward`, it steps
-            each parameter in the last backward pass of a call.
+        optimizer: Steps once a call; in a :class:`~comera.OptimizerInBackward` it steps each
+            parameter in the last backward pass of a call.
         ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of the model, if
             ranks are learned.
         accumulate: Split each batch along its first dimension into so many parts, whose gradients
@@ -61,40 +61,39 @@ class TrainStep:
         compile: Run forward and loss through ``torch.compile``.
         graph: Replay the step as one CUDA graph, from the fifth step on; by default on a GPU.
             False runs every step eagerly, as a CPU does in any case.
-        watch: Steps between two looks at the weights, which wait for the device: a warning names,
-            once, a learning rate at which a step replaces a weight or attention scores grow out of
-            bounds, before the loss is NaN. The first looks are sooner; 0 for none.
+        watch: Steps between two checks of the weights, which wait for the device; 0 for none. They
+            warn once of a learning rate at which a step replaces a weight or attention scores grow
+            out of bounds, before the loss is NaN. The first checks are sooner.
 
     Attributes:
         autocast: Dtype of the forward pass, ``torch.bfloat16``; None in ``"fp32"``.
         scaled: Whether tensor-train linears multiply in eight bits.
         contracted: The context in which layers contract their cores together; each step enters it.
-        watch: What looks at the weights; ``watch.last`` is what it found.
+        watch: Checks the weights; ``watch.last`` is the result of the last check.
 
     Raises:
         NonFiniteLossError: On the CPU, when the loss is not finite; nothing has been updated then.
             With ``clip_norm``, also when a gradient is not. Without, and with per-layer updates
             always, such a gradient is applied.
-        Exception: What ``loss_fn``, backward or the optimizer raised, Ctrl-C included. Gradients
-            are dropped and rank learning is as before the call, so that the next one starts clean;
-            what the optimizer had changed by then stays changed.
+        Exception: Any error of ``loss_fn``, backward or the optimizer, and Ctrl-C. Gradients are
+            dropped and rank learning is as before the call, so that the next one starts clean;
+            changes by the optimizer stay.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a setting is out of range, per-layer updates cannot go with it, or a tensor
             train is sharded, as by ``fully_shard``.
 
     Note:
         On a CPU under Linux freed memory is kept for the next tensors from here on, in the whole
-        process, unless it was said otherwise: see :func:`~comera.reuse_freed_memory`.
+        process, unless :func:`~comera.reuse_freed_memory` was called.
 
-        A graph holds what the GPU was told to do, not Python: hooks, prints and choices of
-        ``loss_fn`` happen while it is captured and not again. A batch must be tensors on the
-        model's device, and plain values. The graph is captured anew when the stage of rank
-        learning, the ranks, a setting of the optimizer or training mode change, or batches of
-        another shape keep coming; a single one, such as a short last batch, runs eagerly. The
-        optimizer is set to ``capturable=True`` and gets its rates in tensors, which schedulers
-        fill. What cannot be captured runs eagerly, and a warning says why: see :meth:`describe`.
-        Of several processes each captures when all can: before every step they agree on that over
-        the CPU.
+        A graph holds the work of the GPU, not Python: hooks, prints and choices of ``loss_fn``
+        happen while it is captured and not again. A batch must be tensors on the model's device,
+        and plain values. The graph is captured again when the stage of rank learning, the ranks, a
+        setting of the optimizer or training mode change, or batches of another shape keep coming;
+        a single one, such as a short last batch, runs eagerly. The optimizer is set to
+        ``capturable=True`` and gets its rates in tensors, which schedulers fill. Steps that cannot
+        be captured run eagerly, and a warning says why: see :meth:`describe`. Of several processes
+        each captures when all can: before every step they agree on that over the CPU.
     """
 
     def __init__(
@@ -142,7 +141,10 @@ class TrainStep:
         self._eager_loss_fn = loss_fn
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
         self._device = next(model.parameters()).device
-        self.scaled = precision == "fp8" and _can_scale(self._device)
+        why_not = why_not_fp8(self._device) if precision == "fp8" else None
+        if why_not is not None:
+            log.warning("precision='fp8' trains in 'bf16' here: %s", why_not)
+        self.scaled = precision == "fp8" and why_not is None
         check_holds_cores(optimizer, model)
         self._unreduced = False  # whether averages over processes are under way
         # DistributedDataParallel averages gradients itself, OptimizerInBackward by its own group;
@@ -159,34 +161,57 @@ class TrainStep:
         elif isinstance(optimizer, OptimizerInBackward):
             self._group = optimizer.process_group
         if ranks is not None:
-            _check_learns_ranks(ranks, model)
+            if not isinstance(ranks, RankLearning):
+                raise TypeError(
+                    f"ranks={ranks!r} must be a comera.TwoStage or comera.ImportancePruning"
+                )
+            there = {id(param) for param in model.parameters()}
+            if not any(id(gate) in there for gate in ranks.size.gates):
+                raise ValueError(
+                    f"ranks is a {ranks.method} of another model: give it the one that this step "
+                    "trains"
+                )
             ranks.check_schedule(optimizer)
             if self._group is not None:
                 ranks.process_group = self._group
-        speaks = self._group is None or dist.get_rank(self._group) == 0
-        self.watch = RateWatch(model, optimizer, watch, speaks)
+        warns = self._group is None or dist.get_rank(self._group) == 0
+        self.watch = RateWatch(model, optimizer, watch, warns)
         return_freed_memory()  # such as that of the dense weights, which conversion has freed
         if self._device.type == "cpu":
             reuse_by_default()
+        self._capture: Capture | None = None
+        graphs = graphs_on(self._device)
+        if graph is False or graphs is None:
+            self._why_eager = "graph=False" if graph is False else f"the model is on {self._device}"
+            if graph:
+                log.warning("graph=True captures a CUDA graph, but %s", self._why_eager)
+            return
         # Last: it asks at once whether model, optimizer and processes can be captured.
-        self._capture = self._make_capture(graph)
+        warm_up = WARM_UP if self.parallel is None else WARM_UP_TOGETHER
+        host, together = HostState(self), decisions_of(self._group)
+        self._capture = Capture(self._update, host, graphs, self._device, warm_up, together)
 
     def __call__(self, batch: Any) -> Tensor:
-        """Train on one batch.
+        """Train on one batch; return its mean loss over all processes.
 
         Args:
             batch: A tensor, or tensors in nested lists, tuples and dicts; handed to ``loss_fn``
                 as it is, or in parts of equal structure when accumulating.
 
         Returns:
-            The mean loss before the update, detached; without the rank objective. Of several
-            processes, the mean of theirs.
+            The loss before the update, detached and without the rank objective.
         """
         self.watch.before(self.steps_done + 1)
         try:
             total = self._update(batch) if self._capture is None else self._capture(batch)
-        except BaseException:  # Ctrl-C too: a caller may catch whatever it is and go on
-            self._break_off_()
+        except BaseException:  # Ctrl-C too: the caller may catch it and go on
+            if isinstance(self.optimizer, OptimizerInBackward):
+                self.optimizer.discard_()
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.ranks is not None:
+                self.ranks.discard_()
+            if self.parallel is not None and self._unreduced:
+                self.parallel.forget()  # its buffers wait for the gradients that did not come
             raise
         self.watch.after(self.steps_done + 1)
         if self.scheduler is not None:
@@ -197,37 +222,13 @@ class TrainStep:
         return total
 
     def describe(self) -> StepDescription:
-        """Return a text on how the step runs: eagerly and why, or as which CUDA graph."""
+        """Describe how the step runs: eagerly and why, or as which CUDA graph."""
         if self._capture is not None:
             return self._capture.describe()
         return StepDescription(False, self._why_eager)
 
-    def _break_off_(self) -> None:
-        """Leave nothing of a step that raised: no gradients, nothing that rank learning observed.
-
-        Steps that an optimizer has taken stay, those of single parameters in backward too.
-        """
-        if isinstance(self.optimizer, OptimizerInBackward):
-            self.optimizer.discard_()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.ranks is not None:
-            self.ranks.discard_()
-        if self.parallel is not None and self._unreduced:
-            self.parallel.forget()  # its buffers wait for the gradients that did not come
-
-    def _make_capture(self, graph: bool | None) -> Capture | None:
-        graphs = graphs_on(self._device)
-        if graph is False or graphs is None:
-            self._why_eager = "graph=False" if graph is False else f"the model is on {self._device}"
-            if graph:
-                log.warning("graph=True captures a CUDA graph, but %s", self._why_eager)
-            return None
-        warm_up = WARM_UP if self.parallel is None else WARM_UP_TOGETHER
-        together = decisions_of(self._group)
-        return Capture(self._update, HostState(self), graphs, self._device, warm_up, together)
-
     def _update(self, batch: Any) -> Tensor:
-        """Do all that happens on the device; the host keeps nothing from one call to the next."""
+        """Run all the work of the device; the host keeps nothing from one call to the next."""
         self._unreduced = False  # one that was broken off has been seen to
         if self.parallel is not None:
             self.parallel.prepare_()
@@ -239,7 +240,6 @@ class TrainStep:
             with self.contracted, self._updates(last=number == len(parts)):
                 # The rank objective uses the mean loss, so that all processes learn the same ranks.
                 loss = self._loss(part)
-                _check_loss(loss)
                 seen = mean_over(self._group, loss.detach())
                 self._check_finite("loss", seen)
                 objective = loss if self.ranks is None else self.ranks.objective(loss, seen)
@@ -266,25 +266,30 @@ class TrainStep:
     def _loss(self, part: Any) -> Tensor:
         enabled = self.autocast is not None
         cached = not shapes_are_static(next(self.model.parameters()))  # a graph has to cast anew
-        scaled = fp8_products() if self.scaled else nullcontext()
         with (
-            scaled,
+            fp8_products() if self.scaled else nullcontext(),
             torch.autocast(self._device.type, self.autocast, enabled=enabled, cache_enabled=cached),
         ):
             if self._loss_fn is self._eager_loss_fn:
-                return self._loss_fn(self.model, part)
-            with warnings.catch_warnings():
-                # torch.compile looks at .grad of all it is given, shared factors included.
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
-                return self._loss_fn(self.model, part)
+                loss = self._loss_fn(self.model, part)
+            else:
+                with warnings.catch_warnings():
+                    # torch.compile looks at .grad of all it is given, shared factors included.
+                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
+                    loss = self._loss_fn(self.model, part)
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss_fn must return a scalar tensor that depends on the model, got {shown}"
+                f"{' without a gradient' if isinstance(loss, Tensor) and not loss.dim() else ''}"
+            )
+        return loss
 
     def _updates(self, last: bool) -> AbstractContextManager[None]:
         """Put off per-layer updates and means over processes until the last part of a batch."""
-        if last:
-            return nullcontext()
-        if isinstance(self.optimizer, OptimizerInBackward):
+        if not last and isinstance(self.optimizer, OptimizerInBackward):
             return self.optimizer.accumulate()
-        return nullcontext() if self.parallel is None else self.parallel.held_back()
+        return nullcontext() if last or self.parallel is None else self.parallel.held_back()
 
     def _parts(self, batch: Any) -> list[tuple[Any, float]]:
         """Split a batch into ``accumulate`` parts, each with its share of the rows."""
@@ -318,7 +323,7 @@ class TrainStep:
     def _check_finite(self, what: str, value: Tensor) -> None:
         """Raise ``NonFiniteLossError`` for a value on the CPU that is not finite.
 
-        On a GPU looking at it would wait for the device: the training loop does so as it logs.
+        Reading it on a GPU would wait for the device: the training loop does so as it logs.
         """
         if may_read_values(value) and not bool(torch.isfinite(value)):
             raise NonFiniteLossError(
@@ -327,7 +332,7 @@ class TrainStep:
 
 
 def _check_kinds(model: object, loss_fn: object, optimizer: Any) -> None:
-    """Refuse arguments in another order, and classes where objects of them are wanted."""
+    """Raise ``TypeError`` for arguments in another order, and for classes instead of objects."""
     check_model(model)
     if not callable(loss_fn):
         kind = type(loss_fn).__name__
@@ -340,22 +345,6 @@ def _check_kinds(model: object, loss_fn: object, optimizer: Any) -> None:
             "these, such as lambda model, batch: criterion(model(batch[0]), batch[1])"
         )
     unwrap(optimizer)
-
-
-def _check_loss(loss: Tensor) -> None:
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"loss_fn must return a scalar tensor that depends on the model, got {shown}"
-            f"{' without a gradient' if isinstance(loss, Tensor) and not loss.dim() else ''}"
-        )
-
-
-def _can_scale(device: torch.device) -> bool:
-    why_not = why_not_fp8(device)
-    if why_not is not None:
-        log.warning("precision='fp8' trains in 'bf16' here: %s", why_not)
-    return why_not is None
 
 
 def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
@@ -376,14 +365,4 @@ def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
             "OptimizerInBackward would step before DistributedDataParallel has averaged: give the "
             "model unwrapped, and OptimizerInBackward(optimizer, "
             "process_group=torch.distributed.group.WORLD)"
-        )
-
-
-def _check_learns_ranks(ranks: RankLearning, model: nn.Module) -> None:
-    if not isinstance(ranks, RankLearning):
-        raise TypeError(f"ranks={ranks!r} must be a comera.TwoStage or comera.ImportancePruning")
-    there = {id(param) for param in model.parameters()}
-    if not any(id(gate) in there for gate in ranks.size.gates):
-        raise ValueError(
-            f"ranks is a {ranks.method} of another model: give it the one that this step trains"
         )

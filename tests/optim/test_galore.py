@@ -1,5 +1,7 @@
+import copy
 import io
 import math
+import pickle
 import warnings
 from statistics import median
 from time import perf_counter
@@ -73,6 +75,16 @@ def train_alike(a, other, b, ours, steps):
         other.zero_grad()
 
 
+@pytest.fixture
+def eight_bit():
+    """torchao's optimizer, its steps not compiled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao's own making
+        peer("torchao.optim")
+        with torch.compiler.set_stance("force_eager"):
+            yield comera.GaLoreAdamW8bit
+
+
 @pytest.mark.parametrize("proj_type", PROJ_TYPES)
 def test_trajectory_equals_that_of_galore_torch(proj_type, monkeypatch):
     """Once the randomized range finder has made way for the exact decomposition they take."""
@@ -121,22 +133,6 @@ def test_subspaces(shape, proj_type):
     assert all(torch.equal(bases[side], again[side]) for side in bases)
 
 
-def test_a_full_rank_is_the_plain_inner_optimizer():
-    a, b = make_model(), make_model()
-    plain = torch.optim.AdamW(a.parameters(), lr=1e-3, weight_decay=0.1)
-    ours = GaLore([{"params": list(b.parameters())}], lr=1e-3, weight_decay=0.1)
-    matrices = [p for p in b.parameters() if p.dim() == 2]
-    vectors = [p for p in b.parameters() if p.dim() < 2]
-    wide = GaLore(
-        [{"params": matrices, "rank": 1000, "scale": 3.0}, {"params": vectors}],
-        lr=1e-3, weight_decay=0.1,
-    )  # fmt: skip
-    c_losses = train(b, wide, 0, 5)
-    assert train(a, plain, 0, 5) == pytest.approx(c_losses, abs=1e-6)
-    assert "galore_left" not in str(wide.state_dict())
-    assert len(ours.param_groups) == 1
-
-
 def test_weight_decay_is_that_of_the_inner_optimizer():
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(20, 30))
@@ -178,35 +174,31 @@ def test_resume_is_exact(kind, dtype):
 
 
 @pytest.mark.slow
-def test_eight_bit_state_resumes_exactly():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torchao's own making
-        peer("torchao.optim")
+def test_eight_bit_state_resumes_exactly(eight_bit):
+    def make():
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(128, 256))
+        group = {"params": [param], "rank": 64, "update_proj_gap": 4}
+        return param, eight_bit([group], lr=1e-2)
 
-        def make():
-            torch.manual_seed(0)
-            param = nn.Parameter(torch.randn(128, 256))
-            group = {"params": [param], "rank": 64, "update_proj_gap": 4}
-            return param, comera.GaLoreAdamW8bit([group], lr=1e-2)
+    def steps(param, optimizer, first, last):
+        for k in range(first, last):
+            generator = torch.Generator().manual_seed(k)
+            param.grad = torch.randn(128, 256, generator=generator)
+            optimizer.step()
 
-        def steps(param, optimizer, first, last):
-            for k in range(first, last):
-                generator = torch.Generator().manual_seed(k)
-                param.grad = torch.randn(128, 256, generator=generator)
-                optimizer.step()
-
-        a, first = make()
-        steps(a, first, 0, 6)
-        file = io.BytesIO()
-        torch.save((a.detach(), first.state_dict()), file)
-        steps(a, first, 6, 12)
-        b, second = make()
-        file.seek(0)
-        weight, state = torch.load(file, weights_only=True)
-        assert state["state"][0]["exp_avg"].codes.dtype == torch.uint8
-        b.data.copy_(weight)
-        second.load_state_dict(state)
-        steps(b, second, 6, 12)
+    a, first = make()
+    steps(a, first, 0, 6)
+    file = io.BytesIO()
+    torch.save((a.detach(), first.state_dict()), file)
+    steps(a, first, 6, 12)
+    b, second = make()
+    file.seek(0)
+    weight, state = torch.load(file, weights_only=True)
+    assert state["state"][0]["exp_avg"].codes.dtype == torch.uint8
+    b.data.copy_(weight)
+    second.load_state_dict(state)
+    steps(b, second, 6, 12)
     assert torch.equal(a, b)
 
 
@@ -240,10 +232,6 @@ def test_bad_gradients():
     param.grad = torch.full((20, 30), torch.nan)
     optimizer.step()  # when the subspace is due
     assert torch.equal(optimizer.state[param]["galore_left"], basis)
-    for bad, kind in ((torch.randn(20, 30).to_sparse(), "sparse"),):
-        param.grad = bad
-        with pytest.raises(RuntimeError, match=rf"a {kind} gradient of shape \(20, 30\)"):
-            optimizer.step()
 
 
 def test_convolutions_are_matrices_of_their_filters():
@@ -254,18 +242,6 @@ def test_convolutions_are_matrices_of_their_filters():
     optimizer.step()
     assert optimizer.state[conv.weight]["galore_left"].shape == (12, 4)
     assert torch.linalg.matrix_rank((conv.weight - before).flatten(1).detach()) == 4
-
-
-def test_learning_rates_are_read_in_each_step():
-    param = nn.Parameter(torch.randn(20, 30))
-    optimizer = GaLoreAdamW([{"params": [param], "rank": 4}], lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
-    for moved in (True, False):
-        before = param.detach().clone()
-        param.grad = torch.randn(20, 30)
-        optimizer.step()
-        assert torch.equal(param, before) != moved
-        schedule.step()
 
 
 def test_state_of_the_paper():
@@ -397,3 +373,246 @@ def test_a_step_costs_little_more_than_adamws():
             times[name].append(perf_counter() - began)
     assert median(times["galore"]) < 10 * median(times["adamw"])
     assert len(plain) == len(low)
+
+
+@pytest.fixture
+def their_adafactor():
+    package = peer("galore_torch")
+
+    def make(listed, lr):
+        return package.GaLoreAdafactor(listed, lr=lr, relative_step=False, scale_parameter=True)
+
+    return make
+
+
+def all_at(model, lr, **settings):
+    return [{**group, "lr": lr} for group in groups(model, **settings)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proj_type", ["std", "full"])
+def test_the_trajectory_of_adafactor_equals_that_of_galore_torch(
+    their_adafactor, proj_type, monkeypatch
+):
+    """Once the randomized range finder has made way for the exact decomposition they take."""
+    monkeypatch.setattr("comera.optim.galore.new_bases", bases_by_svd)
+    a, b = make_model(), make_model()
+    start = [p.detach().clone() for p in a.parameters()]
+    other = their_adafactor(all_at(a, 1e-2, proj_type=proj_type), 1e-2)
+    ours = GaLoreAdafactor(all_at(b, 1e-2, proj_type=proj_type))
+    train_alike(a, other, b, ours, 50)
+    for mine, its, before in zip(b.parameters(), a.parameters(), start, strict=True):
+        assert (mine - its).norm() <= 1e-3 * (its - before).norm()
+
+
+def test_torchs_own_eps_loses_the_scale_of_small_gradients():
+    """Which is why ours is another: the step of a tiny gradient is no longer its direction's."""
+    moved = {}
+    for scale in (1.0, 1e-6):
+        for eps in ((1e-15, 1e-3), (None, 1e-3)):
+            torch.manual_seed(0)
+            param = nn.Parameter(torch.randn(20, 30))
+            start = param.detach().clone()
+            optimizer = GaLoreAdafactor([{"params": [param], "rank": 4}], lr=0.1, eps=eps)
+            torch.manual_seed(1)
+            param.grad = scale * torch.randn(20, 30)
+            optimizer.step()
+            moved[scale, eps[0]] = param.detach() - start
+    torch.testing.assert_close(moved[1.0, 1e-15], moved[1e-6, 1e-15])
+    torch.testing.assert_close(moved[1.0, 1e-15], moved[1.0, None])
+    off = (moved[1e-6, None] - moved[1e-6, 1e-15]).norm() / moved[1e-6, 1e-15].norm()
+    assert off > 0.1
+
+
+def test_adafactors_weight_decay_is_decoupled_where_theirs_depends_on_the_size_of_the_parameter(
+    their_adafactor,
+):
+    """Theirs multiplies the decay by the root mean square too: small parameters never decay."""
+    small = 0.01 * torch.ones(20, 30)
+    left = []
+    for make in (their_adafactor, GaLoreAdafactor):
+        param = nn.Parameter(small.clone())
+        group = {
+            "params": [param], "rank": 4, "update_proj_gap": 5, "scale": 1.0, "proj_type": "std",
+            "weight_decay": 0.5,
+        }  # fmt: skip
+        optimizer = make([group], lr=0.1)
+        param.grad = torch.zeros(20, 30)  # no step is taken, but the decay is
+        optimizer.step()
+        left.append(param.detach() / small)
+    torch.testing.assert_close(left[0], torch.full((20, 30), 1 - 0.1 * 0.5 * 0.01))
+    torch.testing.assert_close(left[1], torch.full((20, 30), 1 - 0.1 * 0.5))
+
+
+def test_a_step_is_relative_to_the_whole_parameter_and_not_rounded_to_it():
+    torch.manual_seed(0)
+    grad = torch.randn(20, 30, dtype=torch.float64)
+    moved = []
+    for dtype in (torch.float32, torch.float64):
+        param = nn.Parameter(torch.zeros(20, 30, dtype=dtype))
+        optimizer = GaLoreAdafactor([{"params": [param], "rank": 4}], lr=1e-6)
+        param.grad = grad.to(dtype)
+        optimizer.step()
+        moved.append(param.detach().double())
+    torch.testing.assert_close(*moved, rtol=1e-4, atol=1e-15)
+
+
+def test_a_size_that_nothing_is_relative_to_is_refused():
+    with pytest.raises(ValueError, match=r"eps=\(None, 0.0\) must have a second number above 0"):
+        GaLoreAdafactor([{"params": [nn.Parameter(torch.ones(9, 8))], "rank": 4}], eps=(None, 0.0))
+
+
+KINDS = {
+    "adamw": GaLoreAdamW,
+    "adafactor": GaLoreAdafactor,
+    "came": lambda listed: GaLore(listed, comera.CAME, state_dtype="8bit"),
+    "sgd": lambda listed: GaLore(listed, torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+def copies(pair, deep=True):
+    """As a user would make them, model and optimizer together."""
+    if deep:
+        yield copy.deepcopy(pair)
+    yield pickle.loads(pickle.dumps(pair))
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
+
+
+def check_copies(model, optimizer, steps, deep=True):
+    listed = list(copies((model, optimizer), deep))
+    train(model, optimizer, steps, steps + 8)
+    for other, theirs in listed:
+        held = {id(p) for group in theirs.param_groups for p in group["params"]}
+        assert held == {id(p) for p in other.parameters()}
+        train(other, theirs, steps, steps + 8)
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, its)
+            assert mine is not its
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 13])
+def test_copies_train_on_alike_and_apart(kind, steps):
+    model = make_model()
+    optimizer = kind(groups(model))
+    train(model, optimizer, 0, steps)
+    check_copies(model, optimizer, steps)
+
+
+def test_a_state_without_subspaces_is_refused(kind):
+    """As torch.distributed.checkpoint reads one, into what a step without gradients has made."""
+    model = make_model()
+    optimizer = kind(groups(model))
+    train(model, optimizer, 0, 3)
+    state = optimizer.state_dict()
+    projected = [k for k, entries in state["state"].items() if "galore_step" in entries]
+    state["state"] |= {k: {"galore_step": state["state"][k]["galore_step"]} for k in projected}
+    with pytest.raises(ValueError, match="the state is of 3 steps, and no subspace and no moments"):
+        kind(groups(make_model())).load_state_dict(state)
+
+
+@pytest.mark.slow
+def test_copies_in_eight_bits(eight_bit):
+    model = make_model()
+    optimizer = eight_bit(groups(model))
+    train(model, optimizer, 0, 5)
+    check_copies(model, optimizer, 5, deep=False)  # torchao's tensors have no deepcopy
+
+
+def test_a_copy_beside_a_scheduler_is_its_own():
+    model = make_model()
+    optimizer = GaLoreAdamW(groups(model))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    train(model, optimizer, 0, 2)
+    other, theirs = copy.deepcopy((model, optimizer))
+    before = [p.detach().clone() for p in model.parameters()]
+    train(other, theirs, 2, 3)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    schedule.step()
+    assert theirs.param_groups[0]["lr"] == 2 * optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("rank", [4, 1000])
+def test_gradients_are_left_as_they_were(rank):
+    """A coupled penalty written into them would count twice in a second step, and thrice."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(20, 30))
+    optimizer = GaLore(
+        [{"params": [param], "rank": rank, "scale": 1.0}],
+        torch.optim.SGD, lr=0.1, weight_decay=0.5,
+    )  # fmt: skip
+    grad = torch.randn(20, 30)
+    param.grad = grad
+    plain = param.detach().clone()
+    basis = None
+    for _ in range(3):
+        optimizer.step()
+        assert param.grad is grad
+        basis = optimizer.state[param].get("galore_left", torch.eye(20))
+        plain -= 0.1 * basis @ basis.T @ (grad + 0.5 * plain)
+    torch.testing.assert_close(param.detach(), plain)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_gradients_that_are_no_matrix_are_refused(kind):
+    param = nn.Parameter(torch.randn(8, 9, dtype=torch.complex64 if kind == "complex" else None))
+    param.grad = torch.ones_like(param).to_sparse() if kind == "sparse" else torch.ones_like(param)
+    with pytest.raises(RuntimeError, match=rf"a {kind} gradient of shape \(8, 9\)"):
+        GaLoreAdamW([{"params": [param], "rank": 2}]).step()
+
+
+def test_eight_bits_follow_rates_in_groups_and_schedules(eight_bit):
+    """torchao wants the rate in a tensor; groups and schedulers give numbers."""
+    model = make_model()
+    optimizer = eight_bit(groups(model))
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
+    before = model.output.weight.detach().clone()
+    train(model, optimizer, 0, 1)
+    assert not torch.equal(model.output.weight, before)
+    schedule.step()
+    before = model.output.weight.detach().clone()
+    train(model, optimizer, 1, 2)
+    assert torch.equal(model.output.weight, before)
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["galore", "plain"])
+def test_eight_bit_state_is_cut_with_the_cores(eight_bit, within):
+    from torchao.optim import AdamW8bit
+
+    torch.manual_seed(0)
+    layer = comera.TTLinear(256, 256, rank=64, order=2)
+    model = nn.Sequential(layer, nn.Linear(256, 64))
+    if within:
+        optimizer = eight_bit(comera.galore_param_groups(model, 1e-2, 8))
+        inner = optimizer.inner
+    else:
+        optimizer = inner = AdamW8bit(comera.param_groups(model, 1e-2))
+
+    def step():
+        model(torch.randn(8, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    core = layer.cores[1]
+    full = inner.state[core]["exp_avg"].dequantize()
+    assert full.shape == core.shape
+    with torch.no_grad():
+        layer.gates[1][48:] = 0
+    comera.truncate_(model, optimizer)
+    packed = inner.state[core]["exp_avg"]
+    assert packed.shape == core.shape
+    assert core.shape[-1] == 48
+    assert type(packed).__name__ == "OptimState8bit"
+    assert torch.allclose(packed.dequantize(), full[..., :48], atol=0.02 * float(full.abs().max()))
+    step()
+    assert all(p.isfinite().all() for p in model.parameters())

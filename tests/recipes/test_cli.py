@@ -78,7 +78,7 @@ def test_what_the_system_refuses_is_said_without_its_number(tmp_path, capsys):
         ("--twin=yes", ("twin", True)),
         ("--optimizer=came", ("optimizer.name", "came")),
         ("--optimizer={name: came}", ("optimizer.name", "came")),
-        ("--optimizer.eps=1e-8", ("optimizer.eps", 1e-8)),
+        ("--optimizer.lr=1e-8", ("optimizer.lr", 1e-8)),
         ("--optimizer.betas=[9e-1,1e-3]", ("optimizer.betas", (0.9, 1e-3))),
         ("--tensorize.exclude_modules=[fc1,fc2]", ("tensorize.exclude_modules", ["fc1", "fc2"])),
         (r"--tensorize.exclude_modules=fc\d", ("tensorize.exclude_modules", r"fc\d")),
@@ -106,7 +106,7 @@ def test_hyphens_are_as_good_as_underscores(tmp_path, capsys):
     assert "skip=came-x is neither" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["train", "--help-all"])
-    assert "--checkpoints.keep_every" in capsys.readouterr().out
+    assert "--checkpoints.keep_last" in capsys.readouterr().out
 
 
 def test_the_file_of_a_run_is_read_once(tmp_path, monkeypatch):

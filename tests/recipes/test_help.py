@@ -42,7 +42,7 @@ def test_the_help_of_a_run_fits_on_a_screen(command, capsys, monkeypatch):
 
 def test_every_key_is_one_option_away(capsys):
     text = printed(capsys, "train", "--help_all")
-    assert "--checkpoints.keep_every" in text
+    assert "--checkpoints.keep_last" in text
     assert all(f"--{name}" in text for name in RunConfig.__dataclass_fields__)
 
 

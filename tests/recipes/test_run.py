@@ -28,7 +28,7 @@ from comera.recipes.run_config import (
     TrainConfig,
     TwoStageConfig,
 )
-from comera.recipes.tasks.task_kinds import kind_of, prepare_task
+from comera.recipes.tasks.task import prepare_task, task_of
 from comera.train.log import read_metrics
 from tests.texts import write_functions
 
@@ -72,7 +72,7 @@ def test_a_run_ends_small_and_beside_its_twin(config):
     assert 0 < compressed.metrics["loss"] < 6
     folder = Path(config.out)
     saved = load_file(folder / "model.safetensors")
-    fresh = tensorize_(kind_of(config).dense_model({"vocab_size": 320}), config.tensorize)
+    fresh = tensorize_(task_of(config).dense_model({"vocab_size": 320}), config.tensorize)
     fresh.load_state_dict(saved)
     assert sum(p.numel() for p in fresh.parameters()) == compressed.params
     facts = json.loads((folder / "result.json").read_text())
@@ -82,7 +82,7 @@ def test_a_run_ends_small_and_beside_its_twin(config):
 
 @pytest.mark.slow
 def test_the_same_command_resumes_or_refuses(config):
-    config.twin = False
+    config.twin, config.train.steps = False, 10
     first = quiet_run(config)
     (again,) = quiet_run(dataclasses.replace(config))
     assert again.metrics == first[0].metrics
@@ -95,7 +95,7 @@ def test_the_same_command_resumes_or_refuses(config):
 
 @pytest.mark.slow
 def test_a_run_that_failed_before_its_first_step_does_not_hold_its_folder(config):
-    config.twin = False
+    config.twin, config.train.steps = False, 10
     with pytest.raises(ValueError, match="target"):
         quiet_run(dataclasses.replace(config, two_stage=TwoStageConfig(target=1e-6)))
     (outcome,) = quiet_run(config)
@@ -106,7 +106,7 @@ def test_a_run_that_failed_before_its_first_step_does_not_hold_its_folder(config
 
 @pytest.mark.slow
 def test_starting_again_leaves_foreign_files_alone(config):
-    config.twin = False
+    config.twin, config.train.steps = False, 10
     folder = Path(config.out)
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
@@ -187,7 +187,6 @@ def test_a_dense_run_needs_no_other_section(config):
             "max_megabytes=-1 must be above 0",
         ),
         ({"masked_text": None, "nli": NliData(length=3)}, "nli.length=3 must be at least 5"),
-        ({"masked_text": None, "nli": NliData(limit=0)}, "nli.limit=0 must be at least 1"),
         ({"dlrm": DlrmConfig(embedding_dim=0)}, "dlrm.embedding_dim=0 must be at least 1"),
         ({"dlrm": DlrmConfig(bottom=[8, 0])}, r"dlrm.bottom=\[8, 0\]: each width must be"),
         (
@@ -220,6 +219,7 @@ def test_every_configuration_can_be_planned(path, capsys):
 
 @pytest.mark.slow
 def test_plan_says_what_a_run_will_end_at(config):
+    config.train.steps = 10
     report, planned, target = plan(config)
     assert planned is not None
     assert planned.layers
@@ -331,9 +331,10 @@ def test_settings_of_a_model_that_is_not_trained_are_named(config, caplog):
     assert (
         "dlrm.top=[8] has no effect: the model of masked_text is described by the section model"
     ) in caplog.text
-    dlrm = DlrmConfig(table_sizes={"user": 9})
-    clicks = RunConfig(clicks=ClickData(), dlrm=dlrm, model=ModelConfig(64, dropout=0.3))
-    assert clicks.without_effect == ["model.d_model=64", "model.dropout=0.3"]
+    dlrm = DlrmConfig(table_sizes={"user": 9, "item": 9})
+    model, train = ModelConfig(64, dropout=0.3), TrainConfig(steps=1)
+    planned_memory(RunConfig(clicks=ClickData(), dlrm=dlrm, model=model, train=train))
+    assert "model.d_model=64, model.dropout=0.3 has no effect: the model of clicks" in caplog.text
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -395,7 +396,7 @@ def test_stages_end_with_the_run():
 
 def test_epochs_of_no_step_are_refused():
     def counted(epochs):
-        return kind_of(RunConfig(nli=NliData(), train=TrainConfig(epochs=epochs))).count_steps(10)
+        return task_of(RunConfig(nli=NliData(), train=TrainConfig(epochs=epochs))).count_steps(10)
 
     assert counted(0.15) == 2
     with pytest.raises(ValueError, match=r"train\.epochs=0\.04 is no step: an epoch has 10"):

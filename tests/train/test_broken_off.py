@@ -11,11 +11,9 @@ from comera.ops.context import static_shapes
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
 from comera.train.host_state import make_capturable_
-from tests.processes import in_two_processes
 
 from .conftest import get_batch, loss_fn, make_step
 from .tape import Tapes
-from .test_data_parallel import make_parallel_step, rows_of, weights_of
 from .test_loop import assert_equal, state_of
 
 FIRST = WARM_UP + 2
@@ -211,59 +209,3 @@ def test_ctrl_c_while_a_step_is_recorded(captured, part):
         break_off(broken, 50, part)
         go_on(broken, other, FIRST + 2)
     assert broken.describe().captured
-
-
-def together(rank):
-    """In both processes of a ``DistributedDataParallel`` the same part raises."""
-    found = {}
-    for how in ("loss", "backward", "ctrl-c", "optimizer"):
-        for settings in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
-            for part in (1, 2):
-                error = KeyboardInterrupt if how == "ctrl-c" else MemoryError
-                broken, other = (
-                    with_loss(
-                        make_parallel_step(None, settings, accumulate=2, early=2),
-                        Failing(error, how == "backward"),
-                    )
-                    for _ in range(2)
-                )
-                for number in range(2):
-                    broken(rows_of(rank, number))
-                    other(rows_of(rank, number))
-                break_off_together(broken, rank, how, part)
-                clean = all(param.grad is None for param in broken.model.parameters())
-                losses = [
-                    [float(step(rows_of(rank, number))) for number in range(100, 104)]
-                    for step in (broken, other)
-                ]
-                weights = [weights_of(step) for step in (broken, other)]
-                found[how, *settings, part] = clean, losses, weights
-    return found
-
-
-def break_off_together(step, rank, how, part):
-    if how != "optimizer":
-        step._loss_fn.parts_left = part
-        with pytest.raises(step._loss_fn.error, match="no room"):
-            step(rows_of(rank, 50))
-        return
-
-    def refuse(*_):
-        raise MemoryError("no room")
-
-    hook = step.optimizer.register_step_pre_hook(refuse)
-    with pytest.raises(MemoryError):
-        step(rows_of(rank, 50))
-    hook.remove()
-
-
-@pytest.mark.slow
-def test_processes_that_all_break_off_go_on_together(tmp_path):
-    mine, theirs = in_two_processes(together, tmp_path)
-    assert len(mine) == 24
-    for case in mine:
-        for clean, (losses, want), (weights, wanted) in (mine[case], theirs[case]):
-            assert clean, case
-            assert losses == want, case
-            assert_equal(weights, wanted)
-        assert_equal(mine[case][2], theirs[case][2])

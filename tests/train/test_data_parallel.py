@@ -3,6 +3,7 @@
 import functools
 import gc
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ from torch import nn
 
 import comera
 from comera.ops.context import static_shapes
-from comera.train import data_parallel
 from comera.train import step as step_module
-from comera.train.data_parallel import WARM_UP_TOGETHER
+from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel
 from comera.train.host_state import make_capturable_
 from tests.processes import in_two_processes
 
 from .conftest import get_batch, loss_fn, make_step
 from .tape import Tapes
+from .test_broken_off import Failing, with_loss
+from .test_loop import assert_equal
 
 FIRST = WARM_UP_TOGETHER + 2
 """The step that is captured: one makes the optimizer's state, then so many are alike."""
@@ -219,8 +221,53 @@ def refusals(rank):
     return found
 
 
+def broken_off(rank):
+    """In both processes of a ``DistributedDataParallel`` the same part raises."""
+    found = {}
+    for how in ("loss", "backward", "ctrl-c", "optimizer"):
+        for settings in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+            for part in (1, 2):
+                error = KeyboardInterrupt if how == "ctrl-c" else MemoryError
+                broken, other = (
+                    with_loss(
+                        make_parallel_step(None, settings, accumulate=2, early=2),
+                        Failing(error, how == "backward"),
+                    )
+                    for _ in range(2)
+                )
+                for number in range(2):
+                    broken(rows_of(rank, number))
+                    other(rows_of(rank, number))
+                break_off_together(broken, rank, how, part)
+                clean = all(param.grad is None for param in broken.model.parameters())
+                losses = [
+                    [float(step(rows_of(rank, number))) for number in range(100, 104)]
+                    for step in (broken, other)
+                ]
+                weights = [weights_of(step) for step in (broken, other)]
+                found[how, *settings, part] = clean, losses, weights
+    return found
+
+
+def break_off_together(step, rank, how, part):
+    if how != "optimizer":
+        step._loss_fn.parts_left = part
+        with pytest.raises(step._loss_fn.error, match="no room"):
+            step(rows_of(rank, 50))
+        return
+
+    def refuse(*_):
+        raise MemoryError("no room")
+
+    hook = step.optimizer.register_step_pre_hook(refuse)
+    with pytest.raises(MemoryError):
+        step(rows_of(rank, 50))
+    hook.remove()
+
+
 def _found(rank):
     return {
+        "broken off": broken_off(rank),
         "stages": stages(rank),
         "before": a_failure(rank, "before"),
         "while recording": a_failure(rank, "while recording"),
@@ -314,6 +361,18 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all(results):
 
 
 @pytest.mark.slow
+def test_processes_that_all_break_off_go_on_together(results):
+    mine, theirs = (result["broken off"] for result in results)
+    assert len(mine) == 24
+    for case in mine:
+        for clean, (losses, want), (weights, wanted) in (mine[case], theirs[case]):
+            assert clean, case
+            assert losses == want, case
+            assert_equal(weights, wanted)
+        assert_equal(mine[case][2], theirs[case][2])
+
+
+@pytest.mark.slow
 def test_what_of_distributed_data_parallel_can_be_captured(results):
     for found in (result["refusals"] for result in results):
         equal, captured, why = found["unused"]
@@ -330,7 +389,11 @@ def test_what_nccl_needs_to_be_captured(monkeypatch):
     def why(backends, version=(2, 27, 5)):
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-        return data_parallel._why_not_nccl(None)
+        wrapper = SimpleNamespace(
+            module=nn.Linear(1, 1), process_group=None, find_unused_parameters=False,
+            _comm_hooks=[], mixed_precision=None, _delay_all_reduce_params=[],
+        )  # fmt: skip
+        return DataParallel(wrapper).why_not_capturable(torch.device("cuda"))
 
     assert why("cpu:gloo,cuda:nccl") is None
     assert "talk over gloo, and only operations of nccl" in why("cpu:gloo,cuda:gloo")

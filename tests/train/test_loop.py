@@ -1,5 +1,3 @@
-import io
-import json
 import logging
 import math
 import os
@@ -8,14 +6,13 @@ import signal
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import comera
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn import batched_contraction
 from comera.nn.module import tensor_trains
-from comera.train.log import PlainLines, RunLog, last_logged, progress_bar, read_metrics
+from comera.train.log import PlainLines, last_logged, read_metrics
 from comera.train.loop import train
 from comera.train.run_state import load_checkpoint, save_checkpoint
 from comera.train.step import NonFiniteLossError
@@ -242,35 +239,6 @@ def test_a_lossy_run_is_resumed_too(tmp_path):
     assert all(torch.isfinite(p).all() for p in again.model.parameters())
 
 
-def test_a_line_cut_short_is_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + '\n{"step": 2, "lo')
-    assert read_metrics(tmp_path) == [{"step": 1}]
-    with pytest.raises(FileNotFoundError, match="not a run"):
-        read_metrics(tmp_path / "nowhere")
-
-
-def test_a_damaged_line_is_dropped_alone_and_that_is_said(tmp_path, caplog):
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": step}) for step in range(1, 5)]
-    path.write_text("\n".join([lines[0], '{"st', *lines[1:], '{"step": 5, "lo']))
-    RunLog(tmp_path, resume_step=3, tensorboard=False).close()
-    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
-    assert f"{path}: drops 1 of 6 lines, as damaged ones" in caplog.text
-    caplog.clear()
-    RunLog(tmp_path, resume_step=2, tensorboard=False).close()
-    assert not caplog.text
-
-
-def test_the_last_value_is_found_at_the_end_of_a_long_log(tmp_path):
-    assert last_logged(tmp_path, "loss") is None
-    lines = [json.dumps({"step": k, "loss": k / 2, "much": "x" * 100}) for k in range(2000)]
-    lines += [json.dumps({"step": 1999, "eval/loss": 3.0}), '{"step": 20']  # cut short
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert last_logged(tmp_path, "loss") == (1999, 999.5)
-    assert last_logged(tmp_path, "eval/loss") == (1999, 3.0)
-    assert last_logged(tmp_path, "accuracy") is None
-
-
 def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
     joined = []
     original = batched_contraction.contract_groups
@@ -332,13 +300,3 @@ def test_output_that_is_no_terminal_gets_a_line_now_and_then(tmp_path, capsys, m
     assert [int(line.split("/")[0].split()[-1]) for line in lines] == [5, 10, 15, 20, 24]
     run(tmp_path / "b")
     assert "loss" not in capsys.readouterr().out
-
-
-def test_where_there_is_little_room_steps_and_time_stay():
-    out = io.StringIO()
-    console = Console(file=out, width=60, force_terminal=True, color_system=None)
-    with progress_bar(console=console) as bar:
-        figures = "loss 8.3710, 8.96 steps/s, 573 tokens/s, peak 457 MiB,"
-        bar.add_task("compressed", total=260, completed=140, figures=figures)
-    assert "140/260" in out.getvalue()
-    assert "left" in out.getvalue()

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from comera.train.processes import (
-    Processes,
-    _meeting_point,
-    count_started,
-    joined,
-    rank_started,
-)
+from comera.train.processes import Processes, count_started, joined, rank_started
 from tests.processes import in_two_processes, this_process
 
 ROWS = {"x": torch.arange(8).view(4, 2), "nested": [torch.arange(4)], "padded": True}
@@ -148,10 +142,12 @@ def test_a_lost_connection_is_said_in_one_line(monkeypatch, tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_a_restart_on_several_machines_needs_a_store_of_its_own():
-    environment = {
-        "TORCHELASTIC_RESTART_COUNT": "1", "GROUP_WORLD_SIZE": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    with pytest.raises(ValueError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every"):
-        _meeting_point(environment, None)
+def test_a_restart_on_several_machines_needs_a_store_of_its_own(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with (
+        pytest.raises(ValueError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every"),
+        joined(cuda=False, minutes=1),
+    ):
+        raise AssertionError("it has not joined")

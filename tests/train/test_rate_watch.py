@@ -175,7 +175,7 @@ def test_looks_are_few_and_can_be_left_out(monkeypatch):
 
 def test_one_process_of_several_speaks(caplog):
     model = classifier()
-    watch = RateWatch(model, torch.optim.SGD(model.parameters(), 1.0), every=1, speaks=False)
+    watch = RateWatch(model, torch.optim.SGD(model.parameters(), 1.0), every=1, warns=False)
     watch.before(1)
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         model.encoder.positions.add_(1)

@@ -1,15 +1,21 @@
-"""Models of ``fully_shard``: what trains them, and what says that it cannot."""
+"""Sharded models: those of ``fully_shard``, of torch's tensor parallelism, and tables by rows."""
 
 import os
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn import functional as F
 
 import comera
-from tests.processes import in_two_processes, said
+from comera.models.decoder import CausalLanguageModel, Decoder
+from comera.models.dlrm import DLRM
+from comera.params import is_sharded
+from comera.train.sharded import RowShardedBag, shard_dense_, whole_state
+from tests.processes import in_worlds, said
 
 pytestmark = pytest.mark.slow  # two interpreters have to start
 
@@ -107,20 +113,27 @@ def refusals(rank):
     }
 
 
-def _found(rank):
-    return {"loop": own_loop(rank, os.environ["FOLDER"]), "refusals": refusals(rank)}
+def _two(rank):
+    loop = own_loop(rank, os.environ["FOLDER"])
+    found = {"loop": loop, "refusals": refusals(rank), "tensor parallel": _tensor_parallel(rank)}
+    return found | {"tables": _tables(rank)}
+
+
+def _four(rank):
+    return {"tables": _tables(rank)}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each of two processes found; starting them takes longer than all they do."""
+    """What each of two and of four processes found; starting them takes longer than all they do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOLDER", str(tmp_path_factory.mktemp("checkpoint")))
-        return in_two_processes(_found, tmp_path_factory.mktemp("processes"))
+        worlds = in_worlds([(2, _two), (4, _four)], tmp_path_factory.mktemp("processes"))
+    return dict(zip((2, 4), worlds, strict=True))
 
 
 def test_a_loop_of_ones_own_and_its_checkpoints_go_on(results):
-    for sharded, replicated, again in (result["loop"] for result in results):
+    for sharded, replicated, again in (result["loop"] for result in results[2]):
         assert sharded.keys() == replicated.keys() == again.keys()
         for name, weight in sharded.items():
             torch.testing.assert_close(weight, replicated[name], rtol=1e-3, atol=1e-4)
@@ -139,7 +152,7 @@ def test_a_loop_of_ones_own_and_its_checkpoints_go_on(results):
     ],
 )
 def test_what_needs_whole_tensor_trains_says_so_when_it_is_made(results, what):
-    for found in (result["refusals"] for result in results):
+    for found in (result["refusals"] for result in results[2]):
         assert found[what].startswith(
             f"{what} needs whole tensor trains, and 0.cores.0 of shape (1, 20, 2, 4) is sharded"
         )
@@ -148,7 +161,7 @@ def test_what_needs_whole_tensor_trains_says_so_when_it_is_made(results, what):
 
 
 def test_where_the_model_was_sharded_afterwards_it_is_said_at_first_use(results):
-    for found in (result["refusals"] for result in results):
+    for found in (result["refusals"] for result in results[2]):
         assert found["later TrainStep"].startswith("BatchedContraction needs whole tensor trains")
         assert found["later BatchedContraction"].startswith(
             "BatchedContraction needs whole tensor trains"
@@ -158,7 +171,219 @@ def test_where_the_model_was_sharded_afterwards_it_is_said_at_first_use(results)
 
 
 def test_muon_says_which_optimizer_takes_shards(results):
-    for found in (result["refusals"] for result in results):
+    for found in (result["refusals"] for result in results[2]):
         assert "MuonAdamW steps whole matrices" in found["MuonAdamW"]
         assert "use torch.optim.AdamW" in found["MuonAdamW"]
         assert found["Muon of none"] == "nothing was raised"
+
+
+EARLY, LATE, DECODER_STEPS, VOCAB = 4, 6, 18, 30
+TRAINS = [r"model\.layers\.0\.mlp\..*", r"model\.layers\.1\.self_attn\.(q|o)_proj"]
+
+
+def make_decoder(heads=2, trains=TRAINS):
+    """Of three blocks one has tensor trains for a whole part, one for two layers of a part."""
+    torch.manual_seed(0)
+    model = CausalLanguageModel(Decoder(VOCAB, 16, 3, heads, 24), VOCAB)
+    for param in model.parameters():
+        with torch.no_grad():
+            param.mul_(4)  # at 0.02 the model would hardly do anything
+    if trains:
+        config = comera.TTConfig(rank=4, order=2, target_modules="|".join(trains), init="svd")
+        comera.tensorize_(model, config)
+    return model.double()  # so that rounding does not grow to anything in these steps
+
+
+def predict(model, tokens):
+    logits = model(tokens[:, :-1]).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+
+
+def train_decoder(model, make):
+    optimizer = make(comera.param_groups(model, 2e-3, gate_lr=0.12))
+    ranks = comera.TwoStage(model, 0.6, EARLY, LATE)
+    step = comera.TrainStep(model, predict, optimizer, ranks, accumulate=2, clip_norm=0.5)
+    losses = []
+    for number in range(DECODER_STEPS):
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(0, VOCAB, (4, 1), generator=generator)
+        losses.append(float(step((tokens + 3 * torch.arange(9)) % VOCAB)))
+        if ranks.due:
+            ranks.finish_(optimizer)
+    weights = whole_state(model.state_dict())
+    return losses, {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+MAKES = {"muon": comera.MuonAdamW, "adamw": torch.optim.AdamW}
+
+
+def split_(model):
+    """Torch's tensor parallelism: a part with a tensor train in it is split by columns alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    def dense(name):
+        return type(model.get_submodule(name)) is nn.Linear
+
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for k in range(3):
+        for part in (
+            [f"model.layers.{k}.self_attn.{each}_proj" for each in "qkvo"],
+            [f"model.layers.{k}.mlp.{each}_proj" for each in ("gate", "up", "down")],
+        ):
+            if all(map(dense, part)):
+                plan |= {name: ColwiseParallel() for name in part[:-1]}
+                plan[part[-1]] = RowwiseParallel()
+            else:
+                gathered = ColwiseParallel(output_layouts=Replicate())
+                plan |= {name: gathered for name in part if dense(name)}
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+
+
+def _tensor_parallel(rank):
+    found = {}
+    for name, make in MAKES.items():
+        model = split_(make_decoder())
+        shared = [key for key, param in model.named_parameters() if is_sharded(param)]
+        held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
+        found[name] = *train_decoder(model, make), shared, held
+    with pytest.raises(ValueError, match="CAME stacks whole matrices"):
+        comera.TrainStep(model, predict, comera.CAME(comera.param_groups(model, 1e-2)))
+    return found
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_losses_cut_and_weights_are_those_of_one_process(results, name):
+    model = make_decoder()
+    whole = sum(param.numel() for param in model.parameters())
+    losses, weights = train_decoder(model, MAKES[name])
+    assert losses[-1] < 0.9 * losses[0]
+    assert sum(w.numel() for w in weights.values()) < whole  # ranks were cut
+    for found in (result["tensor parallel"] for result in results[2]):
+        there, learned, shared, held = found[name]
+        assert there == pytest.approx(losses, rel=1e-6)
+        assert learned.keys() == weights.keys()
+        for key, weight in weights.items():
+            torch.testing.assert_close(learned[key], weight, rtol=1e-5, atol=1e-5)
+        dense = {
+            k for k, p in make_decoder().named_parameters() if p.dim() == 2 and "core" not in k
+        }
+        assert set(shared) == dense
+        assert held < 0.7 * whole
+
+
+TABLE_STEPS, BATCH = 20, 16
+SIZES = {"user": 150, "item": 61, "city": 3}
+"""The first becomes a tensor train; of the last four processes do not all get a row."""
+
+
+def make_recommender():
+    torch.manual_seed(0)
+    model = DLRM(SIZES, 2, embedding_dim=8, bottom=[12], top=[12])
+    return comera.tensorize_(model, comera.TTConfig(rank=4, target_modules=["tables.user"]))
+
+
+def click_batch(number, rank=0, count=1):
+    """With one item a row, and bags of users and cities of many sizes, some of them empty."""
+    generator = torch.Generator().manual_seed(number)
+    continuous = torch.randn(BATCH, 2, generator=generator)
+    bags = {
+        name: [
+            torch.randint(0, SIZES[name], (int(size),), generator=generator)
+            for size in torch.randint(0, 4, (BATCH,), generator=generator)
+        ]
+        for name in ("user", "city")
+    }
+    items = torch.randint(0, SIZES["item"], (BATCH, 1), generator=generator)
+    labels = (items[:, 0] % 2).float()
+    mine = slice(rank, None, count)
+    fields = {"item": items[mine]}
+    for name, each in bags.items():
+        sizes = [len(bag) for bag in each[mine]]
+        offsets = torch.tensor([0, *sizes[:-1]]).cumsum(0)
+        fields[name] = torch.cat(each[mine]), offsets
+    return continuous[mine], fields, labels[mine]
+
+
+def click_loss(model, given):
+    continuous, fields, labels = given
+    return F.binary_cross_entropy_with_logits(model(continuous, fields), labels)
+
+
+def train_recommender(model, rank=0, count=1):
+    """Through the cut of ranks."""
+    optimizer = comera.MuonAdamW(comera.param_groups(model, 2e-2, gate_lr=0.2))
+    ranks = comera.TwoStage(model, 0.6, 5, 6)
+    step = comera.TrainStep(model, click_loss, optimizer, ranks, clip_norm=0.3)
+    losses = []
+    for number in range(TABLE_STEPS):
+        losses.append(float(step(click_batch(number, rank, count))))
+        if ranks.due:
+            ranks.finish_(optimizer)
+    return losses, {name: w.detach().clone() for name, w in whole_state(model.state_dict()).items()}
+
+
+def _tables(rank):
+    count = dist.get_world_size()
+    model = shard_dense_(make_recommender())
+    tables = {name: type(table) for name, table in model.tables.items()}
+    rows = [model.tables[name].weight.to_local().shape[0] for name in ("item", "city")]
+    shared = [name for name, param in model.named_parameters() if is_sharded(param)]
+    found = {
+        "tables": tables,
+        "rows": rows,
+        "shared": shared,
+        "trained": train_recommender(model, rank, count),
+    }
+    if count > 2:
+        return found
+    bags = model.tables["item"]
+    mean = shard_dense_(nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 4)))[0]
+    whole = mean.weight.full_tensor().detach()
+    twos = torch.tensor([[1, 8], [3, 3]]) - rank
+    found["mean"] = float((mean(twos) - whole[twos].mean(1)).abs().max())
+    found["said"] = {
+        "uneven": said(lambda: bags(torch.zeros(2 + rank, 1, dtype=torch.long))),
+        "no row": said(lambda: bags(torch.full((2, 1), 61))),
+        "weights": said(lambda: bags(twos, None, torch.ones(2, 2))),
+        "max": said(lambda: shard_dense_(nn.Sequential(nn.EmbeddingBag(9, 4, mode="max")))),
+    }
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_recommender_trains_as_in_one_process(results, count):
+    losses, weights = train_recommender(make_recommender())
+    assert losses[-1] < 0.95 * losses[0]
+    assert sum(map(torch.Tensor.numel, weights.values())) < sum(  # ranks were cut
+        param.numel() for param in make_recommender().state_dict().values()
+    )
+    held = {2: [[31, 2], [30, 1]], 4: [[16, 1], [16, 1], [16, 1], [13, 0]]}
+    assert [result["tables"]["rows"] for result in results[count]] == held[count]
+    for found in (result["tables"] for result in results[count]):
+        assert found["tables"]["item"] is found["tables"]["city"] is RowShardedBag
+        assert found["tables"]["user"] is comera.TTEmbeddingBag
+        dense = {name for name, p in make_recommender().named_parameters() if p.dim() == 2}
+        assert set(found["shared"]) == {name for name in dense if "cores" not in name}
+        there, learned = found["trained"]
+        assert there == pytest.approx(losses, rel=1e-4)
+        for name, weight in weights.items():
+            torch.testing.assert_close(learned[name], weight, rtol=1e-3, atol=1e-3)
+
+
+def test_what_a_shared_table_takes_and_what_it_refuses(results):
+    for rank, found in enumerate(result["tables"] for result in results[2]):
+        assert found["mean"] < 1e-6
+        texts = found["said"]
+        assert "the processes ask for [2, 3] bags" in texts["uneven"], rank
+        assert texts["no row"] == "an index is no row of 61"
+        assert "per_sample_weights are not for tables" in texts["weights"]
+        assert texts["max"].startswith("0 takes the largest of a bag (mode='max')")

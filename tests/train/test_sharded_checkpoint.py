@@ -1,4 +1,5 @@
-"""Checkpoints in parts, and gathered ones in a lossy chain: from 1, 2, 4 processes to 1, 2, 4."""
+"""Dense matrices sharded, tensor trains whole: steps as of one process, and checkpoints in parts
+or gathered in a lossy chain, from 1, 2, 4 processes to 1, 2, 4."""
 
 import itertools
 import os
@@ -9,13 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import comera
 from comera.checkpoint.distributed import gathered, scatter_
 from comera.params import is_sharded
 from comera.train.run_state import load_parts, save_parts
 from comera.train.sharded import shard_dense_, whole_state
-from tests.processes import in_worlds
+from tests.processes import in_worlds, said
 
 pytestmark = pytest.mark.slow  # interpreters have to start
 
@@ -41,18 +43,22 @@ def make_step(name="muon"):
     optimizer = OPTIMIZERS[name](comera.param_groups(model, 1e-2, gate_lr=0.3))
     ranks = comera.TwoStage(model, 0.6, EARLY, LATE)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
-    return comera.TrainStep(model, loss_fn, optimizer, ranks, clip_norm=1.0, scheduler=scheduler)
+    return comera.TrainStep(
+        model, loss_fn, optimizer, ranks, accumulate=2, clip_norm=0.1, scheduler=scheduler
+    )
 
 
 def loss_fn(model, x):
     return nn.functional.cross_entropy(model(x), x % 5)
 
 
-def train(step, until):
+def train(step, until, losses=None):
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     while step.steps_done < until:
         rows = torch.randint(0, 60, (16,), generator=torch.Generator().manual_seed(step.steps_done))
-        step(rows[rank::count])
+        loss = float(step(rows[rank::count]))
+        if losses is not None:
+            losses.append(loss)
         if step.ranks is not None and step.ranks.due:
             step.ranks.finish_(step.optimizer)
     return step
@@ -77,16 +83,22 @@ def save_all(folder, count):
     """Parts, and gathered ones in a lossy chain whose second checkpoint builds on its first."""
     found = {}
     for name in OPTIMIZERS:
-        step = make_step(name)
+        step, losses = make_step(name), []
         with comera.CheckpointChain(folder / f"{count} {name}") as chain:
             for when, number in SAVED.items():
-                train(step, number)
+                train(step, number, losses)
                 extra = {"count": count, "row": torch.arange(3)}
                 save_parts(folder / f"{count} {name} {when}", step, extra)
                 parts = gathered(step.model, step.optimizer)
                 if parts is not None:
                     chain.save(number, **parts)
-        found[name] = state_of(train(step, STEPS))
+        found[name] = state_of(train(step, STEPS, losses))
+        found[name, "losses"] = losses
+        if count == 2:
+            states = get_state_dict(step.model, step.optimizer)
+            parts = dict(zip(("model", "optimizer"), states, strict=True))
+            dcp.save(parts, checkpoint_id=folder / f"torch {name}")
+            found[name, "gathered"] = gathered(step.model, step.optimizer)
     return found
 
 
@@ -119,6 +131,26 @@ def resume_chain(folder, name):
     return loaded, state_of(train(on, 3))
 
 
+def refusals():
+    model = make_step().model
+    shared = [name for name, param in model.named_parameters() if is_sharded(param)]
+    assert shared == ["3.weight", "5.weight"]
+    groups = comera.param_groups(model, 1e-2)
+    names = {group["name"]: group["params"] for group in groups}
+    mixed = torch.optim.AdamW([*names["cores"], *names["dense"]])
+    dense_alone = [{"params": names["dense"]}]
+
+    def step(optimizer):
+        return said(lambda: comera.TrainStep(model, loss_fn, optimizer))
+
+    return {
+        "CAME": step(comera.CAME(groups)),
+        "mixed": step(mixed),
+        "in backward": step(comera.OptimizerInBackward(torch.optim.AdamW(dense_alone))),
+        "no dense": said(lambda: shard_dense_(nn.Sequential(comera.TTLinear(16, 24, rank=4)))),
+    }
+
+
 def _save(rank):
     return save_all(Path(os.environ["FOLDER"]), dist.get_world_size())
 
@@ -138,12 +170,12 @@ def _resume(rank):
         save_parts(folder / "2 muon after it", step)
     load_parts(folder / "2 muon after it", step)
     assert is_sharded(step.optimizer.state[step.model[3].weight]["exp_avg"])
-    return resume_all(folder)
+    return resume_all(folder), refusals()
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What ends one that was never stopped, by number of processes, and what was resumed."""
+    """Ends of steps that never stopped, by number of processes, those of resumed ones, refusals."""
     folder = tmp_path_factory.mktemp("checkpoints")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOLDER", str(folder))
@@ -151,8 +183,9 @@ def results(tmp_path_factory):
         stages = [(2, _save), (4, _save_and_resume), (2, _resume)]
         two, four, resumed_by_two = in_worlds(stages, tmp_path_factory.mktemp("processes"))
         whole |= {2: two[0], 4: four[0][0]}
-        by = {1: [resume_all(folder)], 2: resumed_by_two, 4: [found for _, found in four]}
-    return whole, by
+        resumed = [found for found, _ in resumed_by_two]
+        by = {1: [resume_all(folder)], 2: resumed, 4: [found for _, found in four]}
+    return whole, by, [refused for _, refused in resumed_by_two], folder
 
 
 def assert_close(found, wanted, what):
@@ -164,11 +197,12 @@ def assert_close(found, wanted, what):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("count", COUNTS)
 def test_any_number_of_processes_goes_on_from_parts_of_any_other(results, name, count):
-    whole, by = results
+    whole, by, *_ = results
     alone = whole[1][name]
     entries = sum(map(torch.Tensor.numel, alone.values()))
     assert entries < sum(map(torch.Tensor.numel, state_of(train(make_step(name), 1)).values()))
     assert_close(whole[count][name], alone, f"{name} of {count}")
+    assert whole[count][name, "losses"] == pytest.approx(whole[1][name, "losses"], rel=1e-4)
     for found, of, when in itertools.product(by[count], COUNTS, SAVED):
         assert_close(found[of, name, when], alone, f"{name} from {of} {when} to {count}")
 
@@ -177,7 +211,7 @@ def test_any_number_of_processes_goes_on_from_parts_of_any_other(results, name, 
 @pytest.mark.parametrize("of", COUNTS)
 def test_any_number_of_processes_goes_on_from_a_lossy_chain_of_any_other(results, name, of):
     """As one process does from the same files, which hold less than was trained."""
-    _, by = results
+    _, by, *_ = results
     ((loaded, trained),) = (found[of, name, "chain"] for found in by[1])
     for count in COUNTS:
         for mine, later in (found[of, name, "chain"] for found in by[count]):
@@ -201,3 +235,30 @@ def test_what_is_no_such_checkpoint(tmp_path):
     )
     with pytest.raises(ValueError, match="belongs to another model"):
         load_parts(tmp_path / "own", other)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_of_torch_are_read_by_one_process(results):
+    whole, _, _, folder = results
+    step = train(make_step("adamw"), STEPS)  # ranks are as they were saved
+    parts = dict(
+        zip(("model", "optimizer"), get_state_dict(step.model, step.optimizer), strict=True)
+    )
+    dcp.load(parts, checkpoint_id=folder / "torch adamw", no_dist=True)
+    there = whole[2]["adamw", "gathered"]["model"]
+    assert there.keys() == parts["model"].keys()
+    for name, weight in there.items():
+        assert torch.equal(parts["model"][name], weight)
+        assert torch.equal(whole[2]["adamw"][name], weight)
+
+
+def test_what_cannot_step_parts_says_so_when_the_step_is_made(results):
+    for found in results[2]:
+        assert found["CAME"].startswith(
+            "CAME stacks whole matrices of equal shape, and fully_shard"
+        )
+        assert found["mixed"].startswith(
+            "the optimizer's group '' holds parameters that are shared"
+        )
+        assert found["in backward"].startswith("OptimizerInBackward steps before the gradients of")
+        assert found["no dense"].startswith("the model has no dense matrices to share out")

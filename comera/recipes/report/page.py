@@ -1,7 +1,4 @@
-"""Pages from the templates beside this file, with all text escaped, and the charts in them.
-
-Charts are plain data, which the template ``parts.html`` draws.
-"""
+"""HTML pages from the templates beside this file, their charts, and figures in words."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,49 +13,30 @@ from comera.planning.printing import show_count
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text.
-
-    Attributes:
-        header: Names of the columns.
-        rows: What is in them; the first cell names the row.
-        text_columns: How many columns, from the left, hold text; the others hold numbers.
-        total: A last row set apart, or none.
-    """
+    """Cells as text; the first of a row names it."""
 
     header: list[str]
     rows: list[list[str]]
-    text_columns: int = 1
-    total: list[str] | None = None
+    text_columns: int = 1  # from the left; the others hold numbers
+    total: list[str] | None = None  # a last row
 
 
-def write_page(path: Path, template: str, content: Any) -> None:
-    """Fill a template and write the file, whole or not at all.
-
-    Args:
-        path: The file to write; it needs nothing beside it and no network.
-        template: Name of a file in the folder ``templates``.
-        content: What the template knows as ``report``.
-    """
+def write_page(path: Path, template: str, content: Any) -> Path:
+    """Write a page of a template, which knows ``content`` as ``report``; return its path."""
     with needed_by("a report"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader(__package__),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     text = environment.get_template(template).render(report=content)
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+    return path
 
 
-SIDE = 1000
-"""Width and height of what is drawn in; the page stretches it to the room there is."""
-
-_MOST_DIGITS = 15
-"""Digits of a float that are not from rounding."""
+SIDE = 1000  # width and height of a picture, which the page stretches
 
 
 @dataclass(frozen=True)
@@ -86,7 +64,7 @@ class Axis:
         plain = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10])
         locator = LogLocator(subs=steps) if decades > 0.7 else plain
         inside = [v for v in locator.tick_values(self.low, self.high) if self.low <= v <= self.high]
-        for digits in range(3, _MOST_DIGITS + 1):
+        for digits in range(3, 16):  # more are from rounding
             texts = [show_count(value, digits) for value in inside]
             if len(set(texts)) == len(texts):
                 break
@@ -95,45 +73,29 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One value of a line.
-
-    Attributes:
-        x: Where it lies along the horizontal axis.
-        y: Where it lies along the vertical one.
-        text: What is shown when it is pointed at.
-        name: What always stands beside it.
-        error: Half the length of the bar through it.
-    """
+    """One value of a line."""
 
     x: float
     y: float
-    text: str
-    name: str = ""
-    error: float = 0.0
+    text: str  # shown when it is pointed at
+    name: str = ""  # always shown
+    error: float = 0.0  # half the length of the bar through it
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points that belong together.
-
-    Attributes:
-        name: What the legend says.
-        look: Class of the style sheet that colours it.
-        points: In the order in which they are joined.
-        joined: Whether a line goes through the points.
-        dots: Whether each point is drawn; else only the one that is pointed at.
-    """
+    """Points that belong together."""
 
     name: str
-    look: str
+    look: str  # class of the style sheet
     points: Sequence[Point]
-    joined: bool = True
-    dots: bool = False
+    joined: bool = True  # by a line
+    dots: bool = False  # draw each point; else only the one that is pointed at
 
 
 @dataclass(frozen=True)
 class Band:
-    """A part of the horizontal axis that is shaded."""
+    """A shaded part of the horizontal axis."""
 
     name: str
     look: str
@@ -143,16 +105,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over common axes.
-
-    Attributes:
-        title: Heading, which also stands for the picture where it cannot be seen.
-        caption: What one needs to know to read it.
-        x: The horizontal axis.
-        y: The vertical one.
-        lines: Those drawn later lie above.
-        bands: Parts of the horizontal axis that are shaded.
-    """
+    """Lines over common axes, those drawn later above."""
 
     title: str
     caption: str
@@ -165,14 +118,10 @@ class Chart:
 def axis_around(
     label: str, values: Iterable[float], log: bool = False, zero: bool = False, room: float = 0.05
 ) -> Axis:
-    """Return an axis for all ``values``.
+    """Return an axis for all ``values``, at least one, all finite.
 
-    Args:
-        label: Name of the axis.
-        values: At least one, all finite.
-        log: Whether the axis is logarithmic; it is not where a value is 0 or below.
-        zero: Whether it begins at 0, if no value is below.
-        room: What is left free at either end, as a share of the range.
+    It is logarithmic if ``log`` and all are above 0, begins at 0 if ``zero`` and none is below, and
+    leaves ``room`` free at either end, a share of the range.
     """
     every = list(values)
     low, high = min(every), max(every)
@@ -181,3 +130,39 @@ def axis_around(
         return Axis(label, low / wider, high * wider, log=True)
     wider = room * (high - low) or abs(high) or 1.0
     return Axis(label, 0.0 if zero and low >= 0 else low - wider, high + wider)
+
+
+_UNITS = {"accuracy": (100, 2, " %", " points"), "perplexity": (1, 2, "", "")}
+
+
+def show_metric(metric: str, value: float) -> str:
+    """Return a metric as it is shown: an accuracy in percent."""
+    scale, digits, unit, _ = _UNITS.get(metric, (1, 4, "", ""))
+    return f"{scale * value:,.{digits}f}{unit}"
+
+
+def show_change(metric: str, value: float, error: float | None = None, sign: str = "+") -> str:
+    """Return a difference of a metric with its sign and its standard error, if known."""
+    scale, digits, _, unit = _UNITS.get(metric, (1, 4, "", ""))
+    spread = "" if error is None else f" ± {scale * error:,.{digits}f}"
+    return f"{scale * value:{sign},.{digits}f}{spread}{unit}"
+
+
+def show_difference(metric: str, value: float, other: float) -> str:
+    """Return how a metric differs from that of another model: ``11 % higher than``.
+
+    A perplexity is compared by its ratio, an accuracy in points of a percent, others as they are.
+    """
+    if value == other:
+        return "the same as"
+    size = show_change(metric, abs(value - other), sign="")
+    if metric == "perplexity":
+        percent = 100 * abs(value / other - 1)
+        size = f"{percent:,.0f} %" if percent >= 10 else f"{percent:.1f} %"
+    return f"{size} {'higher' if value > other else 'lower'} than"
+
+
+def show_times(value: float, other: float, more: str, less: str) -> str:
+    """Return how many times more or less, both given in words: ``2.10 times faster``."""
+    ratio, word = (value / other, more) if value >= other else (other / value, less)
+    return f"{ratio:,.2f} times {word}" if ratio < 10 else f"{ratio:,.1f} times {word}"

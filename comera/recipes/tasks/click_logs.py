@@ -3,32 +3,24 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.data.click_files import CRITEO_CONTINUOUS, fields_named
+from comera.data.click_files import CATEGORIES, CRITEO_CONTINUOUS, fields_named
 from comera.data.clicks import Clicks
 from comera.extras import did_you_mean
 from comera.models.dlrm import DLRM, click_metrics, replace_tables_
-from comera.recipes.folder import DataRecord
-from comera.recipes.tasks.task import (
-    Batch,
-    Digests,
-    Place,
-    Task,
-    TaskKind,
-    Trained,
-    logits_of,
-)
+from comera.recipes.tasks.task import Batch, Digests, Task, logits_of
 
 _EVALUATED = 16_384
 """Rows that are evaluated at a time."""
 
 
-class ClicksKind(TaskKind):
+class ClicksTask(Task):
     """Clicks are predicted by a DLRM."""
 
     inputs = ("continuous", "fields")
@@ -39,11 +31,10 @@ class ClicksKind(TaskKind):
         return self.config.dlrm.table_sizes is None
 
     def planned_sizes(self) -> Mapping[str, Any]:
-        if self.is_told_by_data:
-            with torch.device("cpu"):
-                return self._sizes(Clicks.prepare(self.data))
         data, given = self.data, self.config.dlrm.table_sizes
-        assert given is not None, "else the data tell them"
+        if given is None:
+            with torch.device("cpu"):
+                return self._sizes(Clicks.prepare(data))
         _check_fields(given, fields_named(data.format, data.fields) or list(given))
         continuous = CRITEO_CONTINUOUS if data.format == "criteo" else data.continuous
         return {"table_sizes": given, "num_continuous": len(continuous)}
@@ -65,13 +56,8 @@ class ClicksKind(TaskKind):
 
     def dense_model(self, sizes: Mapping[str, Any]) -> nn.Module:
         model = self.config.dlrm
-        made = DLRM(
-            sizes["table_sizes"],
-            sizes["num_continuous"],
-            model.embedding_dim,
-            model.bottom,
-            model.top,
-        )
+        tables, continuous = sizes["table_sizes"], sizes["num_continuous"]
+        made = DLRM(tables, continuous, model.embedding_dim, model.bottom, model.top)
         if model.small_tables is not None:
             try:
                 replace_tables_(made.tables, **dataclasses.asdict(model.small_tables))
@@ -79,40 +65,31 @@ class ClicksKind(TaskKind):
                 raise ValueError(f"dlrm.small_tables.{problem}") from None
         return made
 
-    def prepare(self, place: Place, digests: Digests) -> Task:
-        data = Clicks.prepare(self.data, digests)
+    def prepare(self, digests: Digests) -> None:
+        self._clicks = data = Clicks.prepare(self.data, digests)
         train, size = self.config.train, self.config.train.batch_size
         limit = train.eval_batches and train.eval_batches * size
-        sizes = self._sizes(data)
-
-        def evaluate(batches: Iterable[Batch], model: nn.Module) -> dict[str, float]:
-            found = [
-                torch.stack([self.logits(model, batch), batch["labels"]])
-                for batch in place.own(batches)
-            ]
-            mine = torch.cat(found, 1) if found else torch.empty(2, 0)
-            logits, labels = place.gathered(mine.T).T
-            return click_metrics(logits, labels)
-
-        def test(model: nn.Module) -> dict[str, float]:
-            return evaluate(data.test_batches(_EVALUATED), model)
-
-        return Task(
-            make_model=lambda: self.dense_model(sizes),
-            get_batch=lambda step: place.share_of(data.batch(step, size, self.config.seed)),
-            loss_fn=self.loss,
-            evaluate=lambda model: evaluate(data.valid_batches(_EVALUATED, limit), model),
-            steps=self.count_steps(data.steps_per_epoch(size)),
-            record=DataRecord(data.digests, data.prepared),
-            per_step=(size, "clicks"),
-            test=test if self.data.test else None,
-            categories=lambda: data.categories,
-            sizes=sizes,
-            lean=self.lean,
+        self.sizes, self.per_step = self._sizes(data), (size, "clicks")
+        self._prepared(
+            data,
+            lambda step: data.batch(step, size, self.config.seed),
+            lambda: data.valid_batches(_EVALUATED, limit),
+            (lambda: data.test_batches(_EVALUATED)) if self.data.test else None,
+            data.steps_per_epoch(size),
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.binary_cross_entropy_with_logits(self.logits(model, batch), batch["labels"])
+
+    def _measure(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        found = [
+            torch.stack([self.logits(model, batch), batch["labels"]])
+            for batch in self._own(batches)
+        ]
+        rows = (torch.cat(found, 1) if found else torch.empty(2, 0)).T
+        if self._shares_evaluation:
+            rows = self._processes.gathered(rows)
+        return click_metrics(*rows.T)
 
     def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
         fields = [torch.randint(size, (rows,)) for size in sizes["table_sizes"].values()]
@@ -122,8 +99,10 @@ class ClicksKind(TaskKind):
             "labels": torch.randint(2, (rows,)).float(),
         }
 
-    def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
-        assert run.categories is not None, "a run of clicks has them"
+    def save_vocabulary(self, folder: Path) -> None:
+        self._clicks.categories.save(folder / CATEGORIES)
+
+    def predict(self, model: nn.Module, line: str, new_tokens: int) -> dict[str, Any]:
         try:
             row = json.loads(line)
         except ValueError:
@@ -132,8 +111,8 @@ class ClicksKind(TaskKind):
             raise ValueError(
                 f'{line!r} must be a JSON object, such as {{"user": "ann", "age": 31}}'
             )
-        *inputs, unknown = run.categories.encode([row])
-        probability = float(logits_of(run, *inputs)[0].sigmoid())
+        *inputs, unknown = self.vocabulary.encode([row])
+        probability = float(logits_of(model, *inputs)[0].sigmoid())
         found: dict[str, Any] = {"probability": round(probability, 4)}
         return found | ({"unknown": unknown[0]} if unknown[0] else {})
 

@@ -1,19 +1,17 @@
-"""Base of all kinds of tasks, and the data and model of one run."""
+"""The base of all tasks: data, model and loss of one run."""
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from comera.data.click_files import ClickRows
-from comera.data.vocabulary import Tokenizer
-from comera.models.transformer import PAD
 from comera.recipes.folder import DataRecord
-from comera.recipes.run_config import RunConfig
+from comera.recipes.run_config import TASKS, RunConfig
 from comera.train.processes import Processes
 
 Batch = dict[str, Any]
@@ -22,104 +20,87 @@ Batch = dict[str, Any]
 Digests = Mapping[str, str] | None
 """Digests of the data by name, if they are known already."""
 
-
-@dataclass
-class Task:
-    """Data and model of one run.
-
-    Attributes:
-        make_model: Builds the dense model; the same for the same random state.
-        get_batch: Step number to batch, or to this process' rows of it.
-        loss_fn: ``(model, batch)`` to mean loss.
-        evaluate: Model to named figures, ``loss`` among them; the same in all processes, each of
-            which sees a part of the data.
-        steps: Optimizer steps of the whole run.
-        record: What the data are.
-        per_step: What a step trains on: how many, of all processes, and what they are called.
-        test: As ``evaluate``, on data by which nothing is chosen; None if there are none.
-        sizes: Sizes of the dense model that the data tell, see :meth:`TaskKind.dense_model`.
-        tokenizer: What has made tokens of text, if anything has.
-        categories: Returns what makes inputs of raw rows; of a click log.
-        lean: The model can be made without ever being dense: built without memory, tensorised, and
-            then drawn by its ``reset_parameters(init)``.
-    """
-
-    make_model: Callable[[], nn.Module]
-    get_batch: Callable[[int], Batch]
-    loss_fn: Callable[[nn.Module, Batch], Tensor]
-    evaluate: Callable[[nn.Module], dict[str, float]]
-    steps: int
-    record: DataRecord
-    per_step: tuple[int, str]
-    test: Callable[[nn.Module], dict[str, float]] | None = None
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: Tokenizer | None = None
-    categories: Callable[[], ClickRows] | None = None
-    lean: bool = False
+_CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Device and process of a run: its share of batches, and sums over all processes."""
-
-    device: torch.device
-    processes: Processes
-    alone: bool
-    """Whether a process can run the model without the others, which may hold parts of it."""
-
-    def share_of(self, batch: Batch) -> Batch:
-        """Move this process' rows of a batch to the device."""
-        return _to(self.processes.share_of(batch), self.device)
-
-    def own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Move those of many batches that this process evaluates to the device, one by one."""
-        number, count = self.processes.rank, self.processes.count
-        own = islice(batches, number, None, count) if self.alone else batches
-        return (_to(batch, self.device) for batch in own)
-
-    def sums(self, *numbers: float) -> list[float]:
-        """Add up what processes have found on their own batches."""
-        return self.processes.sums(*numbers) if self.alone else list(numbers)
-
-    def gathered(self, rows: Tensor) -> Tensor:
-        """Put together what processes have found on their own batches."""
-        return self.processes.gathered(rows) if self.alone else rows
-
-
-class Trained(Protocol):
-    """The part of :class:`~comera.recipes.trained.TrainedRun` that predictions use."""
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-    @property
-    def categories(self) -> ClickRows | None: ...
-
-
-class TaskKind(ABC):
-    """One kind of task: its data, its model and its loss.
-
-    A new kind is a section of ``RunConfig``, whose class has ``check``, ``find`` and ``digests`` as
-    those of ``comera.data`` have, and a subclass of this, which ``KINDS`` lists.
+class Task(ABC):
+    """Data, model and loss of one run.
 
     Attributes:
-        config: The settings of a run of this kind.
-        data: Their section that describes the data.
         inputs: Names of the parts of a batch that the model takes, in its order.
-        lean: See :class:`Task`.
+        lean: Whether the model can be built without memory, tensorised and then drawn by its
+            ``reset_parameters(init)``, so that it is never dense.
+        config: Settings of the run.
+        data: Their section that describes the data.
+        device: Device of the batches.
+        vocabulary: Tokenizer of text, or encoder of raw rows, for :meth:`predict`.
+        sizes: Sizes of the dense model, see :meth:`planned_sizes`; set by :meth:`prepare` as are
+            all attributes below.
+        steps: Optimizer steps of the whole run.
+        record: Identity of the data.
+        per_step: Number and name of what all processes together train on in a step.
+        get_batch: Function from a step number to this process' rows of the batch.
+        evaluate: Function from a model to named figures, ``loss`` among them. Processes evaluate
+            parts of the data and return the same figures.
+        test: The same on data by which nothing is chosen; None if there are none.
     """
 
     inputs: tuple[str, ...]
     lean = False
+    vocabulary: Any = None
+    sizes: Mapping[str, Any]
+    steps: int
+    record: DataRecord
+    per_step: tuple[int, str]
+    get_batch: Callable[[int], Batch]
+    evaluate: Callable[[nn.Module], dict[str, float]]
+    test: Callable[[nn.Module], dict[str, float]] | None
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        device: torch.device = _CPU,
+        processes: Processes | None = None,
+    ) -> None:
         self.config = config
         self.data: Any = config.data
+        self.device, self._processes = device, processes or Processes()
+        # Under fsdp all processes have to run the model together, on the same batches.
+        self._shares_evaluation = config.parallel.kind == "ddp"
 
     @abstractmethod
-    def prepare(self, place: Place, digests: Digests) -> Task:
+    def prepare(self, digests: Digests) -> None:
         """Read the data; raises what the readers raise."""
+
+    def _prepared(
+        self,
+        data: Any,
+        get_batch: Callable[[int], Batch],
+        valid: Callable[[], Iterable[Batch]],
+        test: Callable[[], Iterable[Batch]] | None,
+        per_epoch: int | None = None,
+    ) -> None:
+        """Set the attributes by the reader of the data and functions that return batches.
+
+        ``per_epoch`` is the number of steps of an epoch, None for data without an end.
+        """
+        self.steps = self.count_steps(per_epoch)
+        self.record = DataRecord(data.digests, data.prepared)
+        self.get_batch = lambda step: self._to_device(self._processes.share_of(get_batch(step)))
+        self.evaluate = lambda model: self._measure(model, valid())
+        self.test = None if test is None else lambda model: self._measure(model, test())
+
+    def count_steps(self, per_epoch: int | None) -> int:
+        """Return the optimizer steps of a run; raises ``ValueError`` if there is not one."""
+        train = self.config.train
+        if per_epoch == 0:
+            raise ValueError(f"train.batch_size={train.batch_size} exceeds the training rows")
+        steps = train.steps or round((train.epochs or 0) * (per_epoch or 0))
+        if steps < 1:
+            raise ValueError(
+                f"train.epochs={train.epochs} is no step: an epoch has {per_epoch} of them"
+            )
+        return steps
 
     @property
     def is_told_by_data(self) -> bool:
@@ -128,41 +109,18 @@ class TaskKind(ABC):
 
     @abstractmethod
     def planned_sizes(self) -> Mapping[str, Any]:
-        """Return the sizes of the dense model; data are read only if they alone tell them.
+        """Return the sizes of the dense model; data are read only if they alone determine them.
 
-        Raises:
-            ValueError: If data are needed and not there.
+        ``vocab_size`` of text; of a click log ``table_sizes`` by the names of fields, and
+        ``num_continuous``. Raises ``ValueError`` if data are needed and missing.
         """
 
     @abstractmethod
     def dense_model(self, sizes: Mapping[str, Any]) -> nn.Module:
-        """Make the dense model, on torch's default device.
-
-        Args:
-            sizes: Those that the data tell: ``vocab_size``; of a click log ``table_sizes`` by the
-                names of fields, and ``num_continuous``.
-        """
-
-    def count_steps(self, per_epoch: int) -> int:
-        """Count the optimizer steps of a run over data with an end.
-
-        Raises:
-            ValueError: If there is not one.
-        """
-        train = self.config.train
-        if not per_epoch:
-            raise ValueError(f"train.batch_size={train.batch_size} exceeds the training rows")
-        if train.steps is not None:
-            return train.steps
-        steps = round((train.epochs or 0) * per_epoch)
-        if steps < 1:
-            raise ValueError(
-                f"train.epochs={train.epochs} is no step: an epoch has {per_epoch} of them"
-            )
-        return steps
+        """Return the dense model of these sizes, on torch's default device."""
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Run the model on the inputs of a batch; float32."""
+        """Return the logits of a batch; float32."""
         return model(*(batch[name] for name in self.inputs)).float()
 
     @abstractmethod
@@ -170,42 +128,65 @@ class TaskKind(ABC):
         """Return the mean loss of a batch."""
 
     @abstractmethod
-    def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
-        """Draw a batch without data, on torch's default device.
+    def _measure(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        """Return the figures of an evaluation."""
 
-        Args:
-            rows: Rows of the batch.
-            sizes: As of :meth:`dense_model`.
-        """
+    @abstractmethod
+    def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
+        """Return a random batch for a model of these sizes, on torch's default device."""
 
     def example_inputs(self, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Make the tensors that the model takes, of two rows."""
+        """Return the tensors that the model takes, of two rows."""
         batch = self.drawn_batch(2, sizes)
         return tuple(batch[name] for name in self.inputs if isinstance(batch[name], Tensor))
 
     @abstractmethod
-    def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
-        """Predict something for a line.
+    def save_vocabulary(self, folder: Path) -> None:
+        """Save the tokenizer or the categories in the folder of a run."""
 
-        Raises:
-            ValueError: If the line is not what is expected.
-        """
+    @abstractmethod
+    def predict(self, model: nn.Module, line: str, new_tokens: int) -> dict[str, Any]:
+        """Return a prediction for a line; raises ``ValueError`` for one that is not as expected."""
+
+    def _own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Move the batches that this process evaluates to the device, one by one."""
+        if self._shares_evaluation:
+            batches = islice(batches, self._processes.rank, None, self._processes.count)
+        return map(self._to_device, batches)
+
+    def _sums(self, *numbers: float) -> list[float]:
+        """Add up the figures that processes have found on their own batches."""
+        return self._processes.sums(*numbers) if self._shares_evaluation else list(numbers)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {
+            key: value.to(self.device) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
 
 
-def say_padding(batch: dict[str, Tensor]) -> Batch:
-    """Add whether any token is padding, computed here because on a GPU it would synchronise."""
-    return batch | {"padded": bool((batch["tokens"] == PAD).any())}
-
-
-def logits_of(run: Trained, *inputs: Any) -> Tensor:
+def logits_of(model: nn.Module, *inputs: Any) -> Tensor:
     """Return the logits of a trained model, on the CPU in float32."""
-    device = next(run.model.parameters()).device
+    device = next(model.parameters()).device
     moved = (value.to(device) if isinstance(value, Tensor) else value for value in inputs)
-    return run.model(*moved).float().cpu()
+    return model(*moved).float().cpu()
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
-    return {
-        key: value.to(device) if isinstance(value, Tensor) else value
-        for key, value in batch.items()
-    }
+def task_of(
+    config: RunConfig, device: torch.device = _CPU, processes: Processes | None = None
+) -> Task:
+    """Return the task of a run; its data are not read."""
+    kind = pkgutil.resolve_name(f"comera.recipes.tasks.{TASKS[config.task].made_by}")
+    return kind(config, device, processes)
+
+
+def prepare_task(
+    config: RunConfig,
+    device: torch.device,
+    digests: Digests = None,
+    processes: Processes | None = None,
+) -> Task:
+    """Return the task of a run with its data; raises what the readers raise."""
+    task = task_of(config, device, processes)
+    task.prepare(digests)
+    return task

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from comera.checkpoint.chain import CheckpointChain
-from comera.checkpoint.snapshot import DEEPEST_STATE, put_together, take_apart
+from comera.checkpoint.skeleton import DEEPEST_STATE, put_together, take_apart
 from comera.checkpoint.streams import DamagedError
 from tests.peers import peer
 

@@ -1,18 +1,33 @@
-"""How long a device runs is told apart from how long it takes to launch its work."""
+"""Logs of a run: seconds of its steps, its speed, its lines and its progress bar."""
 
 import contextlib
+import io
+import json
+import math
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from comera.train import loop
-from comera.train.log import StepClock, read_metrics
+from comera.train.log import (
+    Pace,
+    RunLog,
+    StepClock,
+    from_json,
+    last_logged,
+    peak_memory,
+    progress_bar,
+    read_metrics,
+    short,
+    to_json,
+)
 
 from .conftest import evaluate, get_batch, make_step
 
-CUDA = torch.device("cuda", 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 LAUNCH, WORK = 0.25, 4.0
 
 
@@ -214,3 +229,92 @@ def test_ranks_are_cut_where_the_seconds_were_up_before_a_run_was_broken_off(
     result = loop.train(slow_step(device), **limited, **slow)
     assert (result.steps, result.interrupted) == (6, False)
     assert result.ranks is not None
+
+
+def test_speeds_are_those_since_the_last_time():
+    pace = Pace(CPU, (4096, "tokens"), steps=100, seconds=50.0)
+    assert pace.show(110, 52.0).startswith("5 steps/s, 20.5k tokens/s, peak ")
+    assert pace.show(130, 53.0).startswith("20 steps/s, 81.9k tokens/s, peak ")
+    assert pace.show(130, 53.0).startswith("peak ")  # nothing is new
+
+
+def test_memory_is_that_of_the_process():
+    before = peak_memory(CPU)
+    assert before > 32 << 20  # torch alone
+    assert peak_memory(CPU) >= before
+    assert Pace(CPU).show(0, 0.0) == f"peak {peak_memory(CPU) / (1 << 20):,.0f} MiB"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.04217, "0.0422"), (1.5, "1.5"), (45.67, "45.7"), (789.4, "789"), (7890, "7,890"),
+     (12345, "12.3k"), (2.5e6, "2.5M")],
+)  # fmt: skip
+def test_figures_are_short(value, text):
+    assert short(value) == text
+
+
+def strict(text: str):
+    """Read JSON as other programs do, to which NaN is none."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_numbers_that_are_not_finite_are_null_and_come_back():
+    facts = {"a.b": [1.5, {"c": math.inf}], "d": -math.inf, "e": None, "f": {"g": "nan"}}
+    text = to_json(facts)
+    assert strict(text) == {
+        "a.b": [1.5, {"c": None}], "d": None, "e": None, "f": {"g": "nan"},
+        "not_finite": {"a.b.1.c": "inf", "d": "-inf"},
+    }  # fmt: skip
+    assert from_json(text) == facts
+    assert math.isnan(from_json(to_json({"x": math.nan}))["x"])
+    assert to_json({"x": 1}) == '{"x": 1}'
+
+
+def test_the_log_is_json_whatever_an_evaluation_finds(tmp_path):
+    log = RunLog(tmp_path, tensorboard=False)
+    log.write(1, **{"eval/loss": 2.0, "eval/auc": math.nan})
+    log.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert strict(line)["eval/auc"] is None
+    assert math.isnan(read_metrics(tmp_path)[0]["eval/auc"])
+    assert math.isnan(last_logged(tmp_path, "eval/auc")[1])
+
+
+def test_a_line_cut_short_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + '\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1}]
+    with pytest.raises(FileNotFoundError, match="not a run"):
+        read_metrics(tmp_path / "nowhere")
+
+
+def test_a_damaged_line_is_dropped_alone_and_that_is_said(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step}) for step in range(1, 5)]
+    path.write_text("\n".join([lines[0], '{"st', *lines[1:], '{"step": 5, "lo']))
+    RunLog(tmp_path, resume_step=3, tensorboard=False).close()
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert f"{path}: drops 1 of 6 lines, as damaged ones" in caplog.text
+    caplog.clear()
+    RunLog(tmp_path, resume_step=2, tensorboard=False).close()
+    assert not caplog.text
+
+
+def test_the_last_value_is_found_at_the_end_of_a_long_log(tmp_path):
+    assert last_logged(tmp_path, "loss") is None
+    lines = [json.dumps({"step": k, "loss": k / 2, "much": "x" * 100}) for k in range(2000)]
+    lines += [json.dumps({"step": 1999, "eval/loss": 3.0}), '{"step": 20']  # cut short
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert last_logged(tmp_path, "loss") == (1999, 999.5)
+    assert last_logged(tmp_path, "eval/loss") == (1999, 3.0)
+    assert last_logged(tmp_path, "accuracy") is None
+
+
+def test_where_there_is_little_room_steps_and_time_stay():
+    out = io.StringIO()
+    console = Console(file=out, width=60, force_terminal=True, color_system=None)
+    with progress_bar(console=console) as bar:
+        figures = "loss 8.3710, 8.96 steps/s, 573 tokens/s, peak 457 MiB,"
+        bar.add_task("compressed", total=260, completed=140, figures=figures)
+    assert "140/260" in out.getvalue()
+    assert "left" in out.getvalue()
