@@ -13,8 +13,7 @@ The public names, in the order one meets them::
             ranks.finish_(optimizer)
 
 Importing this package registers the operators, which exported programs and compiled graphs find by
-name. Everything else is loaded when it is first used: a program that only runs a model waits for
-no optimizer, planner or checkpoint.
+name. Everything else is imported when it is first used.
 """
 
 from importlib import import_module
@@ -127,5 +126,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names too that are not loaded yet."""
+    """List the public names too that are not imported yet."""
     return sorted({*globals(), *__all__})

@@ -18,12 +18,7 @@ _MODULE = re.compile(r"-[bBdEiIOPqRsSuvx]*m(.*)", re.DOTALL)
 
 
 def is_command(words: list[str]) -> bool:
-    """Return whether an interpreter was started as ``comera`` or as a module of this package.
-
-    Args:
-        words: The whole command line, as ``sys.orig_argv`` holds it: the interpreter, its options,
-            what it runs, and the rest.
-    """
+    """Return whether a command line, as in ``sys.orig_argv``, starts ``comera`` or its modules."""
     rest = iter(words[1:])
     for word in rest:
         module = _MODULE.fullmatch(word)
@@ -41,11 +36,10 @@ def is_command(words: list[str]) -> bool:
 def end_in_one_line(
     kind: type[BaseException], problem: BaseException, trace: TracebackType | None
 ) -> None:
-    """Take the place of ``sys.excepthook``: Ctrl-C that nobody caught ends the process at once."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, problem, trace)
-        return
-    end_now()
+    """Take the place of ``sys.excepthook``: an uncaught Ctrl-C ends the process at once."""
+    if issubclass(kind, KeyboardInterrupt):
+        end_now()
+    sys.__excepthook__(kind, problem, trace)
 
 
 def end_now(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:

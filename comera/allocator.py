@@ -14,8 +14,8 @@ _KEPT_AT_MOST = (1 << 31) - 1
 # Where glibc's own thresholds, which follow the largest freed buffer, come to rest.
 _LARGEST_BY_DEFAULT = 32 << 20
 
-_chosen = False  # whether somebody has said what is to happen, or it has been said to them
-_made = False
+_chosen = False  # whether reuse_freed_memory was called
+_enabled = False
 
 
 def reuse_freed_memory(reuse: bool = True) -> bool:
@@ -24,36 +24,39 @@ def reuse_freed_memory(reuse: bool = True) -> bool:
     By default glibc returns every buffer above 32 MiB to the system and gets a new one for the
     next tensor, and each first write to a page of it is a fault: on a CPU that can take longer
     than all products of a tensor-train layer. :class:`~comera.TrainStep` on a CPU, trainers of
-    transformers and the command line do this by themselves, so call it in a loop of your own.
+    transformers and the command line enable the cache; call this in a loop of your own.
     Up to 2 GiB of freed memory then stay with the process. Without effect on GPU memory, and
     elsewhere than on Linux with glibc.
 
     Args:
-        reuse: False leaves freed memory to glibc, or goes back to that. Said before the first
-            ``TrainStep``, it stays so; ``COMERA_REUSE_MEMORY=0`` in the environment says the same.
+        reuse: False disables the cache. Called before the first ``TrainStep``, it stays disabled,
+            as with ``COMERA_REUSE_MEMORY=0`` in the environment.
 
     Returns:
         Whether freed memory is reused from now on.
     """
-    global _chosen, _made
+    global _chosen, _enabled
     _chosen = True
     library = _c_library()
     if library is None:
         return False
-    if reuse and not _made:
-        _made = library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP) == 1
-        _made = _made and library.mallopt(_M_TRIM_THRESHOLD, _KEPT_AT_MOST) == 1
-    elif _made and not reuse:
+    if reuse and not _enabled:
+        _enabled = library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP) == 1
+        _enabled = _enabled and library.mallopt(_M_TRIM_THRESHOLD, _KEPT_AT_MOST) == 1
+    elif _enabled and not reuse:
         library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_BY_DEFAULT)
         library.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_BY_DEFAULT)
         return_freed_memory()
-        _made = False
-    return _made
+        _enabled = False
+    return _enabled
 
 
 def reuse_by_default() -> None:
-    """Reuse freed memory unless somebody has said what is to happen, and say so once."""
-    if _chosen or _is_told_otherwise():
+    """Enable the cache, and log that, unless it was chosen by a call or in the environment."""
+    environ = os.environ
+    own = "MALLOC_MMAP_THRESHOLD_" in environ or "MALLOC_TRIM_THRESHOLD_" in environ
+    own = own or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
+    if _chosen or own or environ.get("COMERA_REUSE_MEMORY", "1") == "0":
         return
     if reuse_freed_memory():
         log.info(
@@ -63,21 +66,13 @@ def reuse_by_default() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give what is free now back to the system, such as the dense weights of a converted model.
+    """Return free memory to the system, such as that of the dense weights of a converted model.
 
-    ``TrainStep`` does it once, before the first step. Nothing happens elsewhere than with glibc.
+    ``TrainStep`` does it once, before the first step. Without effect elsewhere than with glibc.
     """
     library = _c_library()
     if library is not None:
         library.malloc_trim(0)
-
-
-def _is_told_otherwise() -> bool:
-    """Return whether the environment disables the cache, or sets glibc's malloc itself."""
-    if os.environ.get("COMERA_REUSE_MEMORY", "1") == "0":
-        return True
-    own = "MALLOC_MMAP_THRESHOLD_" in os.environ or "MALLOC_TRIM_THRESHOLD_" in os.environ
-    return own or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
 
 
 @functools.cache

@@ -29,20 +29,18 @@ _EXTRAS = {
 }
 """Imported packages, and the extra that brings each."""
 
+_Config = TypeVar("_Config")
+
 
 class MissingPackageError(ModuleNotFoundError):
-    """A package that only some parts need is not installed; says how to install it."""
+    """An optional package is not installed; the message has the command that installs it."""
 
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Import optional packages inside; one that is missing is named together with its extra.
+    """Raise MissingPackageError for an optional package whose import inside fails.
 
-    Args:
-        what: What cannot be had without them, as a sentence would begin: ``to_pandas()``.
-
-    Raises:
-        MissingPackageError: If one is not installed. Anything else that an import raises passes.
+    ``what`` is the subject of the message, such as ``to_pandas()``. Other exceptions pass.
     """
     try:
         yield
@@ -55,20 +53,14 @@ def needed_by(what: str) -> Iterator[None]:
         ) from None
 
 
-Config = TypeVar("Config")
-
-
 def did_you_mean(word: object, known: Collection[str]) -> str:
     """Return words to add to an error: the nearest of the known names, or all of them."""
     near = difflib.get_close_matches(str(word), known, n=1)
     return f": did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
 
 
-def names_misspelt(cls: type[Config]) -> type[Config]:
-    """Decorate a dataclass to suggest the field that was meant by an unknown keyword.
-
-    It raises a TypeError as before, of which Python's own names no other.
-    """
+def names_misspelt(cls: type[_Config]) -> type[_Config]:
+    """Decorate a dataclass: the TypeError for an unknown keyword suggests a field."""
     plain: Any = cls.__init__
     known = [each.name for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type]
 
@@ -87,6 +79,6 @@ def names_misspelt(cls: type[Config]) -> type[Config]:
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """List the first ``most`` names in words, and say how many more there are."""
+    """Write the first ``most`` names, and the number of the others."""
     shown = ", ".join(name or "the model itself" for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")

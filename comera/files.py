@@ -20,46 +20,39 @@ _REMEDIES = {
 def naming_a_full_disk(
     path: str | Path, otherwise: str = "choose another folder"
 ) -> Iterator[None]:
-    """Name the file that a full disk had no room for in the error, and what to do.
+    """Add the path and a remedy to the error of a full disk, an exhausted quota or a size limit.
 
     Args:
-        path: What is being written.
-        otherwise: What else can be done than to free space.
+        path: The file that is being written.
+        otherwise: An alternative to freeing space.
 
     Raises:
-        OSError: If the disk is full, a quota exhausted or a limit on the size of files reached, in
-            place of what was raised for it by Python, safetensors or NumPy; with the same ``errno``
-            and the path as ``filename``. What else is raised passes through.
+        OSError: With the same ``errno`` and the path as ``filename``, in place of what Python,
+            safetensors or NumPy raised. Other exceptions pass.
     """
     try:
         yield
     except Exception as problem:
-        number = _number(problem)
+        number = problem.errno if isinstance(problem, OSError) else None
+        if number is None:
+            if found := re.search(r"\(os error (\d+)\)", str(problem)):  # safetensors
+                number = int(found[1])
+            elif isinstance(problem, OSError) and re.search(
+                r"\d+ requested and \d+ written", str(problem)
+            ):
+                number = errno.ENOSPC  # NumPy does not name the reason
         if number not in _REMEDIES:
             raise
         advice = f"{os.strerror(number)}; {_REMEDIES[number]}, or {otherwise}"
         raise OSError(number, advice, str(path)) from problem
 
 
-def _number(problem: Exception) -> int | None:
-    """Find the ``errno`` behind an exception, if it says it in any way."""
-    if isinstance(problem, OSError) and problem.errno is not None:
-        return problem.errno
-    if found := re.search(r"\(os error (\d+)\)", str(problem)):  # safetensors
-        return int(found[1])
-    if isinstance(problem, OSError) and re.search(r"\d+ requested and \d+ written", str(problem)):
-        return errno.ENOSPC  # NumPy does not say why
-    return None
-
-
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success flush it to disk and rename it over.
 
-    On any exception ``path`` stays as it was and the temporary file is removed.
-
-    Raises:
-        OSError: With the path and a remedy if the disk is full, else as it was raised.
+    On any exception ``path`` stays as it was and the temporary file is removed. The error of a full
+    disk has the path and a remedy.
     """
     path = Path(path)
     with naming_a_full_disk(path):
@@ -79,8 +72,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 def cache_folder() -> Path:
     """Return the folder for prepared data: ``$COMERA_CACHE``, or one of the user's caches."""
-    chosen = os.environ.get("COMERA_CACHE")
-    if chosen:
+    if chosen := os.environ.get("COMERA_CACHE"):
         return Path(chosen).expanduser()
     from platformdirs import user_cache_path  # not to be loaded with the layers
 
@@ -89,11 +81,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def naming_what_is_no_text(path: str | Path) -> Iterator[None]:
-    """Name the file that is no text in UTF-8 in the error of reading it.
-
-    Raises:
-        ValueError: In place of ``UnicodeDecodeError``, which names no file.
-    """
+    """Raise ValueError with the path in place of ``UnicodeDecodeError``, which names no file."""
     try:
         yield
     except UnicodeDecodeError as problem:

@@ -1,5 +1,6 @@
 """Parameters: new data for the same object, sharded ones, writes during a save, and their count."""
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,9 +14,8 @@ from comera.extras import listed
 def set_data_(param: Tensor, new: Tensor) -> None:
     """Replace a parameter's data, of any shape, and drop its gradient.
 
-    A graph that is still alive, such as a loss that somebody keeps, holds on to the parameter's
-    gradient accumulator, which remembers the old shape; torch makes a new one only when the type
-    changes. So the type is changed for a moment.
+    A graph that is still alive holds on to the parameter's gradient accumulator, which remembers
+    the old shape; torch makes a new one only when the dtype changes. So it is changed for a moment.
     """
     param.grad = None
     other = torch.float64 if new.dtype != torch.float64 else torch.float32
@@ -25,35 +25,29 @@ def set_data_(param: Tensor, new: Tensor) -> None:
 
 def is_sharded(param: Tensor) -> bool:
     """Return whether a parameter is a DTensor, as of ``torch.distributed.fsdp.fully_shard``."""
-    if type(param) is torch.nn.Parameter:
-        return False
     # By name: the class need not be imported to be asked for.
-    return any(cls.__name__ == "DTensor" for cls in type(param).__mro__)
+    return type(param) is not nn.Parameter and any(
+        cls.__name__ == "DTensor" for cls in type(param).__mro__
+    )
 
 
 class Undisturbed:
-    """Tensors that nobody is to write to from now on.
-
-    Writes that torch does not count, such as those through ``.data``, go unnoticed.
+    """Check that tensors are not written to; writes through ``.data`` go unnoticed.
 
     Args:
-        tensors: By name; what is no tensor is left out.
+        tensors: By name; other values than tensors are left out.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._noted = {
+        self._versions = {
             name: (tensor, tensor._version)
             for name, tensor in tensors.items()
             if isinstance(tensor, Tensor) and not tensor.is_inference()
         }
 
     def check(self) -> None:
-        """Refuse what was saved of tensors that were written to meanwhile.
-
-        Raises:
-            RuntimeError: With their names and what to do.
-        """
-        written = [name for name, (tensor, count) in self._noted.items() if tensor._version > count]
+        """Raise RuntimeError with the names of tensors that were written to meanwhile."""
+        written = [name for name, (tensor, at) in self._versions.items() if tensor._version > at]
         if written:
             raise RuntimeError(
                 f"written to while the model was being saved: {listed(written)}. That would save a "
@@ -73,3 +67,9 @@ def model_size(model: nn.Module) -> ModelSize:
     """Count the parameters of a model, on any device, ``meta`` too."""
     params = list(model.parameters())
     return ModelSize(sum(param.numel() for param in params), sum(param.nbytes for param in params))
+
+
+def checksum(tensor: Tensor, start: int = 0) -> int:
+    """Return a checksum of a tensor's bytes, going on from another one."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return zlib.crc32(data, start)

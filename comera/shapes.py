@@ -1,33 +1,35 @@
 """Mode and rank arithmetic of the tensor formats. Pure Python: nothing here imports torch.
 
 A *mode* is a factor of a width or row count, a *bond* (or rank) connects two neighbouring cores.
-The formats: ``TTShape`` for the matrix of a linear layer, whose first cores carry the input modes
-and whose last cores carry the output modes; ``TTMShape`` for an embedding table, each of whose
-cores carries one factor of the row count and one of the width; ``BTTShape`` for a linear layer that
-is a grid of low-rank blocks.
 """
 
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 _GOOD_BALANCE = 1.25
 """An exact factorisation is kept when its modes sum to at most this times the ideal sum."""
-_LEFT_SLICES = 8
-"""Left slices of a table for each right one. Rows of one right slice are made in groups: of few
-right slices the groups of a batch fill, and what is gathered row by row, left slices, is narrow."""
-_MOST_RIGHT_SLICES = 2000
-"""Right slices of a table at most, however large it is: of the left factor, which then has more,
-only the slices that a batch reads are contracted."""
+_LEFT_SLICES, _MOST_RIGHT_SLICES = 8, 2000
+"""Left slices of a table for each right one, and right ones at most. Rows of one right slice are
+made in groups, which few right slices fill; left slices are gathered row by row."""
 _LEFT_COLS = 1 / 3
 """Exponent of a table's width that the left factor gets."""
 
+DEFAULT_RANK = 32
+"""The largest bond of a layer without a given rank."""
+_FAST_MULTIPLE = 8
 
-def balanced_modes(width: int, order: int) -> tuple[int, ...]:
+Modes = tuple[int, ...]
+
+
+@functools.lru_cache(4096)
+def balanced_modes(width: int, order: int) -> Modes:
     """Split ``width`` into ``order`` factors as equal as possible, smallest first.
 
     A width without a good factorisation is rounded up to the next one that has it: the result
@@ -43,44 +45,22 @@ def balanced_modes(width: int, order: int) -> tuple[int, ...]:
     """
     if width < 1 or order < 1:
         raise ValueError(f"cannot split a width of {width} into {order} modes")
-    ideal_sum = order * width ** (1 / order)
+    root = width ** (1 / order)
     exact = min(_factorisations(width, order), key=sum)
-    if sum(exact) <= _GOOD_BALANCE * ideal_sum:
+    if sum(exact) <= _GOOD_BALANCE * order * root:
         return exact
-
-    def cost(modes: tuple[int, ...]) -> float:
-        return sum(modes) / ideal_sum * (math.prod(modes) / width) ** 2
-
-    return min((exact, *_roundings(width, order)), key=cost)
-
-
-def order_for(width: int, order: int) -> int:
-    """Return fewer modes for a narrow side: splitting 10 into 1 x 2 x 5 saves nothing."""
-    if order < 1:
-        raise ValueError(f"order={order} must be at least 1")
-    return min(order, max(1, int(math.log2(max(2, width)) / 2)))
-
-
-def table_modes(rows: int, width: int, order: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Choose row and column modes of a table for fast lookups, the large ones at the ends."""
-    left, right = order // 2, order - order // 2
-    right_slices = min(max(1, round(math.sqrt(rows / _LEFT_SLICES))), _MOST_RIGHT_SLICES)
-    right_rows = balanced_modes(right_slices, right)
-    left_rows = balanced_modes(-(-rows // math.prod(right_rows)), left)
-    # The left columns stand in the first core alone, where the bond beside them is narrow.
-    wanted = width**_LEFT_COLS
-    exact = (n for n in range(1, width + 1) if width % n == 0)
-    left_cols = min(exact, key=lambda n: abs(math.log(n / wanted)))
-    if not 0.5 <= left_cols / wanted <= 2:  # no good factor
-        left_cols = round(wanted)
-    right_cols = balanced_modes(-(-width // left_cols), right)
-    return (
-        _tightened((*left_rows[::-1], *right_rows), rows),
-        _tightened((left_cols, *(1,) * (left - 1), *right_cols), width),
+    near = range(max(1, math.floor(root) - 3), math.ceil(root) + 4)
+    rounded = (
+        tuple(sorted((*head, -(-width // math.prod(head)))))
+        for head in itertools.combinations_with_replacement(near, order - 1)
+    )
+    return min(
+        (exact, *rounded),
+        key=lambda modes: sum(modes) / (order * root) * (math.prod(modes) / width) ** 2,
     )
 
 
-def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[tuple[int, ...]]:
+def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[Modes]:
     """Yield every way to write ``width`` as ``order`` non-decreasing factors."""
     if order == 1:
         yield (width,)
@@ -92,15 +72,33 @@ def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[tuple
                 yield (factor, *rest)
 
 
-def _roundings(width: int, order: int) -> Iterator[tuple[int, ...]]:
-    """Yield modes near the ``order``-th root whose product is at least ``width``."""
-    root = width ** (1 / order)
-    near = range(max(1, math.floor(root) - 3), math.ceil(root) + 4)
-    for head in itertools.combinations_with_replacement(near, order - 1):
-        yield tuple(sorted((*head, -(-width // math.prod(head)))))
+def _order_for(width: int, order: int) -> int:
+    """Return fewer modes for a narrow side: splitting 10 into 1 x 2 x 5 saves nothing."""
+    if order < 1:
+        raise ValueError(f"order={order} must be at least 1")
+    return min(order, max(1, int(math.log2(max(2, width)) / 2)))
 
 
-def _tightened(modes: tuple[int, ...], width: int) -> tuple[int, ...]:
+@functools.lru_cache(256)
+def _table_modes(rows: int, width: int, order: int) -> tuple[Modes, Modes]:
+    """Choose row and column modes of a table for fast lookups, the large ones at the ends."""
+    left, right = order // 2, order - order // 2
+    right_slices = min(max(1, round(math.sqrt(rows / _LEFT_SLICES))), _MOST_RIGHT_SLICES)
+    right_rows = balanced_modes(right_slices, right)
+    left_rows = balanced_modes(-(-rows // math.prod(right_rows)), left)
+    # The left columns stand in the first core alone, where the bond beside them is narrow.
+    wanted = width**_LEFT_COLS
+    left_cols = min(_divisors(width), key=lambda n: abs(math.log(n / wanted)))
+    if not 0.5 <= left_cols / wanted <= 2:  # no good factor
+        left_cols = round(wanted)
+    right_cols = balanced_modes(-(-width // left_cols), right)
+    return (
+        _tightened((*left_rows[::-1], *right_rows), rows),
+        _tightened((left_cols, *(1,) * (left - 1), *right_cols), width),
+    )
+
+
+def _tightened(modes: Modes, width: int) -> Modes:
     """Make modes smaller where a smaller one still holds the width."""
     for k, mode in enumerate(modes):
         needed = max(1, -(-width // (math.prod(modes) // mode)))
@@ -109,27 +107,43 @@ def _tightened(modes: tuple[int, ...], width: int) -> tuple[int, ...]:
     return modes
 
 
-DEFAULT_RANK = 32
-"""The largest bond of a layer whose user names no rank."""
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 class Shape:
-    """Base of all formats: cores in a row, ``slice_sizes[k]`` numbers for a pair of ranks."""
+    """Base of all formats: cores in a row, each of ``(left bond, *modes, right bond)``."""
 
     ranks: tuple[int, ...]
     _to_be_smaller = "use more modes (order=)"
+    _default_rank = DEFAULT_RANK
+    _bonds: ClassVar[Any]  # the number of bonds of a shape with two given sides
 
     @property
-    def slice_sizes(self) -> tuple[int, ...]:
+    def sides(self) -> tuple[Modes, Modes]:
+        """The modes of the input and of the output, or of rows and columns."""
         raise NotImplementedError
 
     @property
-    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
+    def core_modes(self) -> tuple[Modes, ...]:
+        """The dimensions of each core between its bonds."""
         raise NotImplementedError
 
     @property
     def split(self) -> int:
+        """Number of cores that form the left factor: those of the input, or half of a table's."""
         raise NotImplementedError
+
+    @property
+    def slice_sizes(self) -> tuple[int, ...]:
+        """Numbers that each core has for a pair of ranks."""
+        return tuple(map(math.prod, self.core_modes))
+
+    @property
+    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """``(left bond, *modes, right bond)`` of each core."""
+        bonds = (1, *self.ranks, 1)
+        return tuple((bonds[k], *n, bonds[k + 1]) for k, n in enumerate(self.core_modes))
 
     @property
     def num_params(self) -> int:
@@ -137,10 +151,19 @@ class Shape:
         return self.size_at(self.ranks)
 
     @property
+    def num_dense(self) -> int:
+        """Entries of the (padded) dense matrix."""
+        return math.prod(map(math.prod, self.sides))
+
+    @property
     def max_ranks(self) -> tuple[int, ...]:
         """The largest useful bonds: no bond can exceed the modes on either side of it."""
         sizes = self.slice_sizes
         return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
+
+    def describe_modes(self) -> str:
+        """Write the modes as people read them, such as ``12x8x8 | 8x8x12``."""
+        return " | ".join("x".join(map(str, side)) for side in self.sides)
 
     def size_at(self, ranks: Sequence[int]) -> int:
         """Count the entries of the cores at other ranks; none if a bond is at zero."""
@@ -149,35 +172,32 @@ class Shape:
         bonds = (1, *ranks, 1)
         return sum(n * bonds[k] * bonds[k + 1] for k, n in enumerate(self.slice_sizes))
 
-    def with_rank(self, rank: int | Sequence[int]) -> Self:
-        """Return the same modes at other bonds, cut to what the modes allow.
-
-        Args:
-            rank: One bound for every bond, or one number for each inner bond.
-
-        Raises:
-            ValueError: If a rank is below one, or a list has the wrong length.
-        """
-        most = self.max_ranks
-        try:
-            listed = isinstance(rank, Sequence) and not isinstance(rank, str)
-            given = tuple(rank) if listed else (rank,) * len(most)  # type: ignore[arg-type]
-            wanted = tuple(map(whole_number, given))
-        except TypeError:
-            raise ValueError(f"rank={rank!r} must be an int or a list of ints") from None
-        if len(wanted) != len(most):
-            raise ValueError(
-                f"rank={list(wanted)} names {len(wanted)} bonds, but {len(self.slice_sizes)} "
-                f"cores ({self.describe_modes()}) join at {len(most)}; "
-                f"give one int or {len(most)} of them"
-            )
-        if any(r < 1 for r in wanted):
-            raise ValueError(f"rank={rank} must be at least 1 everywhere")
-        return replace(self, ranks=self._clip(wanted))  # type: ignore[type-var]
-
     def of_ranks(self, ranks: Sequence[int]) -> Self:
         """Return the same modes at just these bonds."""
         return replace(self, ranks=tuple(ranks))  # type: ignore[type-var]
+
+    def with_rank(self, rank: int | Sequence[int]) -> Self:
+        """Return the same modes at other bonds, cut to what the modes allow.
+
+        ``rank`` is one bound for all bonds, or a number for each; ValueError if it is below one or
+        a list has the wrong length.
+        """
+        bonds = len(self.core_modes) - 1
+        try:
+            listed = isinstance(rank, Sequence) and not isinstance(rank, str)
+            given = tuple(rank) if listed else (rank,) * bonds  # type: ignore[arg-type]
+            wanted = tuple(map(whole_number, given))
+        except TypeError:
+            raise ValueError(f"rank={rank!r} must be an int or a list of ints") from None
+        if len(wanted) != bonds:
+            raise ValueError(
+                f"rank={list(wanted)} names {len(wanted)} bonds, but {bonds + 1} "
+                f"cores ({self.describe_modes()}) join at {bonds}; "
+                f"give one int or {bonds} of them"
+            )
+        if any(r < 1 for r in wanted):
+            raise ValueError(f"rank={rank} must be at least 1 everywhere")
+        return self.of_ranks(self._clip(wanted))
 
     def _clip(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         """Cut each bond to what its neighbours and the modes between them can fill."""
@@ -191,8 +211,7 @@ class Shape:
     def with_compression(self, compression: float) -> Self:
         """Take the largest uniform rank that is at least ``compression`` times smaller than dense.
 
-        Raises:
-            ValueError: If even rank one is too large, or ``compression`` is not above 1.
+        Raises ValueError if even rank one is too large, or ``compression`` is not above 1.
         """
         if not (is_number(compression) and compression > 1):
             raise ValueError(
@@ -207,29 +226,51 @@ class Shape:
                 f"{smallest.num_params}; {self._to_be_smaller} or a compression up to "
                 f"{self.num_dense / smallest.num_params:.4g}"
             )
-        low, high = 1, max(self.max_ranks, default=1)
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.with_rank(middle).num_params <= budget
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return self.with_rank(low)
+        ranks = range(1, max(self.max_ranks, default=1) + 1)
+        fitting = bisect_right(ranks, budget, key=lambda rank: self.with_rank(rank).num_params)
+        return self.with_rank(fitting)
 
-    @property
-    def num_dense(self) -> int:
-        """Entries of the (padded) dense matrix."""
-        return math.prod(self.slice_sizes)
+    @classmethod
+    def _fit(
+        cls,
+        widths: Mapping[str, int],
+        shape: "Self | Sequence[Sequence[int]] | None",
+        choose: Callable[[], tuple[Modes, Modes]],
+        rank: int | Sequence[int] | None,
+        compression: float | None,
+    ) -> Self:
+        """Do what ``fit`` documents; ``choose`` returns the modes where there is no ``shape``."""
+        only_one(rank=rank, compression=compression)
+        check_whole_numbers(**widths)
+        given: Any = shape
+        if not isinstance(shape, cls):
+            modes = choose() if shape is None else cls._two_sides(shape)  # type: ignore[arg-type]
+            given = cls(*modes, (1,) * cls._bonds(*modes))  # type: ignore[call-arg]
+        for (name, width), modes in zip(widths.items(), given.sides, strict=True):
+            _check_cover(name, width, modes)
+        if compression is not None:
+            return given.with_compression(compression)
+        if rank is None and isinstance(shape, cls):
+            return given
+        return given.with_rank(cls._default_rank if rank is None else rank)
 
-    def describe_modes(self) -> str:
-        raise NotImplementedError
+    @classmethod
+    def _two_sides(cls, shape: Sequence[Sequence[int]]) -> tuple[Modes, Modes]:
+        try:
+            one, two = (tuple(int(n) for n in side) for side in shape)
+        except (TypeError, ValueError):
+            names = ", ".join(list(cls.__annotations__)[:2])
+            raise ValueError(f"shape={shape!r} is not a pair ({names}) of lists") from None
+        return one, two
 
     def _check(self) -> None:
-        want = len(self.slice_sizes) - 1
+        want = len(self.core_modes) - 1
         if len(self.ranks) != want:
             raise ValueError(
-                f"{len(self.slice_sizes)} cores ({self.describe_modes()}) join at {want} bonds, "
+                f"{want + 1} cores ({self.describe_modes()}) join at {want} bonds, "
                 f"but {len(self.ranks)} ranks were given: {self.ranks}"
             )
-        if min(self.slice_sizes) < 1:
+        if min(map(min, self.sides)) < 1:
             raise ValueError(f"every mode must be at least 1, got {self.describe_modes()}")
         if min(self.ranks, default=1) < 1 and any(self.ranks):
             raise ValueError(
@@ -241,8 +282,12 @@ class Shape:
 class LinearShape(Shape):
     """Base of the formats of linear layers: modes of the input and modes of the output."""
 
-    in_modes: tuple[int, ...]
-    out_modes: tuple[int, ...]
+    in_modes: Modes
+    out_modes: Modes
+
+    @property
+    def sides(self) -> tuple[Modes, Modes]:
+        return self.in_modes, self.out_modes
 
     @property
     def in_width(self) -> int:
@@ -252,26 +297,21 @@ class LinearShape(Shape):
     def out_width(self) -> int:
         return math.prod(self.out_modes)
 
-    def describe_modes(self) -> str:
-        return f"{'x'.join(map(str, self.in_modes))} | {'x'.join(map(str, self.out_modes))}"
-
 
 @dataclass(frozen=True)
 class TTShape(LinearShape):
-    """The tensor train of an ``(out, in)`` matrix.
+    """The tensor train of an ``(out, in)`` matrix: input modes in the first cores, then the others.
 
     Args:
         in_modes: Factors of the input width, e.g. ``(12, 8, 8)`` for 768.
         out_modes: Factors of the output width; their number may differ from that of ``in_modes``.
         ranks: The inner bonds, one fewer than there are cores. All zeros: the weight is zero.
-
-    Raises:
-        ValueError: If the number of ranks is wrong, or a mode or rank is below one.
     """
 
     in_modes: tuple[int, ...]
     out_modes: tuple[int, ...]
     ranks: tuple[int, ...]
+    _bonds = staticmethod(lambda one, two: len(one) + len(two) - 1)
 
     def __post_init__(self) -> None:
         if not self.in_modes or not self.out_modes:
@@ -289,67 +329,52 @@ class TTShape(LinearShape):
         order: int = 3,
         compression: float | None = None,
     ) -> "TTShape":
-        """Choose the modes and ranks of a layer from what its user says.
+        """Choose the modes and ranks of a layer.
 
         Args:
             in_features: True input width; modes that multiply to more mean zero padding.
             out_features: True output width.
             rank: Bound on every bond, or a list of all inner bonds.
             shape: ``(in_modes, out_modes)``, or a whole ``TTShape``; balanced modes otherwise.
-            order: How many modes a side is split into when ``shape`` does not say. A narrow side
-                gets fewer, so that no mode falls much below 4.
+            order: Number of modes of a side without ``shape``. A narrow side gets fewer, so that no
+                mode falls much below 4.
             compression: Instead of ``rank``: how many times fewer entries than the dense matrix.
 
         Raises:
             ValueError: If the modes do not fit the widths, or rank and compression are both given.
         """
-        only_one(rank=rank, compression=compression)
-        check_whole_numbers(in_features=in_features, out_features=out_features, order=order)
-        if isinstance(shape, TTShape):
-            given = shape
-        elif shape is not None:
-            in_modes, out_modes = two_sides(shape, "in_modes", "out_modes")
-            given = cls(in_modes, out_modes, (1,) * (len(in_modes) + len(out_modes) - 1))
-        else:
-            in_modes = tuple(reversed(balanced_modes(in_features, order_for(in_features, order))))
-            out_modes = balanced_modes(out_features, order_for(out_features, order))
-            given = cls(in_modes, out_modes, (1,) * (len(in_modes) + len(out_modes) - 1))
-        check_cover("in_features", in_features, given.in_modes)
-        check_cover("out_features", out_features, given.out_modes)
-        return sized(given, rank, compression, keep=isinstance(shape, TTShape))
+        check_whole_numbers(order=order)
+
+        def choose() -> tuple[Modes, Modes]:
+            one = balanced_modes(in_features, _order_for(in_features, order))
+            return one[::-1], balanced_modes(out_features, _order_for(out_features, order))
+
+        widths = {"in_features": in_features, "out_features": out_features}
+        return cls._fit(widths, shape, choose, rank, compression)
 
     @property
-    def slice_sizes(self) -> tuple[int, ...]:
-        return self.in_modes + self.out_modes
-
-    @property
-    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """``(left bond, mode, right bond)`` of each core."""
-        bonds = (1, *self.ranks, 1)
-        return tuple((bonds[k], n, bonds[k + 1]) for k, n in enumerate(self.slice_sizes))
+    def core_modes(self) -> tuple[Modes, ...]:
+        return tuple((n,) for n in self.in_modes + self.out_modes)
 
     @property
     def split(self) -> int:
-        """Number of cores that carry the input."""
         return len(self.in_modes)
 
 
 @dataclass(frozen=True)
 class TTMShape(Shape):
-    """The tensor-train matrix of a ``(rows, columns)`` embedding table.
+    """The tensor-train matrix of a ``(rows, columns)`` table: a factor of both in each core.
 
     Args:
         row_modes: Factors of the number of rows, most significant first.
         col_modes: Factors of the width, as many as there are row modes.
         ranks: The inner bonds, one fewer than there are cores. All zeros: the table is zero.
-
-    Raises:
-        ValueError: If the two sides differ in length, or ranks or modes are out of range.
     """
 
     row_modes: tuple[int, ...]
     col_modes: tuple[int, ...]
     ranks: tuple[int, ...]
+    _bonds = staticmethod(lambda rows, cols: len(rows) - 1)
 
     def __post_init__(self) -> None:
         if len(self.row_modes) != len(self.col_modes) or len(self.row_modes) < 2:
@@ -370,42 +395,31 @@ class TTMShape(Shape):
         order: int = 4,
         compression: float | None = None,
     ) -> "TTMShape":
-        """Choose the modes and ranks of a table from what its user says, as :meth:`TTShape.fit`.
+        """Choose the modes and ranks of a table, as :meth:`TTShape.fit` does of a layer.
 
         A row count that does not factor well is rounded up: 30522 rows may become
         ``(16, 20, 10, 10)``, that is 32000, of which the last 1478 are never read. The left half
-        of the cores gets more of the rows and less of the width: lookups are fastest so.
-
-        Args:
-            num_embeddings: True number of rows.
-            embedding_dim: True width.
-            rank: Bound on every bond, or a list of all inner bonds.
-            shape: ``(row_modes, col_modes)``, or a whole ``TTMShape``; chosen if None.
-            order: How many cores there are when ``shape`` does not say; a short table gets fewer.
-            compression: Instead of ``rank``: how many times fewer entries than the dense table.
-
-        Raises:
-            ValueError: If the modes do not fit the table, or rank and compression are both given.
+        of the cores gets more of the rows and less of the width, for fast lookups. ``shape`` is
+        ``(row_modes, col_modes)``, ``order`` the number of cores; a short table gets fewer.
         """
-        only_one(rank=rank, compression=compression)
-        check_whole_numbers(num_embeddings=num_embeddings, embedding_dim=embedding_dim, order=order)
-        if isinstance(shape, TTMShape):
-            given = shape
-        elif shape is not None:
-            rows, cols = two_sides(shape, "row_modes", "col_modes")
-            given = cls(rows, cols, (1,) * (len(rows) - 1))
-        else:
+        check_whole_numbers(order=order)
+
+        def choose() -> tuple[Modes, Modes]:
             if order < 2:
                 raise ValueError(f"order={order} must be at least 2: a table has two factors")
-            order = min(order, max(2, int(math.log2(max(2, num_embeddings)) / 2)))
-            given = cls(*table_modes(num_embeddings, embedding_dim, order), (1,) * (order - 1))
-        check_cover("num_embeddings", num_embeddings, given.row_modes)
-        check_cover("embedding_dim", embedding_dim, given.col_modes)
-        return sized(given, rank, compression, keep=isinstance(shape, TTMShape))
+            cores = min(order, max(2, int(math.log2(max(2, num_embeddings)) / 2)))
+            return _table_modes(num_embeddings, embedding_dim, cores)
+
+        widths = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+        return cls._fit(widths, shape, choose, rank, compression)
 
     @property
-    def slice_sizes(self) -> tuple[int, ...]:
-        return tuple(p * q for p, q in zip(self.row_modes, self.col_modes, strict=True))
+    def sides(self) -> tuple[Modes, Modes]:
+        return self.row_modes, self.col_modes
+
+    @property
+    def core_modes(self) -> tuple[Modes, ...]:
+        return tuple(zip(self.row_modes, self.col_modes, strict=True))
 
     @property
     def num_rows(self) -> int:
@@ -416,110 +430,11 @@ class TTMShape(Shape):
         return math.prod(self.col_modes)
 
     @property
-    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """``(left bond, row mode, column mode, right bond)`` of each core."""
-        bonds = (1, *self.ranks, 1)
-        return tuple(
-            (bonds[k], p, q, bonds[k + 1])
-            for k, (p, q) in enumerate(zip(self.row_modes, self.col_modes, strict=True))
-        )
-
-    @property
     def split(self) -> int:
-        """Number of cores that form the left factor of a lookup."""
         return len(self.row_modes) // 2
 
     def describe_modes(self) -> str:
-        return "  ".join(f"{p}x{q}" for p, q in zip(self.row_modes, self.col_modes, strict=True))
-
-
-def two_sides(
-    shape: Sequence[Sequence[int]], first: str, second: str
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    try:
-        one, two = (tuple(int(n) for n in side) for side in shape)
-    except (TypeError, ValueError):
-        raise ValueError(f"shape={shape!r} is not a pair ({first}, {second}) of lists") from None
-    return one, two
-
-
-def check_cover(name: str, width: int, modes: tuple[int, ...]) -> None:
-    """Check that modes hold a width, rounded up no further than that none could be smaller."""
-    if width < 1:
-        raise ValueError(f"{name}={width} must be at least 1")
-    product = math.prod(modes)
-    shown = " x ".join(map(str, modes))
-    better = " x ".join(map(str, balanced_modes(width, len(modes))))
-    if product < width:
-        raise ValueError(
-            f"the modes {shown} multiply to {product}, less than {name}={width}; {better} would do"
-        )
-    if any(n > 1 and product // n * (n - 1) >= width for n in modes):
-        raise ValueError(
-            f"the modes {shown} multiply to {product}, more than {name}={width} needs; "
-            f"{better} would do"
-        )
-
-
-def is_number(value: object) -> bool:
-    """Return whether it is a real number, numpy's too, and neither a boolean nor text."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def whole_number(value: Any) -> int:
-    """Return a number of whatever integer type as an int.
-
-    Raises:
-        TypeError: If it is something else; booleans and ``2.0`` are.
-    """
-    if isinstance(value, bool):
-        raise TypeError("a boolean is no number")
-    return operator.index(value)
-
-
-def check_whole_numbers(**given: Any) -> None:
-    for name, value in given.items():
-        try:
-            whole_number(value)
-        except TypeError:
-            raise ValueError(f"{name}={value!r} must be a whole number") from None
-
-
-def only_one(**given: object) -> None:
-    """Raise ``ValueError`` when more than one of the named settings is given."""
-    named = [f"{key}={value}" for key, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise ValueError(f"{' and '.join(named)} say the same thing twice; give one of them")
-
-
-_Shape = TypeVar("_Shape", bound=Shape)
-
-
-def sized(
-    given: _Shape, rank: int | Sequence[int] | None, compression: float | None, keep: bool
-) -> _Shape:
-    if compression is not None:
-        return given.with_compression(compression)
-    if rank is not None:
-        return given.with_rank(rank)
-    return given if keep else given.with_rank(DEFAULT_RANK)
-
-
-FAST_MULTIPLE = 8
-
-
-def padded_rank(rank: int, bias: bool) -> int:
-    """Return the width of the bond between the factors of a linear layer, as products see it.
-
-    One column more for a bias, then rounded up: a product of width 32 takes half the time of one
-    of width 30.
-    """
-    # int: a size that torch's compiler leaves open does not add to a truth value.
-    return -(-(rank + int(bias)) // FAST_MULTIPLE) * FAST_MULTIPLE
-
-
-DEFAULT_BLOCK_RANK = 2
-"""The rank of the blocks of a layer whose user names none."""
+        return "  ".join(f"{p}x{q}" for p, q in self.core_modes)
 
 
 @dataclass(frozen=True)
@@ -535,15 +450,14 @@ class BTTShape(LinearShape):
         in_modes: ``(a, b)``: blocks of the input and the numbers in each.
         out_modes: ``(c, d)``, those of the output.
         ranks: ``(R,)``. ``(0,)``: the weight is zero.
-
-    Raises:
-        ValueError: If a side has not two modes, or a mode or the rank is below one.
     """
 
     in_modes: tuple[int, int]
     out_modes: tuple[int, int]
     ranks: tuple[int, ...]
     _to_be_smaller = "use fewer blocks (shape=)"
+    _default_rank = 2
+    _bonds = staticmethod(lambda one, two: 1)
 
     def __post_init__(self) -> None:
         if (len(self.in_modes), len(self.out_modes)) != (2, 2):
@@ -562,41 +476,21 @@ class BTTShape(LinearShape):
         shape: "BTTShape | Sequence[Sequence[int]] | None" = None,
         compression: float | None = None,
     ) -> "BTTShape":
-        """Choose the blocks and their rank from what a layer's user says.
+        """Choose the blocks of a layer and their rank, as :meth:`TTShape.fit` does.
 
-        Args:
-            in_features: True input width; modes that multiply to more mean zero padding.
-            out_features: True output width.
-            rank: Rank of the blocks; 2 if nothing is said. Cut to what a block can have.
-            shape: ``(in_modes, out_modes)``, or a whole ``BTTShape``; otherwise about the root of
-                the width in blocks of about that size, but no more blocks than full rank takes.
-            compression: Instead of ``rank``: how many times fewer entries than the dense matrix.
-
-        Raises:
-            ValueError: If the modes do not fit the widths, or rank and compression are both given.
+        Without ``shape`` a side has about the root of its width in blocks of about that size, but
+        no more blocks than full rank takes. The rank is 2 by default, and at most that of a block.
         """
-        only_one(rank=rank, compression=compression)
-        check_whole_numbers(in_features=in_features, out_features=out_features)
         if isinstance(shape, BTTShape):
-            given = replace(shape, ranks=shape._clip(shape.ranks))
-        else:
-            if shape is None:
-                shape = _blocks_of(in_features, out_features)
-            given = cls(*two_sides(shape, "in_modes", "out_modes"), (1,))  # type: ignore[arg-type]
-        check_cover("in_features", in_features, given.in_modes)
-        check_cover("out_features", out_features, given.out_modes)
-        keep = isinstance(shape, BTTShape)
-        if rank is None and compression is None and not keep:
-            rank = DEFAULT_BLOCK_RANK
-        return sized(given, rank, compression, keep=keep)
+            shape = shape.of_ranks(shape._clip(shape.ranks))
+        widths = {"in_features": in_features, "out_features": out_features}
+        choose = functools.partial(_block_modes, in_features, out_features)
+        return cls._fit(widths, shape, choose, rank, compression)
 
     @property
-    def slice_sizes(self) -> tuple[int, ...]:
-        return self.in_width * self.out_modes[0], self.out_width * self.in_modes[0]
-
-    @property
-    def num_dense(self) -> int:
-        return self.in_width * self.out_width
+    def core_modes(self) -> tuple[Modes, ...]:
+        (a, b), (c, d) = self.sides
+        return (a, b, c), (c, a, d)
 
     @property
     def max_ranks(self) -> tuple[int, ...]:
@@ -607,41 +501,76 @@ class BTTShape(LinearShape):
         return (min(wanted[0], self.max_ranks[0]),)
 
     @property
-    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """``(1, a, b, c, R)`` and ``(R, c, a, d, 1)``."""
-        (a, b), (c, d), (rank,) = self.in_modes, self.out_modes, self.ranks
-        return (1, a, b, c, rank), (rank, c, a, d, 1)
-
-    @property
     def split(self) -> int:
-        """Number of cores that carry the input."""
         return 1
 
 
-_Modes = tuple[tuple[int, int], tuple[int, int]]
-"""Blocks and the numbers in each, of the input and of the output."""
-
-
-def _blocks_of(in_features: int, out_features: int) -> _Modes:
+def _block_modes(in_features: int, out_features: int) -> tuple[Modes, Modes]:
     """Split both sides: as many blocks of rank 1 as the narrower one is wide make full rank."""
-    (a, b), (c, d) = balanced_modes(in_features, 2), balanced_modes(out_features, 2)
-    balanced = (a, b), (c, d)
-    enough = min(in_features, out_features)
-    if a * c <= enough:
+    balanced = balanced_modes(in_features, 2), balanced_modes(out_features, 2)
+    blocks, enough = balanced[0][0], min(in_features, out_features)
+    if blocks * balanced[1][0] <= enough:
         return balanced
-    exact: list[_Modes] = [
-        ((a, in_features // a), (c, out_features // c))
-        for a in _divisors(in_features)
-        for c in _divisors(out_features)
-        if a * c >= enough
+    exact = [
+        ((i, in_features // i), (o, out_features // o))
+        for i in _divisors(in_features)
+        for o in _divisors(out_features)
+        if i * o >= enough
     ]
 
-    def order(modes: _Modes) -> tuple[int, int]:
-        (a, b), (c, d) = modes
-        return a * b * c + c * d * a, abs(a - balanced[0][0])
+    def order(modes: tuple[Modes, Modes]) -> tuple[int, int]:
+        (i, b), (o, d) = modes
+        return i * o * (b + d), abs(i - blocks)
 
     return min([balanced, *exact], key=order)
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def _check_cover(name: str, width: int, modes: Modes) -> None:
+    """Check that modes hold a width, rounded up no further than that none could be smaller."""
+    if width < 1:
+        raise ValueError(f"{name}={width} must be at least 1")
+    product = math.prod(modes)
+    if product < width:
+        problem = f"less than {name}={width}"
+    elif any(n > 1 and product // n * (n - 1) >= width for n in modes):
+        problem = f"more than {name}={width} needs"
+    else:
+        return
+    shown, better = (" x ".join(map(str, m)) for m in (modes, balanced_modes(width, len(modes))))
+    raise ValueError(f"the modes {shown} multiply to {product}, {problem}; {better} would do")
+
+
+def is_number(value: object) -> bool:
+    """Return whether it is a real number, numpy's too, and neither a boolean nor text."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def whole_number(value: Any) -> int:
+    """Return a number of any integer type as an int; TypeError for others, ``True`` and ``2.0``."""
+    if isinstance(value, bool):
+        raise TypeError("a boolean is no number")
+    return operator.index(value)
+
+
+def check_whole_numbers(**given: Any) -> None:
+    for name, value in given.items():
+        try:
+            whole_number(value)
+        except TypeError:
+            raise ValueError(f"{name}={value!r} must be a whole number") from None
+
+
+def only_one(**given: object) -> None:
+    """Raise ValueError when more than one of the named settings is given."""
+    named = [f"{key}={value}" for key, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} say the same thing twice; give one of them")
+
+
+def padded_rank(rank: int, bias: bool) -> int:
+    """Return the bond between the factors of a linear layer as products see it.
+
+    A bias adds a column; multiples of 8 are faster: 32 takes half the time of 30.
+    """
+    # int: a size that torch's compiler leaves open does not add to a truth value.
+    return -(-(rank + int(bias)) // _FAST_MULTIPLE) * _FAST_MULTIPLE

@@ -73,7 +73,7 @@ def _step(*said: bool) -> tuple[str, bool]:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters())
         comera.TrainStep(model, lambda model, x: model(x).mean(), optimizer)
-    return printed.getvalue(), allocator._made
+    return printed.getvalue(), allocator._enabled
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")

@@ -1,6 +1,7 @@
 """Every notebook runs from top to bottom in a fresh folder, and is stored without output."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,9 @@ def test_a_notebook_runs_within_a_minute_without_warnings(path, tmp_path, monkey
     said = [output.text for _, output in outputs if output.get("name") == "stderr"]
     assert not said, f"{path.name} warns its reader"
     assert seconds < LIMIT_SECONDS, f"{path.name} took {seconds:.0f} s of a processor"
+
+
+def test_this_file_is_collected_without_what_runs_notebooks(monkeypatch):
+    for name in ("nbformat", "nbclient"):
+        monkeypatch.setitem(sys.modules, name, None)
+    exec(compile(Path(__file__).read_text(), __file__, "exec"), {"__file__": __file__})

@@ -1,7 +1,7 @@
 """The rank of each layer under one budget for all.
 
 The losses of layers' directions are comparable, so one price for a parameter decides everywhere:
-a direction stays if it saves more loss than its parameters cost. The price is found by bisection.
+a direction stays if it saves more loss than its parameters cost. Bisection finds the price.
 """
 
 import math
@@ -17,7 +17,6 @@ from comera.planning.printing import Report, Table, data_frame
 if TYPE_CHECKING:
     import pandas as pd
 
-
 _STEPS = 200
 _LEAST, _MOST = 1e-60, 1e60
 
@@ -27,7 +26,7 @@ class Choice:
     """Choices for one weight.
 
     Attributes:
-        losses: By how much the loss rises without each direction, largest first, ``(K,)``.
+        losses: Rise of the loss without each direction, largest first, ``(K,)``.
         dense: Parameters of the dense weight.
         each: Parameters of one rank.
         least: Rank that is kept in any case.
@@ -48,24 +47,20 @@ class Choice:
     def size(self, rank: int | None) -> int:
         return self.dense if rank is None else rank * self.each
 
-    def saved(self, rank: int, more: int | None) -> float:
-        """Return the loss that directions from ``rank`` to ``more``, or all of them, save."""
-        return float(self.losses[rank:more].sum())
-
 
 def allocate(choices: Sequence[Choice], budget: int) -> list[int | None]:
     """Choose ranks with the lowest sum of losses whose weights hold at most ``budget`` numbers.
 
-    Args:
-        choices: One for each weight.
-        budget: Parameters of all of them together.
-
     Returns:
-        A rank each, or None for a weight that stays dense.
+        A rank for each choice, or None for a weight that stays dense.
 
     Raises:
         ValueError: If even the smallest ranks hold more.
     """
+
+    def size(ranks: Sequence[int | None]) -> int:
+        return sum(one.size(rank) for one, rank in zip(choices, ranks, strict=True))
+
     smallest = sum(min(one.dense, one.least * one.each) for one in choices)
     if smallest > budget:
         raise ValueError(
@@ -75,19 +70,15 @@ def allocate(choices: Sequence[Choice], budget: int) -> list[int | None]:
     low, high = _LEAST, _MOST
     for _ in range(_STEPS):
         price = (low * high) ** 0.5
-        if _size(choices, [one.at(price) for one in choices]) > budget:
+        if size([one.at(price) for one in choices]) > budget:
             low = price
         else:
             high = price
-    return _spend([one.at(high) for one in choices], choices, budget)
-
-
-def _spend(ranks: list[int | None], choices: Sequence[Choice], budget: int) -> list[int | None]:
-    """Give what a jump of the price has left over to what saves most loss for its parameters."""
-    left = budget - _size(choices, ranks)
-    while True:
+    ranks = [one.at(high) for one in choices]
+    left = budget - size(ranks)
+    while True:  # what a jump of the price leaves over goes where it saves most loss a parameter
         offers = [
-            (one.saved(now, more) / cost, k, more, cost)
+            (float(one.losses[now:more].sum()) / cost, k, more, cost)
             for k, (one, now) in enumerate(zip(choices, ranks, strict=True))
             if now is not None
             for more in (now + 1, None)
@@ -101,10 +92,6 @@ def _spend(ranks: list[int | None], choices: Sequence[Choice], budget: int) -> l
         left -= cost
 
 
-def _size(choices: Sequence[Choice], ranks: Sequence[int | None]) -> int:
-    return sum(one.size(rank) for one, rank in zip(choices, ranks, strict=True))
-
-
 _UNITS = {
     "k": 1000, "K": 1000, "M": 1000**2, "G": 1000**3,
     "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3,
@@ -112,11 +99,7 @@ _UNITS = {
 
 
 def parse_budget(budget: float | str) -> float | int:
-    """Return a budget as a share (float), or as bytes (int) where it is text with a unit.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Return a budget as a share (float), or as bytes (int) where it is text with a unit."""
     if isinstance(budget, str):
         found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMG]|[KMG]i)B", budget)
         if found and float(found[1]) > 0:
@@ -150,10 +133,10 @@ class CompressedLayer:
 
     Attributes:
         name: As in ``named_modules``.
-        dense_params: Entries of the weight it had.
-        params: Entries of what it has now, gates included.
+        dense_params: Entries of the weight before.
+        params: Entries afterwards, gates included.
         rank: Of its two factors; None where it stays dense.
-        loss: By how much this is predicted to raise the loss, to second order.
+        loss: Predicted rise of the loss, to second order.
     """
 
     name: str
@@ -186,11 +169,10 @@ class CompressedLayers(Report, tuple[CompressedLayer, ...]):
 
     def summary(self) -> str:
         """Return a line of totals."""
-        kept = sum(layer.rank is None for layer in self)
         params = sum(layer.params for layer in self)
         dense = sum(layer.dense_params for layer in self)
-        loss = sum(layer.loss for layer in self)
         return (
-            f"{len(self)} layers: {params:,} parameters of {dense:,}, {kept} stay dense, "
-            f"predicted rise of the loss {loss:.3g}"
+            f"{len(self)} layers: {params:,} parameters of {dense:,}, "
+            f"{sum(layer.rank is None for layer in self)} stay dense, "
+            f"predicted rise of the loss {sum(layer.loss for layer in self):.3g}"
         )

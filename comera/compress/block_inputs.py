@@ -1,10 +1,9 @@
 """Parts of a model compressed block by block: inputs of blocks, parameters, and finished blocks.
 
-Blocks follow each other: each is given what the one before returns, and other arguments, such as
-masks and positions, do not depend on that. So a model whose blocks return their input unchanged
-shows how each block is called (:func:`record_calls`). The model itself is on the ``meta`` device;
-:class:`Filler` loads parts of it from files for a while. :class:`UnfinishedBlocks` is the folder
-of the blocks that are compressed already.
+Each block gets the output of the one before; other arguments, such as masks and positions, do not
+depend on that. So blocks that return their input unchanged show how each block is called
+(:func:`record_calls`). The model itself is on the ``meta`` device; :class:`Filler` loads parts of
+it from files for a while. :class:`UnfinishedBlocks` is the folder of the compressed blocks.
 """
 
 import json
@@ -28,10 +27,10 @@ from comera.saved.shards import Shards, read_tensor
 
 @dataclass
 class Calls:
-    """Arguments of the blocks, for each batch.
+    """Arguments of the blocks.
 
     Attributes:
-        states: What the first block is given.
+        states: First argument of the first block, for each batch.
         others: For each block and batch the other arguments and the keywords.
     """
 
@@ -44,11 +43,7 @@ class _Reached(Exception):
 
 
 def find_blocks(model: nn.Module, name: str | None, targets: Iterable[str]) -> str:
-    """Return ``name``, checked; if None, the name of the list of blocks that holds most targets.
-
-    Raises:
-        ValueError: If there is none, or the name given is not that of one.
-    """
+    """Return ``name``, checked; if None, the name of the list of blocks that holds most targets."""
     lists = {
         key: module
         for key, module in model.named_modules()
@@ -82,54 +77,48 @@ def record_calls(
     batches: Iterable[Any],
     filled: Callable[[nn.Module], AbstractContextManager[None]],
 ) -> Calls:
-    """Run batches through a model without its blocks, and note how these are called.
+    """Run batches through a model without its blocks, and record how these are called.
 
-    Args:
-        model: What is not in a block has its numbers.
-        blocks: In order.
-        batches: A mapping is given to the model as keywords, a tuple or list as arguments, anything
-            else as the only one; labels are not needed.
-        filled: Lets a block have its numbers for a while: the first one is run once, to see whether
-            it returns a tensor or a tuple.
+    Modules outside of the blocks have their numbers. In the context ``filled`` a block has them:
+    the first one runs once, to see whether it returns a tensor or a tuple.
 
     Raises:
         ValueError: If there is no batch, or the blocks do not follow each other so.
     """
     found = Calls([], [[] for _ in blocks])
-    form: list[Any] = []
+    tail: list[Any] = []  # what the first block returns besides its first output, once it ran
     last: list[Tensor] = []
-    count = len(blocks)
 
-    def recorder(k: int) -> Callable[..., Any]:
-        def record(*args: Any, **kwargs: Any) -> Any:
-            if not args or not isinstance(args[0], Tensor):
-                raise ValueError(f"block {k} is given no tensor as its first argument")
-            state = args[0]
-            if k and state is not last[0]:
-                raise ValueError(
-                    f"block {k} is not given what block {k - 1} returns: blocks that do not simply "
-                    "follow each other cannot be compressed one by one"
-                )
-            found.others[k].append((args[1:], kwargs))
-            if not k:
-                found.states.append(state.clone())  # a block may write into what it is given
-                if not form:
-                    del blocks[0].forward
-                    with filled(blocks[0]):
-                        form.append(blocks[0](*args, **kwargs))
-                    blocks[0].forward = recorder(0)  # type: ignore[method-assign]
-            if k == count - 1:
-                raise _Reached
-            last[:] = [state.clone()]
-            tail = form[0][1:] if isinstance(form[0], tuple) else None
-            return last[0] if tail is None else (last[0], *tail)
+    def record(k: int, *args: Any, **kwargs: Any) -> Any:
+        if not args or not isinstance(args[0], Tensor):
+            raise ValueError(f"block {k} is given no tensor as its first argument")
+        state = args[0]
+        if k and state is not last[0]:
+            raise ValueError(
+                f"block {k} is not given what block {k - 1} returns: blocks that do not simply "
+                "follow each other cannot be compressed one by one"
+            )
+        found.others[k].append((args[1:], kwargs))
+        if not k:
+            found.states.append(state.clone())  # a block may write into its input
+        if not tail:
+            del blocks[0].forward
+            with filled(blocks[0]):
+                output = blocks[0](*args, **kwargs)
+            tail.append(output[1:] if isinstance(output, tuple) else None)
+            watch(0)
+        if k == len(blocks) - 1:
+            raise _Reached
+        last[:] = [state.clone()]
+        return last[0] if tail[0] is None else (last[0], *tail[0])
 
-        return record
+    def watch(k: int) -> None:
+        blocks[k].forward = lambda *args, **kwargs: record(k, *args, **kwargs)  # type: ignore[method-assign]
 
     config = getattr(model, "config", None)
     caches = getattr(config, "use_cache", None)
-    for k, block in enumerate(blocks):
-        block.forward = recorder(k)  # type: ignore[method-assign]
+    for k in range(len(blocks)):
+        watch(k)
     try:
         if caches:
             config.use_cache = False  # type: ignore[union-attr]
@@ -158,10 +147,7 @@ def record_calls(
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Make models whose parameters hold no numbers; their buffers do.
-
-    Each parameter goes to the ``meta`` device as soon as a module has it, ties included.
-    """
+    """Make models whose parameters are on the ``meta`` device, ties included; buffers are not."""
     before = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -182,8 +168,8 @@ class Filler:
     """Fills parts of a model on the ``meta`` device from files.
 
     Args:
-        model: Its parameters, and buffers on ``meta``, are looked for by name. Buffers with numbers
-            get those of the files, where they have any.
+        model: Its parameters, and buffers on ``meta``, are looked up by name. Other buffers are
+            overwritten with those of the files at once.
         shards: The files.
 
     Raises:
@@ -191,31 +177,28 @@ class Filler:
     """
 
     def __init__(self, model: nn.Module, shards: Shards) -> None:
-        self.shards = shards
-        self.name_of: dict[int, str] = {}
-        self.unused = set(shards.file_of)
+        self.shards, self.unused = shards, set(shards.file_of)
         for name, buffer in model.named_buffers():
             if not buffer.is_meta and name in shards.file_of:
                 buffer.copy_(shards.read(name))
                 self.unused.discard(name)
-        missing = []
-        wanted: dict[int, list[str]] = {}
-        tensors: dict[int, Tensor] = {}
+        names_of: dict[Tensor, list[str]] = {}
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ):
             if tensor.is_meta:
-                wanted.setdefault(id(tensor), []).append(name)
-                tensors[id(tensor)] = tensor  # keeps the id its own
-        for key, names in wanted.items():
-            found = [name for name in names if name in shards.file_of]
-            if found:
-                self.name_of[key] = found[0]
+                names_of.setdefault(tensor, []).append(name)
+        self._name_of: dict[Tensor, str] = {}
+        missing = []
+        for tensor, names in names_of.items():
+            there = [name for name in names if name in shards.file_of]
+            if there:
+                self._name_of[tensor] = there[0]
                 self.unused -= set(names)
             else:
                 missing.append(names[0])
-        buffers = [name for name, buffer in model.named_buffers() if name in missing]
+        buffers = [name for name, _ in model.named_buffers() if name in missing]
         if buffers:
             raise ValueError(
                 f"{listed(buffers)}: buffers without numbers, which are in no file either: give a "
@@ -226,15 +209,10 @@ class Filler:
                 f"{shards.folder} has no tensor for {listed(missing)}; it has "
                 f"{listed(sorted(self.unused)) or 'no others'}: the files are of another model"
             )
-        self._held = tensors
 
     def read(self, like: Tensor) -> Tensor:
-        """Read the numbers of a parameter or buffer, in its own dtype.
-
-        Raises:
-            ValueError: If they are of another shape.
-        """
-        name = self.name_of[id(like)]
+        """Read the numbers of a parameter or buffer, in its own dtype."""
+        name = self._name_of[like]
         found = self.shards.read(name)
         if found.shape != like.shape:
             raise ValueError(
@@ -245,35 +223,31 @@ class Filler:
 
     @contextmanager
     def filled(self, module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
-        """Load the numbers of a module for a while; afterwards it has none again.
-
-        Layers that were put in the place of others meanwhile go to the ``meta`` device too.
-        """
+        """Load the numbers of a module for a while; afterwards it has none again."""
         places: list[tuple[Any, str, Tensor]] = []
-        made: dict[int, Tensor] = {}
+        made: dict[Tensor, Tensor] = {}
         for part in module.modules() if recurse else [module]:
-            for kind in (part._parameters, part._buffers):
-                for key, tensor in kind.items():
+            tensors: Any
+            for tensors in (part._parameters, part._buffers):
+                for key, tensor in tensors.items():
                     if tensor is None or not tensor.is_meta:
                         continue
-                    if id(tensor) not in made:
+                    if tensor not in made:
                         real = self.read(tensor)
                         if isinstance(tensor, nn.Parameter):
                             real = nn.Parameter(real, tensor.requires_grad)
-                        made[id(tensor)] = real
-                    kind[key] = made[id(tensor)]  # type: ignore[assignment]
-                    places.append((kind, key, tensor))
+                        made[tensor] = real
+                    tensors[key] = made[tensor]
+                    places.append((tensors, key, tensor))
         try:
             yield
         finally:
-            for kind, key, tensor in places:
-                kind[key] = tensor
+            for tensors, key, tensor in places:
+                tensors[key] = tensor
 
     @contextmanager
-    def filled_when_called(self, modules: list[nn.Module]) -> Iterator[None]:
-        """Load each module's own tensors, not its children's, when it is called, and drop them
-        at the end.
-        """
+    def filled_when_called(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Load each module's own tensors when it is called, and drop them at the end."""
         with ExitStack() as stack:
 
             def fill(module: nn.Module, _: Any) -> None:
@@ -289,37 +263,31 @@ class Filler:
 
 def empty_layers_(block: nn.Module) -> None:
     """Move parameters that still have numbers to the ``meta`` device, in place."""
-    moved: dict[int, nn.Parameter] = {}
+    moved: dict[Tensor, nn.Parameter] = {}
     for part in block.modules():
         for key, param in part._parameters.items():
             if param is not None and not param.is_meta:
-                if id(param) not in moved:
-                    empty = torch.empty_like(param, device="meta")
-                    moved[id(param)] = nn.Parameter(empty, param.requires_grad)
-                part._parameters[key] = moved[id(param)]
+                empty = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+                part._parameters[key] = moved.setdefault(param, empty)
 
 
 _KEY = "comera_blocks"
 
 
 class UnfinishedBlocks:
-    """A folder with a file for each block, and what the next one is given.
+    """A folder with a file for each compressed block, and the inputs of the next one.
 
     Args:
-        folder: Is made if need be.
-        about: What the work depends on, as JSON can hold it.
+        folder: Made when the first block is added.
+        about: Settings on which the blocks depend, as JSON can hold them.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self.folder, self.about = folder, json.loads(json.dumps(about))
         self._states = folder / "states.safetensors"
 
-    def go_on(self, states: list[Tensor]) -> int:
-        """Return how many blocks are done, with what the next one is given in ``states``.
-
-        Raises:
-            ValueError: If the folder is of other work, or damaged.
-        """
+    def resume(self, states: list[Tensor]) -> int:
+        """Return the number of compressed blocks, and put the inputs of the next in ``states``."""
         if not self._states.exists():
             return 0
         try:
@@ -340,27 +308,25 @@ class UnfinishedBlocks:
     def add(
         self, k: int, block: nn.Module, layers: Sequence[CompressedLayer], after: Sequence[Tensor]
     ) -> None:
-        """Write a block, and then what it hands on."""
-        tensors: dict[str, Tensor] = {}
-        seen: set[int] = set()
+        """Write a block, and then its outputs."""
+        tensors: dict[Tensor, str] = {}
         for name, tensor in block.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                tensors[name] = tensor.detach().contiguous()
+            tensors.setdefault(tensor, name)
         noted = {"layers": [asdict(one) for one in layers], "described": describe_layers(block)}
+        content = {name: tensor.detach().contiguous() for tensor, name in tensors.items()}
         with replacing(self._file(k)) as temporary:
-            save_file(tensors, temporary, {_KEY: json.dumps(noted)})
+            save_file(content, temporary, {_KEY: json.dumps(noted)})
         states = {str(number): state.contiguous() for number, state in enumerate(after)}
         done = {"about": self.about, "done": k + 1}
         with replacing(self._states) as temporary:
             save_file(states, temporary, {_KEY: json.dumps(done)})
 
     def put_layers_(self, k: int, block: nn.Module) -> None:
-        """Give a dense block the layers that it has been given before, without numbers."""
+        """Replace layers of a dense block by its compressed ones, without numbers."""
         rebuild_(block, self._noted(k)["described"])
 
     def layers(self, k: int) -> list[CompressedLayer]:
-        """Return what became of a block's layers, under their names in the block."""
+        """Return the result for each of a block's layers, by their names in the block."""
         return [CompressedLayer(**one) for one in self._noted(k)["layers"]]
 
     def tensor(self, k: int, name: str) -> Tensor:

@@ -3,8 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,18 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from comera.compress.allocate import CompressedLayer, CompressedLayers, parse_budget
+from comera.compress.allocate import CompressedLayers, parse_budget
 from comera.compress.layer_moments import Layer, LossFn, linear_targets, own_loss, weight_OI
-from comera.compress.sensitivity import (
-    LayerSensitivity,
-    Sensitivity,
-    look_at,
-)
+from comera.compress.sensitivity import LayerSensitivity, Sensitivity, look_at
 from comera.nn.embedding import TTEmbedding
-from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.linear import TTLinear
 from comera.nn.module import check_model
-from comera.nn.swap import swap_layers_
+from comera.nn.swap import evaluation_mode, swap_layers_
 from comera.params import model_size
 from comera.planning.printing import Report, Table, show_bytes
 from comera.shapes import TTShape
@@ -31,91 +25,10 @@ from comera.shapes import TTShape
 if TYPE_CHECKING:
     import pandas as pd
 
-
 log = logging.getLogger("comera")
 
 _TRIES = 7
-"""Sizes that are tried: the answer is within a hundredth of the range."""
-
-
-def smallest_share(
-    model: nn.Module,
-    layers: Mapping[str, Layer],
-    found: Sensitivity,
-    evaluate: Callable[[nn.Module], float],
-    max_loss: float,
-) -> tuple[float, float]:
-    """Find by bisection the smallest share of parameters with a loss of at most ``max_loss``.
-
-    The loss is measured with the truncated weights in the place of the dense ones, which come back
-    afterwards.
-
-    Args:
-        model: The dense model.
-        layers: Those of it that would be replaced, by name.
-        found: What is known of them.
-        evaluate: The loss of a model.
-        max_loss: What it may be.
-
-    Returns:
-        The share, and the loss there.
-
-    Raises:
-        ValueError: If the dense model's loss is higher, or no smaller size has been found.
-    """
-    best = measured(evaluate, model)
-    if not best <= max_loss:
-        raise ValueError(
-            f"max_loss={max_loss}: the dense model itself has a loss of {best:.6g} in evaluate"
-        )
-    low, high = found.least() / found.model_params, 1.0
-    loss = best
-    for _ in range(_TRIES):
-        share = (low + high) / 2
-        with _truncated(layers, found, found.choose(share)):
-            loss = measured(evaluate, model)
-        log.info("compress_: at %.1f %% of the parameters the loss is %.6g", 100 * share, loss)
-        if loss <= max_loss:
-            high, best = share, loss
-        else:
-            low = share
-    if high == 1.0:
-        raise ValueError(
-            f"max_loss={max_loss}: at {low:.1%} of the parameters the loss is {loss:.6g} already"
-        )
-    return high, best
-
-
-def measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
-    """Return the loss that ``evaluate`` gives, without gradients.
-
-    Raises:
-        ValueError: If it is no finite number.
-    """
-    with torch.no_grad():
-        loss = float(evaluate(model))
-    if not math.isfinite(loss):
-        raise ValueError(f"evaluate gave {loss}; it must be a finite number, lower for better")
-    return loss
-
-
-@contextmanager
-def _truncated(
-    layers: Mapping[str, Layer], found: Sensitivity, made: Sequence[CompressedLayer]
-) -> Iterator[None]:
-    """Put products of factors into weights for a while."""
-    before = {name: layer.weight.data for name, layer in layers.items()}
-    try:
-        for one, layer in zip(made, found.layers, strict=True):
-            if one.rank is not None:
-                left, right = layer.whitened.factors(one.rank)
-                product, weight = left @ right, layers[one.name].weight
-                is_table = isinstance(layers[one.name], nn.Embedding)
-                weight.data = (product.T if is_table else product).to(weight.dtype)
-        yield
-    finally:
-        for name, data in before.items():
-            layers[name].weight.data = data
+"""Sizes that are tried for a bound on the loss: the answer is within a hundredth of the range."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,7 +41,7 @@ class Compression(Report):
         params: The same afterwards.
         dense_bytes: Bytes of the parameters before.
         bytes: The same afterwards.
-        seconds: What it took, calibration included where it was not done before.
+        seconds: Time of the call, calibration included.
         measured: The loss that ``evaluate`` gave at this size; None under a budget.
     """
 
@@ -179,45 +92,43 @@ def compress_(
 ) -> Compression:
     """Replace layers of a trained model in place by low-rank ones that cost least loss.
 
-    Of each layer the second moments of inputs and of the loss' gradients are gathered over the
-    calibration data; they weigh errors of its weight by what these do to the loss, and make the
+    The second moments of each layer's inputs and of the loss' gradients at its output, gathered
+    over the calibration data, weigh errors of its weight by their effect on the loss, and make the
     directions of all layers comparable. One price for a parameter then chooses the ranks, and which
     layers stay dense. The result has :class:`~comera.TTLinear` layers of order 1 with open gates,
-    which can be trained on, and saved as any other.
+    which can be trained and saved as any other.
 
     Args:
         model: Any model with ``nn.Linear`` layers.
         calibration: Batches as ``loss_fn`` takes them, of the kind of data the model is for. Some
-            ten thousand rows (tokens) are enough. Or what :func:`~comera.sensitivity` found with
-            them for this model or the one it is a copy of; the next arguments but the budget were
-            then said to it.
+            ten thousand rows (tokens) are enough. Or the result of :func:`~comera.sensitivity` for
+            this model or the one it is a copy of, which then had the arguments from ``loss_fn`` on.
         budget: Parameters of the whole model afterwards, in units of those now, in (0, 1); or their
             bytes with a unit: ``"60MB"`` (millions), ``"60MiB"`` (of 2^20).
-        max_loss: Instead of a budget: what ``evaluate`` may give. Seven sizes are tried, by
-            bisection, and the smallest that keeps to it is taken.
+        max_loss: Instead of a budget: the largest loss that ``evaluate`` may give. Seven sizes are
+            tried, by bisection, and the smallest within it is taken.
         evaluate: Takes the model and returns its loss on data of your choice, in the mode that it
             puts the model into. If None, the mean of ``loss_fn`` over the calibration batches,
             without dropout; they are then read again for each size.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss. If None, batches are mappings
-            as models of Hugging Face take them, labels included, and the model gives its loss.
-        target_modules: Which layers, as :class:`~comera.TTConfig` has it. An ``nn.Embedding`` that
-            is named, or ``"all"``, becomes a :class:`~comera.TTEmbedding` of low rank, its rows
-            weighed by how often the data read them. Rows that they never read are weighed
-            together by how often such rows are to be expected, and become what the basis of the
-            others makes of them.
-        exclude_modules: Which not, likewise. Layers whose weight another module holds too, as an
-            output layer tied to its embedding, are left alone.
-        keep: A file for what calibration has found, written every two minutes and at its end.
-            A call that finds it skips as many batches as it has seen: all, if it is complete.
+            as models of Hugging Face take them, labels included, and the model returns its loss.
+        target_modules: Layers to compress, as for :class:`~comera.TTConfig`. An ``nn.Embedding``
+            that is named, or ``"all"``, becomes a :class:`~comera.TTEmbedding` of low rank, its
+            rows weighed by how often the data read them; rows that they never read share the weight
+            that such rows are expected to have.
+        exclude_modules: Layers to leave out, likewise. Layers whose weight another module holds
+            too, as an output layer tied to its embedding, are left alone.
+        keep: A file for the moments, written every two minutes and at the end of calibration. A
+            call that finds it skips the batches that are in it: all, if it is complete.
         progress: Whether to show a bar.
 
     Returns:
-        The ranks chosen and what they are predicted to cost.
+        The chosen ranks and the predicted rise of the loss.
 
     Raises:
         ValueError: If the budget or the loss is out of range or out of reach, no layer matches,
-            there is no batch, a loss is not finite, a targeted layer is never called, or what is
-            kept or was found before is of other weights. The model is then unchanged.
+            there is no batch, a loss is not finite, a targeted layer is never called, or the file
+            or the sensitivity is of other weights. The model is then unchanged.
         TypeError: If ``model`` is no module.
 
     Example::
@@ -233,7 +144,19 @@ def compress_(
         raise ValueError(f"budget={budget!r} and max_loss={max_loss!r}: {which}")
     if budget is not None:
         parse_budget(budget)
-    evaluate = _evaluation(calibration, loss_fn, max_loss, evaluate)
+        if evaluate is not None:
+            raise ValueError("evaluate measures what max_loss bounds: give that instead of budget")
+    elif evaluate is None and isinstance(calibration, Sensitivity | Iterator):
+        raise ValueError(
+            f"max_loss={max_loss} with a calibration of type {type(calibration).__name__}, which "
+            "cannot be read again for each size: pass evaluate(model)"
+        )
+
+    def mean_loss(model: nn.Module) -> float:
+        with evaluation_mode(model):
+            losses = [float((loss_fn or own_loss)(model, batch)) for batch in calibration]  # type: ignore[union-attr]
+        return sum(losses) / max(1, len(losses))
+
     begun = time.monotonic()
     if isinstance(calibration, Sensitivity):
         check_unused(loss_fn, target_modules, exclude_modules, keep)
@@ -243,11 +166,10 @@ def compress_(
         found = look_at(model, targets, calibration, loss_fn, keep=keep, progress=progress)
     layers = {layer.name: _same(model, layer) for layer in found.layers}
     before = model_size(model)
-    measured = None
-    if max_loss is not None:
-        assert evaluate is not None, "it was looked at above"
-        budget, measured = smallest_share(model, layers, found, evaluate, max_loss)
-    assert budget is not None, "one of them is given"
+    loss = None
+    if budget is None:
+        assert max_loss is not None, "one of them is given"
+        budget, loss = _smallest_share(model, layers, found, evaluate or mean_loss, max_loss)
     made = found.choose(budget)
     new = {
         id(layers[one.name]): _low_rank(layers[one.name], *about.whitened.factors(one.rank))
@@ -256,52 +178,32 @@ def compress_(
     }
     swap_layers_(model, new)
     after, seconds = model_size(model), time.monotonic() - begun
-    return Compression(
-        made, before.params, after.params, before.bytes, after.bytes, seconds, measured
-    )
-
-
-def _evaluation(
-    calibration: Iterable[Any] | Sensitivity,
-    loss_fn: LossFn | None,
-    max_loss: float | None,
-    evaluate: Callable[[nn.Module], float] | None,
-) -> Callable[[nn.Module], float] | None:
-    """Return what measures the loss, if a loss is asked for."""
-    if max_loss is None:
-        if evaluate is not None:
-            raise ValueError("evaluate measures what max_loss bounds: give that instead of budget")
-        return None
-    if evaluate is not None:
-        return evaluate
-    if isinstance(calibration, Sensitivity | Iterator):
-        raise ValueError(
-            f"max_loss={max_loss} with a calibration of type {type(calibration).__name__}, which "
-            "cannot be read again for each size: pass evaluate(model)"
-        )
-
-    def mean_loss(model: nn.Module) -> float:
-        with evaluation_mode(model):
-            losses = [float((loss_fn or own_loss)(model, batch)) for batch in calibration]
-        return sum(losses) / max(1, len(losses))
-
-    return mean_loss
+    return Compression(made, before.params, after.params, before.bytes, after.bytes, seconds, loss)
 
 
 def check_unused(loss_fn: object, targets: object, exclude: object, keep: object = None) -> None:
-    """Raise ``ValueError`` for what was said of a calibration that ``sensitivity`` has done."""
-    said = {"loss_fn": loss_fn, "exclude_modules": exclude, "keep": keep}
-    said["target_modules"] = None if targets == "all-linear" else targets
-    wrong = [name for name, value in said.items() if value is not None]
+    """Raise ValueError for settings of a calibration that ``sensitivity`` has done."""
+    given = {"loss_fn": loss_fn, "exclude_modules": exclude, "keep": keep}
+    given["target_modules"] = None if targets == "all-linear" else targets
+    wrong = [name for name, value in given.items() if value is not None]
     if wrong:
         raise ValueError(
-            f"{wrong[0]}={said[wrong[0]]!r}: with what sensitivity found there is no calibration "
+            f"{wrong[0]}={given[wrong[0]]!r}: with what sensitivity found there is no calibration "
             "left to do; say it to sensitivity"
         )
 
 
+def measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
+    """Return the loss that ``evaluate`` gives, without gradients; ValueError if not finite."""
+    with torch.no_grad():
+        loss = float(evaluate(model))
+    if not math.isfinite(loss):
+        raise ValueError(f"evaluate gave {loss}; it must be a finite number, lower for better")
+    return loss
+
+
 def _same(model: nn.Module, found: LayerSensitivity) -> Layer:
-    """Return the layer of the model that has been looked at, if it is still the same."""
+    """Return the layer of the model that sensitivity looked at, if it is still the same."""
     try:
         layer = model.get_submodule(found.name)
     except AttributeError:
@@ -319,6 +221,49 @@ def _same(model: nn.Module, found: LayerSensitivity) -> Layer:
     if not torch.equal(weight_OI(layer), weight.to(layer.weight)):
         raise ValueError(f"the weight of {found.name} has changed since sensitivity looked")
     return layer
+
+
+def _smallest_share(
+    model: nn.Module,
+    layers: Mapping[str, Layer],
+    found: Sensitivity,
+    evaluate: Callable[[nn.Module], float],
+    max_loss: float,
+) -> tuple[float, float]:
+    """Find by bisection the smallest share of parameters within ``max_loss``, and the loss there.
+
+    The loss is measured with truncated weights in the place of the dense ones, which come back.
+    """
+    best = loss = measured(evaluate, model)
+    if not best <= max_loss:
+        raise ValueError(
+            f"max_loss={max_loss}: the dense model itself has a loss of {best:.6g} in evaluate"
+        )
+    low, high = found.least() / found.model_params, 1.0
+    dense = {name: layer.weight.data for name, layer in layers.items()}
+    for _ in range(_TRIES):
+        share = (low + high) / 2
+        try:
+            for one, about in zip(found.choose(share), found.layers, strict=True):
+                if one.rank is not None:
+                    left, right = about.whitened.factors(one.rank)
+                    product, layer = left @ right, layers[one.name]
+                    product = product.T if isinstance(layer, nn.Embedding) else product
+                    layer.weight.data = product.to(layer.weight.dtype)
+            loss = measured(evaluate, model)
+        finally:
+            for name, data in dense.items():
+                layers[name].weight.data = data
+        log.info("compress_: at %.1f %% of the parameters the loss is %.6g", 100 * share, loss)
+        if loss <= max_loss:
+            high, best = share, loss
+        else:
+            low = share
+    if high == 1.0:
+        raise ValueError(
+            f"max_loss={max_loss}: at {low:.1%} of the parameters the loss is {loss:.6g} already"
+        )
+    return high, best
 
 
 @torch.no_grad()

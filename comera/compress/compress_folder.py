@@ -5,7 +5,7 @@ import logging
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,17 @@ from comera.compress.layer_moments import Layer, linear_targets
 from comera.compress.sensitivity import look_at
 from comera.extras import listed
 from comera.files import replacing
-from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
-from comera.params import model_size
+from comera.nn.swap import evaluation_mode, every_layer_called
+from comera.params import checksum, model_size
+from comera.planning.printing import with_bar
 from comera.saved.description import describe
-from comera.saved.model_folder import DESCRIPTION, WEIGHTS, description_text, note_of
-from comera.saved.shards import INDEX, Shards, write_by_tensor
+from comera.saved.model_folder import DESCRIPTION, write_folder
+from comera.saved.shards import INDEX, Shards
 
 log = logging.getLogger("comera")
 
 _UNFINISHED = "unfinished"
-"""The folder for blocks that are done, inside that for the model."""
+"""The folder for finished blocks, inside that for the model."""
 
 
 def compress_folder(
@@ -55,43 +56,43 @@ def compress_folder(
 ) -> Compression:
     """Make a trained model smaller block by block, from files to files.
 
-    In memory are one block with the moments of its layers, what the calibration batches are at that
-    place, and before the first block what comes before it, as the table of words.
+    In memory are one block with the moments of its layers, the inputs of that block for all
+    calibration batches, and before the first block the modules before it, such as the embedding.
 
-    Differs from :func:`~comera.compress_`: the gradient of the model's loss would need all of it.
-    An error counts instead by what it does to the output of its own block: gradients are those
-    of random projections of that output, whose second moments are, in the mean, those of the
-    squared error. Losses of blocks do not compare, so every block gets the same share, which its
-    layers divide among them as under one budget; losses are those of its outputs, half the squared
-    error a row. Layers outside the blocks stay dense. Each block is looked at with the inputs that
-    it has in the dense model.
+    Differs from :func:`~comera.compress_`: the gradient of the model's loss would need all of it,
+    so an error counts by its effect on the output of its own block. Gradients are those of random
+    projections of that output, whose second moments are, in the mean, those of the squared error.
+    Losses of blocks do not compare, so every block gets the same share, which its layers divide
+    among them as under one budget; losses are half the squared error of the output a row. Layers
+    outside the blocks stay dense. Each block is calibrated with its inputs in the dense model.
 
-    What is finished stands in a folder inside the target until all is: the same call goes on there.
+    Finished blocks are in a folder inside the target until all are: the same call resumes there.
 
     Args:
         source: A folder with ``model.safetensors``, or its shards and their index, as Hugging Face
             writes it; names are those of the model's state dict.
-        folder: Where to. :func:`~comera.load_model` reads it, and where the source has a
+        folder: The target. :func:`~comera.load_model` reads it, and where the source has a
             ``config.json``, so does ``from_pretrained`` of transformers, with
             ``comera.integrations.transformers`` imported. Small files of the source are copied.
-        model: What makes the dense model, as ``lambda: AutoModelForCausalLM.from_config(config)``;
-            its parameters are never kept. Or the model on the ``meta`` device, which is changed.
-        calibration: Batches: mappings are given to the model as keywords, without labels, tuples
+        model: A function that makes the dense model, such as
+            ``lambda: AutoModelForCausalLM.from_config(config)``; its parameters are never kept. Or
+            the model on the ``meta`` device, which is changed.
+        calibration: Batches: mappings are passed to the model as keywords, without labels, tuples
             and lists as arguments, anything else alone. Read once; some ten thousand rows.
         budget: Share of the parameters of each block that is left, in (0, 1).
-        target_modules: Which layers, as :class:`~comera.TTConfig` has it.
-        exclude_modules: Which not, likewise.
+        target_modules: Layers to compress, as for :class:`~comera.TTConfig`.
+        exclude_modules: Layers to leave out, likewise.
         blocks: Name of the list that holds the blocks; that with most of the layers if None.
         seed: Of the random projections.
         progress: Whether to show a bar.
 
     Returns:
-        The ranks chosen, and sizes. The seconds are those of this call.
+        The chosen ranks, and sizes. The seconds are those of this call.
 
     Raises:
         FileNotFoundError: If there are no weights, or shards are missing.
         ValueError: If the budget is out of range or out of reach, files are damaged or of another
-            model, blocks do not follow each other, or what is unfinished is of another call.
+            model, blocks do not follow each other, or the unfinished blocks are of another call.
         TypeError: If ``model`` is neither a module nor makes one.
 
     Example::
@@ -134,35 +135,36 @@ def compress_folder(
     outside = [name for name in targets if not name.startswith(f"{where}.")]
     if outside:
         log.warning("compress_folder leaves %s dense: outside %s", listed(outside), where)
+    inside = {part for block in parts.values() for part in block.modules()}
     with evaluation_mode(model), every_layer_called():
-        calls = _calls(model, filler, list(parts.values()), calibration)
+        with filler.filled_when_called([each for each in model.modules() if each not in inside]):
+            calls = record_calls(model, list(parts.values()), calibration, filler.filled)
         about = {
             "budget": budget, "seed": seed, "blocks": where, "targets": sorted(targets),
             "source": {
                 name: (shards.folder / name).stat().st_size for name in sorted(shards.files)
             },
-            "calibration": [_checksum(state) for state in calls.states],
+            "calibration": [checksum(state) for state in calls.states],
         }  # fmt: skip
         unfinished = UnfinishedBlocks(folder / _UNFINISHED, about)
-        first = unfinished.go_on(calls.states)
+        first = unfinished.resume(calls.states)
         ordered = list(parts.items())
         for k, (_, block) in enumerate(ordered[:first]):
             unfinished.put_layers_(k, block)
             calls.others[k].clear()
-        for k in _shown(first, len(parts), progress):
+        left = range(first, len(parts))
+        for k in with_bar(left, "blocks", progress, len(parts), first):
             name, block = ordered[k]
-            inside = f"{where}.{name}."
+            prefix = f"{where}.{name}."
             mine = {
-                target.removeprefix(inside): layer
+                target.removeprefix(prefix): layer
                 for target, layer in targets.items()
-                if target.startswith(inside)
+                if target.startswith(prefix)
             }
             with filler.filled(block):
                 _compress_block_(block, k, mine, calls, unfinished, budget, seed)
             empty_layers_(block)
-    _write(
-        model, filler, unfinished, {f"{where}.{name}": k for k, name in enumerate(parts)}, folder
-    )
+    _write(model, filler, unfinished, [f"{where}.{name}" for name in parts], folder)
     _write_config(shards.folder, folder, model)
     layers = CompressedLayers(
         replace(layer, name=f"{where}.{name}.{layer.name}")
@@ -191,17 +193,6 @@ def _on_meta(model: Any) -> nn.Module:
     return model
 
 
-def _calls(
-    model: nn.Module, filler: Filler, blocks: Sequence[nn.Module], calibration: Iterable[Any]
-) -> Calls:
-    """Find out how the blocks are called, with what lies before them in memory."""
-    inside = {id(part) for block in blocks for part in block.modules()}
-    outside = [module for module in model.modules() if id(module) not in inside]
-
-    with filler.filled_when_called(outside):
-        return record_calls(model, blocks, calibration, filler.filled)
-
-
 def _compress_block_(
     block: nn.Module,
     k: int,
@@ -211,7 +202,7 @@ def _compress_block_(
     budget: float,
     seed: int,
 ) -> None:
-    """Compress a block, write it, and have ``calls`` be those of the next one."""
+    """Compress a block, write it, and replace the states of ``calls`` by its outputs."""
     rows = list(enumerate(zip(calls.states, calls.others[k], strict=True)))
     with torch.no_grad():
         after = [_output(block, call) for _, call in rows]
@@ -219,7 +210,8 @@ def _compress_block_(
     def projected(block: nn.Module, row: Any) -> Tensor:
         number, call = row
         output = _output(block, call)
-        generator = torch.Generator().manual_seed(_mixed(seed, k, number))
+        mixed = zlib.crc32(repr((seed, k, number)).encode())
+        generator = torch.Generator().manual_seed(mixed)
         probe = torch.randn(output.shape, generator=generator).to(output)
         return (output * probe).sum() / output[..., 0].numel()
 
@@ -234,19 +226,15 @@ def _compress_block_(
 
 def _output(block: nn.Module, call: Any) -> Tensor:
     state, (args, kwargs) = call
-    output = block(state.clone(), *args, **kwargs)  # it may write into what it is given
+    output = block(state.clone(), *args, **kwargs)  # it may write into its input
     return output[0] if isinstance(output, tuple) else output
 
 
 def _write(
-    model: nn.Module,
-    filler: Filler,
-    unfinished: UnfinishedBlocks,
-    numbers: Mapping[str, int],
-    folder: Path,
+    model: nn.Module, filler: Filler, unfinished: UnfinishedBlocks, blocks: list[str], folder: Path
 ) -> None:
-    """Write what ``load_model`` reads, one tensor at a time; ``numbers`` has the blocks by name."""
-    depth = len(next(iter(numbers)).split("."))
+    """Write the folder that ``load_model`` reads, one tensor at a time."""
+    depth = len(blocks[0].split("."))
     described = describe(model)
     state = {
         name: tensor
@@ -256,49 +244,26 @@ def _write(
 
     def read(name: str) -> Tensor:
         words = name.split(".")
-        number = numbers.get(".".join(words[:depth]))
-        if number is not None:
-            return unfinished.tensor(number, ".".join(words[depth:]))
+        block = ".".join(words[:depth])
+        if block in blocks:
+            return unfinished.tensor(blocks.index(block), ".".join(words[depth:]))
         tensor = state[name]
         return filler.read(tensor) if tensor.is_meta else tensor.detach()
 
-    described["tensors"] = {name: note_of(read(name)) for name in state}
-    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    text = description_text(described)
-    write_by_tensor(folder / WEIGHTS, shapes, read, {"format": "pt", "comera": text})
-    with replacing(folder / DESCRIPTION) as temporary:
-        temporary.write_text(f"{text}\n", encoding="utf-8")
+    write_folder(folder, described, state, read)
 
 
 def _write_config(source: Path, folder: Path, model: nn.Module) -> None:
-    """Copy small files, and say in the configuration of transformers what the layers are."""
+    """Copy small files, and add a description of the layers to the config of transformers."""
     for path in source.iterdir():
         small = path.suffix in (".json", ".txt", ".model", ".jinja", ".md")
         if small and path.name not in (INDEX, DESCRIPTION, "config.json") and path.is_file():
             shutil.copy(path, folder / path.name)
     config = source / "config.json"
-    if not config.is_file():
-        return
-    described = describe(model)
-    del described["model"]  # the configuration is about it
-    settings = json.loads(config.read_text(encoding="utf-8"))
-    settings["quantization_config"] = {"quant_method": "comera", "described": described}
-    with replacing(folder / "config.json") as temporary:
-        temporary.write_text(f"{json.dumps(settings, indent=2)}\n", encoding="utf-8")
-
-
-def _mixed(*numbers: int) -> int:
-    """Make one seed of several numbers, the same in each process."""
-    return zlib.crc32(repr(numbers).encode())
-
-
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _shown(first: int, count: int, progress: bool) -> Iterable[int]:
-    if not progress:
-        return range(first, count)
-    from rich.progress import track  # not needed without a bar
-
-    return track(range(first, count), "blocks", count, completed=first)
+    if config.is_file():
+        described = describe(model)
+        del described["model"]  # the configuration is about it
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        settings["quantization_config"] = {"quant_method": "comera", "described": described}
+        with replacing(folder / "config.json") as temporary:
+            temporary.write_text(f"{json.dumps(settings, indent=2)}\n", encoding="utf-8")

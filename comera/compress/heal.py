@@ -3,24 +3,24 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
+from comera.compress.layer_moments import training_only
 from comera.nn.module import TensorTrainModule, check_model
+from comera.nn.swap import evaluation_mode
 
 log = logging.getLogger("comera")
 
 Outputs = Callable[[nn.Module, Any], Tensor]
-"""Takes the model and a batch, and returns its answers: logits, or whatever is to be matched."""
+"""Takes the model and a batch, and returns its answers, such as logits."""
 
 _WARM = 0.05
 """Share of the training in which the learning rate rises."""
-
 _AT_ONCE = 1 << 21
 """Logits whose divergence is computed in one go, so that it stays in a processor's cache."""
 
@@ -31,7 +31,7 @@ class Healing:
 
     Attributes:
         steps: Batches that were trained on.
-        seconds: What it took.
+        seconds: Time of the training.
         first: Distance from the dense model's answers on the first tenth of the batches, mean.
         last: The same on the last tenth.
     """
@@ -61,15 +61,15 @@ def heal_(
 ) -> Healing:
     """Train the tensor-train layers of a model in place to answer as the dense model does.
 
-    Both see the same batches, which need no labels. Only cores and biases of tensor-train layers
-    are trained, with AdamW; all else stays as it is, and so do gates and ranks. The rate rises for
-    a twentieth of the way and falls to nothing at the end. Under ``torch.autocast`` both models
-    compute in its dtype; cores and optimizer keep theirs.
+    Both get the same batches, which need no labels. Only cores and biases of tensor-train layers
+    are trained, with AdamW; gates and ranks stay as they are. The learning rate rises for the first
+    twentieth and falls to zero at the end. Under ``torch.autocast`` both models compute in its
+    dtype; cores and optimizer keep theirs.
 
     Args:
-        model: The compressed model; what dropout it has stays off.
-        dense: The model it was, or any other teacher with answers of the same shape.
-        batches: Gone through once, or again and again where ``seconds`` says how long.
+        model: The compressed model; its dropout is off.
+        dense: The model before compression, or any other teacher with answers of the same shape.
+        batches: Read once, or again and again until ``seconds`` are over.
         seconds: When to stop. If None, after one pass, for which ``batches`` needs a length.
         lr: Highest learning rate.
         outputs: ``outputs(model, batch)``, the answers. If None, batches are mappings as models of
@@ -110,7 +110,15 @@ def heal_(
         raise ValueError(
             f"batches of type {type(batches).__name__} have no length: say how long with seconds="
         )
-    params = _trained(model)
+    layers = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
+    gates = {gate for layer in layers for gate in layer.gates}
+    unique = dict.fromkeys(param for layer in layers for param in layer.parameters())
+    params = [param for param in unique if param.requires_grad and param not in gates]
+    if not params:
+        raise ValueError(
+            f"{type(model).__name__} has no tensor-train layer that may be trained: compress_ or "
+            "tensorize_ it first"
+        )
     narrow = next((param.dtype for param in params if param.dtype.itemsize < 4), None)
     if narrow is not None:
         log.warning(
@@ -118,18 +126,13 @@ def heal_(
             "model.float() before, and the dtype again after, heals further",
             str(narrow).removeprefix("torch."),
         )
-    answers, apart = outputs or _logits, distance or _divergence
-    wanted = {param: param.requires_grad for param in model.parameters()}
+    answers, apart = outputs or _logits, distance or _Divergence.apply
     optimizer = torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.0)
     optimizer.zero_grad()
     found: list[float] = []
     begun = time.monotonic()
-    for param in wanted:
-        param.requires_grad_(False)
-    for param in params:
-        param.requires_grad_(True)
     try:
-        with evaluation_mode(model), evaluation_mode(dense), every_layer_called():
+        with training_only(model, params), evaluation_mode(dense):
             for batch, done in _until(batches, seconds, begun, progress):
                 with torch.no_grad():
                     theirs = answers(dense, batch)
@@ -154,8 +157,6 @@ def heal_(
                 found.append(value)
     finally:
         optimizer.zero_grad()
-        for param, was in wanted.items():
-            param.requires_grad_(was)
     if not found:
         raise ValueError("batches is empty: there is nothing to heal with")
     tenth = max(1, len(found) // 10)
@@ -163,27 +164,16 @@ def heal_(
     return Healing(len(found), time.monotonic() - begun, first, last)
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    layers = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
-    gates = {id(gate) for layer in layers for gate in layer.gates}
-    unique = {id(param): param for layer in layers for param in layer.parameters()}
-    params = [p for key, p in unique.items() if p.requires_grad and key not in gates]
-    if not params:
-        raise ValueError(
-            f"{type(model).__name__} has no tensor-train layer that may be trained: compress_ or "
-            "tensorize_ it first"
-        )
-    return params
-
-
-def _until(batches: Iterable[Any], seconds: float | None, begun: float, progress: bool):
-    """Yield batches and the share of the way that lies behind, in [0, 1)."""
+def _until(
+    batches: Iterable[Any], seconds: float | None, begun: float, progress: bool
+) -> Iterator[tuple[Any, float]]:
+    """Yield batches and the share of the training that is over, in [0, 1)."""
     from rich.progress import Progress  # not needed before somebody heals
 
     with Progress(disable=not progress) as bars:
         bar = bars.add_task("healing", total=1.0)
-        count = 0
-        while True:
+        done, before, count = 0.0, -1, 0
+        while count > before and done < 1:  # a pass over nothing ends it
             before = count
             for batch in batches:
                 if seconds is None:
@@ -191,14 +181,13 @@ def _until(batches: Iterable[Any], seconds: float | None, begun: float, progress
                 else:
                     done = (time.monotonic() - begun) / seconds
                 if done >= 1:
-                    bars.update(bar, completed=1.0)
-                    return
+                    break
                 bars.update(bar, completed=done)
                 yield batch, done
                 count += 1
-            if seconds is None or count == before:
-                bars.update(bar, completed=1.0)
-                return
+            if seconds is None:
+                break
+        bars.update(bar, completed=1.0)
 
 
 def _logits(model: nn.Module, batch: Any) -> Tensor:
@@ -210,15 +199,11 @@ def _logits(model: nn.Module, batch: Any) -> Tensor:
     return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
 
-def _divergence(mine: Tensor, theirs: Tensor) -> Tensor:
-    return _Divergence.apply(mine, theirs)
-
-
 class _Divergence(torch.autograd.Function):
     """Mean Kullback-Leibler divergence of rows of logits from others, ``(*, V)``, in float32.
 
-    The gradient is the difference of the distributions: it is made along with the value, some rows
-    at a time, so that of all the logits nothing else is kept.
+    The gradient, the difference of the distributions, is computed with the value, some rows at a
+    time, so that no other tensor of the size of the logits is kept.
     """
 
     @staticmethod

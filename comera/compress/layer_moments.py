@@ -1,4 +1,4 @@
-"""The layers of a model that can be compressed, and the second moments of what passes them.
+"""The layers of a model that can be compressed, and the second moments of their data.
 
 Moments are those of a layer's inputs and of the loss' gradient at its output. Shape suffixes:
 N = rows, I = input width, O = output width.
@@ -9,8 +9,7 @@ import json
 import logging
 import reprlib
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,32 +22,38 @@ from torch import Tensor, nn
 
 from comera.extras import listed
 from comera.files import replacing
-from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
+from comera.nn.swap import evaluation_mode, every_layer_called
 from comera.nn.targets import TTConfig, find_targets, other_holders, tied_groups
+from comera.params import checksum
+from comera.planning.printing import with_bar
 
 log = logging.getLogger("comera")
 
 Layer = nn.Linear | nn.Embedding
 
+LossFn = Callable[[nn.Module, Any], Tensor]
+"""Takes the model and a batch, and returns the mean loss."""
+
+_SAVE_EVERY = 120.0
+"""Seconds between two states of the file from which an interrupted calibration resumes."""
+_BLOCK = 256
+"""Least width of a block of a symmetric matrix: smaller products run no faster."""
+
 
 def weight_OI(layer: Layer) -> Tensor:
-    """Return what a layer multiplies inputs with; those of a table have a single one in them."""
+    """Return the matrix that a layer multiplies inputs with; a table's are one-hot."""
     return layer.weight.detach().T if isinstance(layer, nn.Embedding) else layer.weight
 
 
 def linear_targets(
-    model: nn.Module,
-    targets: str | list[str],
-    exclude: str | list[str] | None,
-    caller: str | None,
+    model: nn.Module, targets: str | list[str], exclude: str | list[str] | None, caller: str | None
 ) -> dict[str, Layer]:
-    """Find the layers to compress; those that cannot be are left out.
+    """Find the layers to compress; layers that cannot be are left out.
 
-    These are named in the log, as left dense by ``caller``, the function that the user called;
-    nothing is said without one.
+    Those are logged as left dense by ``caller``, the function that the user called, if any.
 
     Raises:
-        ValueError: If none is left, or the model is itself one.
+        ValueError: If no layer is left, or the model is itself one.
     """
     config = TTConfig(target_modules=targets, exclude_modules=exclude, init="svd")
     found: dict[str, Layer] = {}
@@ -79,11 +84,7 @@ def linear_targets(
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss that a model of Hugging Face gives by itself.
-
-    Raises:
-        ValueError: If the batch is no mapping, or the model gives none.
-    """
+    """Return the loss that a model of Hugging Face computes itself; ValueError if it has none."""
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"a batch of type {type(batch).__name__} needs a loss_fn(model, batch); without one, "
@@ -98,25 +99,15 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-_SAVE_EVERY = 120.0
-"""Seconds between two states of the file that an interrupted calibration goes on from."""
-
-_BLOCK = 256
-"""Least width of a block of a symmetric matrix: smaller products run no faster."""
-
-LossFn = Callable[[nn.Module, Any], Tensor]
-"""Takes the model and a batch, and returns the mean loss."""
-
-
 @dataclass
 class LayerMoments:
-    """Means over the rows that a linear layer, or the indices that a table, has seen.
+    """Means over the rows of a linear layer's input, or over the indices that a table looks up.
 
     Attributes:
         inputs_II: Of ``x x^T``; for a table its diagonal, ``(I,)``: the share of reads of each row.
         grads_OO: Of ``g g^T``, g being the gradient of a row's own loss by the layer's output.
-        rows: How many rows there were.
-        grad_rows: How many of them had a gradient.
+        rows: Number of rows.
+        grad_rows: Number of rows that had a gradient.
     """
 
     inputs_II: Tensor
@@ -125,20 +116,13 @@ class LayerMoments:
     grad_rows: int = 0
 
     def add_inputs(self, square_II: Tensor, count: int) -> None:
-        """Take in the sum of ``x x^T`` over the rows of one call."""
+        """Add the sum of ``x x^T`` over the rows of one call."""
         if count:
             self.rows += count
             self.inputs_II.mul_(1 - count / self.rows).add_(square_II, alpha=1 / self.rows)
 
-    def add_reads(self, indices: Tensor, padding: int | None) -> None:
-        """Take in the rows that one call has read."""
-        counts = torch.bincount(indices.flatten(), minlength=len(self.inputs_II))
-        if padding is not None:
-            counts[padding] = 0  # reads as zeros, whatever the table holds
-        self.add_inputs(counts.to(self.inputs_II.dtype), indices.numel())
-
     def add_grads(self, grad_NO: Tensor) -> None:
-        """Take in the gradient of the mean loss by the rows of one call."""
+        """Add the gradient of the mean loss by the rows of one call."""
         count = grad_NO.shape[0]
         if count:
             self.grad_rows += count
@@ -171,21 +155,19 @@ def gather_moments(
 ) -> dict[str, LayerMoments]:
     """Run batches forward and backward and collect :class:`LayerMoments` of layers, batch by batch.
 
-    The model is in evaluation mode meanwhile; its parameters get no gradient and keep what they
-    have.
+    The model is in evaluation mode meanwhile; the gradients of its parameters stay as they are.
 
     Args:
         model: Holds the layers.
         layers: By name.
-        batches: What ``loss_fn`` takes, one at a time; only one is held at once.
+        batches: One is held at a time.
         loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch.
-        keep: A file for the moments, written every two minutes and at the end. One that is there
-            already, of the same weights, is gone on from: as many batches are skipped as it has
-            seen, and all of them if it was complete.
+        keep: A file for the moments, written every two minutes and at the end. A call that finds it
+            skips as many batches as are in it, and all of them if it is complete.
         progress: Whether to show a bar.
 
     Returns:
-        LayerMoments in float32 or wider, by name.
+        Moments in float32 or wider, by name.
 
     Raises:
         ValueError: If there is no batch, a loss is no finite number or has no gradient, a layer is
@@ -196,8 +178,10 @@ def gather_moments(
     if complete:
         return found
     saved = time.monotonic()
-    with evaluating(model), torch.enable_grad():
-        for batch in _shown(itertools.islice(batches, seen, None), batches, seen, progress):
+    left = itertools.islice(batches, seen, None)
+    total = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
+    with training_only(model), torch.enable_grad():
+        for batch in with_bar(left, "calibration", progress, total, seen):
             with _watched(layers, found) as first:
                 loss = loss_fn(model, batch)
                 if not isinstance(loss, Tensor) or (first and not loss.requires_grad):
@@ -226,17 +210,6 @@ def gather_moments(
     return found
 
 
-def _shown(left: Iterator[Any], batches: Iterable[Any], seen: int, progress: bool) -> Iterator[Any]:
-    """Pass batches on, with a bar if one is wanted."""
-    if not progress:
-        yield from left
-        return
-    from rich.progress import track  # not needed without a bar
-
-    total = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
-    yield from track(left, "calibration", total, completed=seen)
-
-
 def _write(
     path: str | Path,
     layers: Mapping[str, Layer],
@@ -249,7 +222,7 @@ def _write(
         "complete": complete,
         "rows": {name: moments.rows for name, moments in found.items()},
         "grad_rows": {name: moments.grad_rows for name, moments in found.items()},
-        "weights": {name: _digest(layer.weight) for name, layer in layers.items()},
+        "weights": {name: checksum(layer.weight) for name, layer in layers.items()},
     }
     tensors = {f"{name}.inputs_II": moments.inputs_II for name, moments in found.items()}
     tensors |= {f"{name}.grads_OO": moments.grads_OO for name, moments in found.items()}
@@ -260,13 +233,13 @@ def _write(
 def _read(
     path: str | Path, layers: Mapping[str, Layer], found: Mapping[str, LayerMoments]
 ) -> tuple[int, bool]:
-    """Fill in what a file has; returns how many batches it has seen, and whether those are all."""
+    """Fill in the moments of a file; return its number of batches, and whether it is complete."""
     try:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {})["comera_moments"])
             wrong = [
                 name for name in {**layers, **about["weights"]}
-                if name not in layers or about["weights"].get(name) != _digest(layers[name].weight)
+                if name not in layers or about["weights"].get(name) != checksum(layers[name].weight)
             ]  # fmt: skip
             if wrong:
                 raise ValueError(
@@ -284,33 +257,30 @@ def _read(
     return about["batches"], about["complete"]
 
 
-def _digest(weight: Tensor) -> int:
-    """Return a checksum of a weight's bytes."""
-    return zlib.crc32(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-
-
 def _empty(layer: Layer) -> LayerMoments:
     weight = weight_OI(layer)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     out_features, in_features = weight.shape
-    is_table = isinstance(layer, nn.Embedding)
+    inputs = (in_features,) if isinstance(layer, nn.Embedding) else (in_features, in_features)
     return LayerMoments(
-        torch.zeros(*(1 if is_table else 2) * (in_features,), dtype=dtype, device=weight.device),
+        torch.zeros(inputs, dtype=dtype, device=weight.device),
         torch.zeros(out_features, out_features, dtype=dtype, device=weight.device),
     )
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode, with parameters that require no gradient."""
-    wanted = {param: param.requires_grad for param in model.parameters()}
+def training_only(model: nn.Module, trained: Sequence[nn.Parameter] = ()) -> Iterator[None]:
+    """Run a model in evaluation mode; only the parameters ``trained`` require a gradient."""
+    before = {param: param.requires_grad for param in model.parameters()}
     with evaluation_mode(model), every_layer_called():
-        for param in wanted:
+        for param in before:
             param.requires_grad_(False)
+        for param in trained:
+            param.requires_grad_(True)
         try:
             yield
         finally:
-            for param, was in wanted.items():
+            for param, was in before.items():
                 param.requires_grad_(was)
 
 
@@ -318,37 +288,39 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _watched(
     layers: Mapping[str, Layer], found: Mapping[str, LayerMoments]
 ) -> Iterator[list[Tensor]]:
-    """Add what passes each layer to its moments; yields where the graph of autograd begins.
+    """Hook layers to add to their moments; yield the zero tensors that root the autograd graph.
 
-    No parameter asks for a gradient: to the first layers' outputs zeros are added that do. The
+    No parameter requires a gradient: to the first layers' outputs zeros are added that do. The
     outputs themselves are no leaves of the graph then, and models may write into them.
     """
     first: list[Tensor] = []
     squares = _Squares()
 
-    def watch(moments: LayerMoments) -> Callable[..., None]:
+    def hook(moments: LayerMoments) -> Callable[..., None]:
         def after(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            idle: Tensor | None = None  # where the output is zero, whatever the weight is
+            padding: Tensor | None = None  # where the output is zero, whatever the weight is
             if isinstance(layer, nn.Embedding):
-                moments.add_reads(args[0], layer.padding_idx)
+                counts = torch.bincount(args[0].flatten(), minlength=len(moments.inputs_II))
                 if layer.padding_idx is not None:
-                    idle = (args[0] == layer.padding_idx).unsqueeze(-1)
+                    counts[layer.padding_idx] = 0
+                    padding = (args[0] == layer.padding_idx).unsqueeze(-1)
+                moments.add_inputs(counts.to(moments.inputs_II.dtype), args[0].numel())
             else:
                 moments.add_inputs(*squares.of(args[0], moments.inputs_II.dtype))
 
             def take(grad: Tensor) -> None:
-                grad = grad if idle is None else grad.masked_fill(idle, 0)
+                grad = grad if padding is None else grad.masked_fill(padding, 0)
                 moments.add_grads(grad.flatten(0, -2).to(moments.grads_OO.dtype))
 
             if not output.requires_grad:
                 first.append(output.new_zeros((), requires_grad=True))
                 output.add_(first[-1])
-            if output.requires_grad:  # else it is under no_grad, which is told later
+            if output.requires_grad:  # else it is under no_grad, which gather_moments refuses
                 output.register_hook(take)
 
         return after
 
-    handles = [layer.register_forward_hook(watch(found[name])) for name, layer in layers.items()]
+    handles = [layer.register_forward_hook(hook(found[name])) for name, layer in layers.items()]
     try:
         yield first
     finally:
@@ -359,18 +331,17 @@ def _watched(
 class _Squares:
     """Sums of ``x x^T``, computed once for neighbours that get the same input, as q, k and v do."""
 
-    def __init__(self) -> None:
-        self._key: tuple[Tensor, int, torch.dtype] | None = None
-        self._square_II = torch.empty(0)
+    _x: Tensor | None = None
+    _key: object = None
+    _square_II = torch.empty(0)
 
     def of(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """Return the sum over the rows of an input, ``(I, I)``, and how many they are."""
+        """Return the sum over the rows of an input, ``(I, I)``, and the number of rows."""
         x_NI = x.detach().flatten(0, -2).to(dtype)
-        known = self._key
-        if known is None or known[0] is not x or known[1:] != (x._version, dtype):
+        if self._x is not x or self._key != (x._version, dtype):
             width = x_NI.shape[1]
             if self._square_II.shape != (width, width) or self._square_II.dtype != dtype:
                 self._square_II = x_NI.new_zeros(width, width)
             add_square_(self._square_II, x_NI, beta=0.0)
-            self._key = x, x._version, dtype
+            self._x, self._key = x, (x._version, dtype)
         return self._square_II, len(x_NI)

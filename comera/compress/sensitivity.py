@@ -68,11 +68,15 @@ class LayerSensitivity:
         return weight.numel() if rank is None else rank * (sum(weight.shape) + 1)
 
     def bytes(self, rank: int | None) -> int:
-        """Return what these take; gates are float32 or wider."""
+        """Return the bytes of these; gates are float32 or wider."""
         weight = self.whitened.weight_OI
         if rank is None:
             return weight.nbytes
         return rank * (sum(weight.shape) * weight.element_size() + max(4, weight.element_size()))
+
+    def rank_at(self, share: float) -> int:
+        """Return the largest rank with at most that share of the dense weight, but at least one."""
+        return max(1, int(share * self.params(None) / self.params(1)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,43 +96,35 @@ class Sensitivity(Report):
     model_bytes: int
 
     def least(self, *, in_bytes: bool = False) -> int:
-        """Return the parameters, or bytes, of the whole model with all targets at their smallest.
-
-        That is at rank one, or dense where this is less.
-        """
+        """Return the size of the whole model with all targets at rank one, or dense if smaller."""
         total = self.model_bytes if in_bytes else self.model_params
         size = LayerSensitivity.bytes if in_bytes else LayerSensitivity.params
         return total - sum(max(0, size(layer, None) - size(layer, 1)) for layer in self.layers)
 
     def choose(self, budget: float | str) -> CompressedLayers:
-        """Choose the ranks that :func:`compress_` would, without a change to the model.
-
-        Args:
-            budget: As :func:`compress_` has it.
-
-        Returns:
-            A tuple of what becomes of each layer, which prints itself as a table.
+        """Return the ranks that :func:`compress_` would choose, a tuple that prints as a table.
 
         Raises:
             ValueError: If the budget is out of range or out of reach.
         """
         share = parse_budget(budget)
-        total = self.model_bytes if isinstance(share, int) else self.model_params
-        size = LayerSensitivity.bytes if isinstance(share, int) else LayerSensitivity.params
-        if isinstance(share, int) and share >= total:
+        in_bytes = isinstance(share, int)
+        total = self.model_bytes if in_bytes else self.model_params
+        size = LayerSensitivity.bytes if in_bytes else LayerSensitivity.params
+        if in_bytes and share >= total:
             raise ValueError(
                 f"budget={budget!r} is no less than the {show_bytes(total)} of all parameters"
             )
-        whole = share if isinstance(share, int) else math.floor(share * total)
+        whole = int(share) if in_bytes else math.floor(share * total)
         other = total - sum(size(layer, None) for layer in self.layers)
-        least = self.least(in_bytes=isinstance(share, int))
+        least = self.least(in_bytes=in_bytes)
         if whole < least:
-            unit = "bytes" if isinstance(share, int) else "parameters"
-            smallest = smallest_budget(least, total, isinstance(share, int))
+            unit = "bytes" if in_bytes else "parameters"
             raise ValueError(
                 f"budget={budget!r}: {other:,} of {total:,} {unit} are in layers that are no "
                 "target, as those are that were compressed before, and the targets hold "
-                f"{least - other:,} at their smallest; {smallest} is the smallest that is possible"
+                f"{least - other:,} at their smallest; {smallest_budget(least, total, in_bytes)} "
+                "is the smallest that is possible"
             )
         choices = [
             Choice(layer.whitened.losses_K.cpu(), size(layer, None), size(layer, 1))
@@ -146,51 +142,39 @@ class Sensitivity(Report):
         )
 
     def to_pandas(self, shares: Sequence[float] = _SHARES) -> "pd.DataFrame":
-        """Return one row a layer and size: layer, share, rank, loss, params, bytes.
+        """Return one row a layer and size: layer, share, rank, loss, params, bytes. Needs pandas.
 
-        Args:
-            shares: Sizes, in units of the dense weight; ranks are rounded down, but not below one,
-                and layers are listed once for each rank. Needs pandas.
+        Shares of the dense weight give ranks, rounded down to one at least, each listed once.
         """
         with needed_by("to_pandas()"):
             import pandas as pd
 
-        rows = []
-        for layer in self.layers:
-            most, dense = len(layer.whitened.losses_K), layer.params(None)
+        return pd.DataFrame(
+            {
+                "layer": layer.name,
+                "share": layer.params(rank) / layer.params(None),
+                "rank": rank,
+                "loss": layer.whitened.loss(rank),
+                "params": layer.params(rank),
+                "bytes": layer.bytes(rank),
+            }
+            for layer in self.layers
             for rank in sorted(
-                {min(most, max(1, int(s * dense / layer.params(1)))) for s in shares}
-            ):
-                size = layer.params(rank)
-                at = {"layer": layer.name, "share": size / dense, "rank": rank}
-                rows.append(
-                    at
-                    | {
-                        "loss": layer.whitened.loss(rank),
-                        "params": size,
-                        "bytes": layer.bytes(rank),
-                    }
-                )
-        return pd.DataFrame(rows)
+                {min(len(layer.whitened.losses_K), layer.rank_at(share)) for share in shares}
+            )
+        )
 
     def spectra(self) -> "pd.DataFrame":
         """Return a row for each singular value: layer, index, plain, whitened. Needs pandas."""
         with needed_by("spectra()"):
             import pandas as pd
 
-        return pd.concat(
-            [
-                pd.DataFrame(
-                    {
-                        "layer": layer.name,
-                        "index": range(1, 1 + len(layer.plain_K)),
-                        "plain": layer.plain_K.cpu().numpy(),
-                        "whitened": layer.whitened_K.cpu().numpy(),
-                    }
-                )
-                for layer in self.layers
-            ],
-            ignore_index=True,
+        return pd.DataFrame(
+            {"layer": layer.name, "index": index, "plain": plain, "whitened": whitened}
+            for layer in self.layers
+            for index, (plain, whitened) in enumerate(
+                zip(layer.plain_K.tolist(), layer.whitened_K.tolist(), strict=True), 1
+            )
         )
 
     def plot(self) -> "Figure":
@@ -224,14 +208,16 @@ class Sensitivity(Report):
         return figure
 
     def tables(self) -> list[Table]:
-        """Return what is lost at shares of each dense weight."""
+        """Return the predicted rise of the loss at shares of each dense weight."""
         at = (0.75, 0.5, 0.25, 0.1)
-        rows = []
-        for layer in self.layers:
-            ranks = [max(1, int(share * layer.params(None) / layer.params(1))) for share in at]
-            losses = [f"{layer.whitened.loss(rank):.3g}" for rank in ranks]
-            out_features, in_features = layer.whitened.weight_OI.shape
-            rows.append((layer.name, f"{in_features} to {out_features}", *losses))
+        rows = [
+            (
+                layer.name,
+                " to ".join(map(str, reversed(layer.whitened.weight_OI.shape))),
+                *(f"{layer.whitened.loss(layer.rank_at(share)):.3g}" for share in at),
+            )
+            for layer in self.layers
+        ]
         header = ("layer", "weight", *(f"loss at {share:.0%}" for share in at))
         title = "predicted rise of the loss, by share of the weight kept"
         return [Table(title, header, rows, names=0)]
@@ -255,22 +241,12 @@ def sensitivity(
     keep: str | Path | None = None,
     progress: bool = False,
 ) -> Sensitivity:
-    """Look at what each layer of a trained model can do without; nothing is changed.
+    """Predict the loss of a trained model at every rank of each layer; nothing is changed.
 
-    Args:
-        model: Any model with ``nn.Linear`` layers.
-        calibration: Batches as :func:`compress_` takes them.
-        loss_fn: The same.
-        target_modules: The same.
-        exclude_modules: The same.
-        keep: The same.
-        progress: The same.
+    Arguments and errors are those of :func:`compress_`, the budget aside.
 
     Returns:
         For each layer the loss by rank, with tables, plots, and the ranks for any budget.
-
-    Raises:
-        ValueError: As :func:`compress_` does, but for the budget.
 
     Example::
 
@@ -278,8 +254,6 @@ def sensitivity(
         found.to_pandas()
         small = copy.deepcopy(model)
         comera.compress_(small, found, budget=0.8)
-
-    Source: as :func:`compress_`.
     """
     layers = linear_targets(model, target_modules, exclude_modules, "sensitivity")
     return look_at(model, layers, calibration, loss_fn, keep=keep, progress=progress)
@@ -294,7 +268,7 @@ def look_at(
     keep: str | Path | None = None,
     progress: bool = False,
 ) -> Sensitivity:
-    """Do what :func:`sensitivity` does for the layers that it would find, by name."""
+    """Compute the :func:`sensitivity` of given layers, by name."""
     moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
     made = [  # moments are freed as the decompositions come, which are no larger
         LayerSensitivity(name, whitened_svd(weight_OI(layer), moments.pop(name)))

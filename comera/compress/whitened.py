@@ -19,10 +19,8 @@ from torch import Tensor
 from comera.compress.layer_moments import LayerMoments
 
 _SMALLEST = 1e-12
-"""Share of the mean variance that is added where a matrix of moments has no Cholesky root, and that
-takes the place of moments that are all zero; ten times as much where that does not do."""
-
-
+"""Share of the mean variance that is added where a matrix of moments has no Cholesky root, ten
+times as much at each further try; it also replaces moments that are all zero."""
 _DAMPING, _GRAD_DAMPING = 1e-4, 1e-3
 """Damping of the moments of inputs and of gradients, as shares of their mean variances."""
 
@@ -31,14 +29,14 @@ _DAMPING, _GRAD_DAMPING = 1e-4, 1e-3
 class WhitenedSVD:
     """A weight by its directions, the dearest first; the first r of them make the best of rank r.
 
-    What is kept is two matrices of the weight's smaller side: the best weight of a rank is the
-    weight projected onto the first columns of one of them, along those of the other.
+    Two matrices of the weight's smaller side are kept: the best weight of a rank is the weight
+    projected onto the first columns of one of them, along those of the other.
 
     Attributes:
         weight_OI: The weight, not copied.
-        span_KK: Its first r columns span what is kept.
+        span_KK: Its first r columns span what rank r keeps.
         dual_KK: The inverse of its transpose is ``span_KK``.
-        losses_K: By how much the loss rises without each direction, as predicted; float64.
+        losses_K: Predicted rise of the loss without each direction; float64.
     """
 
     weight_OI: Tensor
@@ -46,24 +44,19 @@ class WhitenedSVD:
     dual_KK: Tensor
     losses_K: Tensor
 
-    @property
-    def is_tall(self) -> bool:
-        """Whether the smaller side is that of the inputs."""
-        out_features, in_features = self.weight_OI.shape
-        return out_features > in_features
-
     @torch.no_grad()
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return ``(O, rank)`` and ``(rank, I)``, equally large; their product is the weight."""
         span, dual = self.span_KK[:, :rank], self.dual_KK[:, :rank]
         weight = self.weight_OI.detach().to(span.dtype)
-        left, right = (weight @ dual, span.T) if self.is_tall else (span, dual.T @ weight)
+        is_tall = weight.shape[0] > weight.shape[1]
+        left, right = (weight @ dual, span.T) if is_tall else (span, dual.T @ weight)
         sizes = left.norm(dim=0), right.norm(dim=1)
         scale = torch.where((sizes[0] > 0) & (sizes[1] > 0), (sizes[1] / sizes[0]).sqrt(), 1.0)
         return left * scale, right / scale[:, None]
 
     def loss(self, rank: int) -> float:
-        """Return by how much the loss is predicted to rise if so many directions are kept."""
+        """Return the predicted rise of the loss if so many directions are kept."""
         return float(self.losses_K[rank:].sum())
 
 
@@ -76,13 +69,12 @@ def whitened_svd(
 ) -> WhitenedSVD:
     """Decompose a weight in the coordinates in which every error counts the same.
 
-    In float64: squares of singular values below 1e-16 of the largest are noise, as are the moments
-    they come from.
+    Computed in float64: squares of singular values below 1e-16 of the largest are noise.
 
     Args:
         weight: ``(O, I)``.
         moments: Those of the layer; None weighs all entries alike, a plain SVD.
-        damping: What is added to the moments of inputs, as a share of their mean variance.
+        damping: Share of their mean variance that is added to the moments of inputs.
         grad_damping: The same for gradients.
 
     Returns:
@@ -114,10 +106,10 @@ def whitened_svd(
 
 
 def _expected(moments: LayerMoments) -> Tensor:
-    """Return the moments of inputs; of a table how often each row is to be expected.
+    """Return the moments of inputs; for a table the expected share of reads of each row.
 
-    Rows that were never read share, one like the other, the reads that go to such rows by the
-    estimate of Good and Turing: as many as went to rows that were read once.
+    By the estimate of Good and Turing, rows that were never read get as many reads, evenly, as went
+    to rows that were read once.
     """
     shares = moments.inputs_II
     if shares.dim() > 1:
@@ -132,20 +124,16 @@ def _expected(moments: LayerMoments) -> Tensor:
 
 
 def _damped(moments: Tensor, damping: float) -> Tensor:
-    """Return moments in float64 with a share of their mean variance added.
-
-    They are a matrix, or its diagonal where the others are zero.
-    """
+    """Return moments, a matrix or its diagonal, in float64 with a share of their mean added."""
     wide = moments.double()  # a copy unless it is float64 already
     if not bool(torch.isfinite(wide).all()):
         raise ValueError(
             "moments with NaN or infinite entries: inputs or gradients of calibration overflow"
         )
-    is_matrix = wide.dim() > 1
-    same = torch.ones_like(wide.diagonal() if is_matrix else wide)
-    mean = (wide.diagonal() if is_matrix else wide).mean()
-    same = same.diag() if is_matrix else same
-    if not mean > 0:  # a layer that sees nothing but zeros, or that the loss does not depend on
+    variances = wide.diagonal() if wide.dim() > 1 else wide
+    mean, same = variances.mean(), torch.ones_like(variances)
+    same = same.diag() if wide.dim() > 1 else same
+    if not mean > 0:  # a layer that sees only zeros, or that the loss does not depend on
         return same * _SMALLEST**2
     return wide + damping * mean * same
 

@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from comera.extras import needed_by
 
@@ -43,6 +43,7 @@ def show_seconds(number: float) -> str:
     return f"{number / 1e-6:.3g} us"
 
 
+_Item = TypeVar("_Item")
 _LEAST_WIDTH = 80
 _WORDS = (12, 24)
 """A column of words gets no narrower than the first, nor than its words up to the second."""
@@ -227,3 +228,14 @@ def empty_figure(columns: int = 1) -> tuple["Figure", Any]:
     figure = Figure(figsize=(5.5 * columns, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, squeeze=False).flatten()
+
+
+def with_bar(
+    items: Iterable[_Item], title: str, show: bool, total: float | None = None, done: int = 0
+) -> Iterable[_Item]:
+    """Return items, with a progress bar if ``show``, of which ``done`` were read before."""
+    if not show:
+        return items
+    from rich.progress import track  # not needed without a bar
+
+    return track(items, title, total, completed=done)

@@ -1,4 +1,4 @@
-"""Pruning to a target at once, by the importance of ranks: what the loss would lose with each."""
+"""Ranks cut to a target at once, by their importance for the loss."""
 
 import logging
 from collections.abc import Mapping
@@ -23,16 +23,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+log = logging.getLogger("comera")
+
 _NEW_SHARE = 0.02
 """Share of the present step in the running mean, which so looks back some fifty steps."""
+_OBSERVED = 100
+"""Steps between canonical form and the cut: twice as many as the running mean looks back."""
 
 
 class ImportanceScores:
     """Running mean, over training steps, of the square of gate times gradient, for every rank.
 
-    Gate times gradient is what the loss of a batch would lose with the rank, to first order; its
-    mean nearly vanishes where a model has converged, its mean square does not (Molchanov et al.,
-    arXiv 1906.10771, equation 8).
+    Gate times gradient is the loss of a batch without the rank, to first order; its mean nearly
+    vanishes where a model has converged, its mean square does not (Molchanov et al., arXiv
+    1906.10771, equation 8).
 
     Args:
         layers: The layers whose gates are observed, by name.
@@ -52,21 +56,20 @@ class ImportanceScores:
         return {**vars(self), "_lost": {}, "_observed": {}}  # gates of a copy have no hooks
 
     @property
-    def _gates(self) -> list[nn.Parameter]:
-        """Return each gate once, shared ones too."""
-        layers = self._layers.values()
-        return list({id(gate): gate for layer in layers for gate in layer.gates}.values())
+    def _gates(self) -> dict[nn.Parameter, str]:
+        """Each gate once, shared ones too, and the name of its layer."""
+        gates: dict[nn.Parameter, str] = {}
+        for name, layer in self._layers.items():
+            for gate in layer.gates:
+                gates.setdefault(gate, name or "the layer")
+        return gates
 
     def observe_(self) -> None:
-        """Observe every gate's gradient from the next backward pass on.
-
-        Raises:
-            ValueError: If a gate is frozen.
-        """
-        for number, gate in enumerate(self._gates):
+        """Hook every gate, those that were replaced too; ``ValueError`` if one is frozen."""
+        for number, (gate, owner) in enumerate(self._gates.items()):
             if not gate.requires_grad:
                 raise ValueError(
-                    f"the rank gates of {self._owner(gate)} have been frozen (requires_grad=False) "
+                    f"the rank gates of {owner} have been frozen (requires_grad=False) "
                     "since rank learning began: without their gradients there is no telling the "
                     "importance of its ranks. Let them train, or make a new ImportancePruning, "
                     "which leaves them"
@@ -79,24 +82,18 @@ class ImportanceScores:
             add = unserializable_hook(partial(self._add, number))
             self._observed[number] = gate, gate.register_hook(add)
 
-    def _owner(self, gate: nn.Parameter) -> str:
-        for name, layer in self._layers.items():
-            if any(held is gate for held in layer.gates):
-                return name or "the layer"
-        raise AssertionError("a gate of none of the layers")
-
     def _add(self, number: int, grad: Tensor) -> None:
-        """Add gate times gradient of one part of a batch, while the gate is still what it was."""
+        """Add gate times gradient of one part of a batch, before the gate is stepped."""
         lost = grad.detach() * self._observed[number][0].detach()
         before = self._lost.get(number)
         self._lost[number] = lost if before is None else before + lost
 
     @torch.no_grad()
     def follow_(self, group: "dist.ProcessGroup | None" = None) -> None:
-        """Take in one step, after its backward pass: on the device, in place.
+        """Add a step to the mean, after its backward pass: on the device, in place.
 
-        A step whose gradients are not finite is left out; after truncation the mean starts anew.
-        What the processes of a group observe, each on rows of its own, is averaged.
+        A step whose gradients are not finite is left out; the mean starts again after truncation.
+        Processes of a group, each with rows of its own, take the mean of their gradients.
         """
         if not self._lost:
             return
@@ -118,20 +115,16 @@ class ImportanceScores:
         self.mean.lerp_(torch.where(sound, square, self.mean), _NEW_SHARE)
 
     def discard_(self) -> None:
-        """Leave out the gradients observed since the last step: the step is not taken."""
+        """Discard the gradients observed since the last step."""
         self._lost.clear()
 
-    def reset_(self) -> None:
-        """Start anew, after ranks have come to mean something else."""
-        if self.mean is not None:
-            self.mean.zero_()
-
     def stop_(self) -> None:
-        """Observe gates no longer."""
+        """Remove the hooks and forget everything."""
         for _, hook in self._observed.values():
             hook.remove()
         self._observed.clear()
         self._lost.clear()
+        self.mean = None
 
     @torch.no_grad()
     def importance(self, group: "dist.ProcessGroup | None" = None) -> dict[int, Tensor] | None:
@@ -140,7 +133,7 @@ class ImportanceScores:
         Alike in all processes of a group, which call it together. None if no gradient has been
         observed.
         """
-        gates = self._gates
+        gates = list(self._gates)
         widths = [gate.numel() for gate in gates]
         mean = self.mean
         if mean is None or mean.numel() != sum(widths):
@@ -153,16 +146,9 @@ class ImportanceScores:
         return {id(g): part for g, part in zip(gates, mean.split(widths), strict=True)}
 
 
-log = logging.getLogger("comera")
-
-_OBSERVED = 100
-"""Steps before the cut, half of all at most, in which ranks mean the same: twice as many as the
-running mean looks back."""
-
-
 @dataclass
 class ImportanceSettings:
-    """Settings by which :class:`ImportancePruning` chooses among ranks.
+    """Settings of :class:`ImportancePruning`, and of the section ``importance`` of a run.
 
     Args:
         min_keep: What every layer keeps at least, as a share of what it would have if all were cut
@@ -179,7 +165,7 @@ class ImportanceSettings:
     min_rank: int = 1
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a setting that is out of range."""
+        """Raise ``ValueError`` for a setting out of range."""
         check_min_rank(self.min_rank)
         check_min_keep(self.min_keep)
         if not isinstance(self.canonical, bool):
@@ -199,30 +185,12 @@ class ImportancePruning(RankLearning):
     two calls. Training goes on afterwards, with the small model.
 
     Args:
-        model: Holds tensor-train layers; those it holds now are the ones that are learned, but for
-            those whose gates are frozen.
-        target: Size of their cores at the end, as a share of their size now, in (0, 1].
+        model, target, process_group: As of :class:`~comera.TwoStage`.
         steps: Steps before ranks are cut, at least one.
-        min_keep: What every layer keeps at least, as a share of what an equal cut of all would
-            leave it.
-        canonical: Whether to bring the tensor trains into canonical form before, by
-            :func:`~comera.canonicalize_`.
-        min_rank: 1, or 0 to let whole layers vanish; for these three see
+        min_keep, canonical, min_rank: See
             :class:`~comera.rank.importance_pruning.ImportanceSettings`.
-        process_group: Processes that train copies of the model together, each on its own rows. They
-            cut the same ranks or, with an error, none, and all of them make the same calls of
-            :meth:`step` and :meth:`finish_`. ``"auto"`` finds them: those of the model's
-            ``DistributedDataParallel``, else all that ``torch.distributed`` knows of. None where
-            each trains a model of its own.
 
-    Attributes:
-        start_size: Entries of the cores when this object was made.
-        target_size: Entries allowed at the end.
-        forced: Gates above 0.1 that :meth:`finish_` has closed, None before it ran.
-
-    Raises:
-        ValueError: If the model has no tensor-train layer to learn, one is sharded, as by
-            ``fully_shard``, or a setting is out of range.
+    Attributes and errors are those of :class:`~comera.TwoStage`.
     """
 
     method: ClassVar[str] = "ImportancePruning"
@@ -242,102 +210,68 @@ class ImportancePruning(RankLearning):
         self.settings = ImportanceSettings(min_keep, canonical, min_rank)
         self.settings.check()
         super().__init__(model, target, steps, min_rank, process_group)
-        self._scores: ImportanceScores | None = self._observe()
-
-    def _observe(self) -> ImportanceScores:
-        scores = ImportanceScores(self.size.layers)
-        scores.observe_()
-        return scores
+        # At the very start there is nothing to tell ranks apart.
+        self._canonical_from = steps - min(_OBSERVED, (steps + 1) // 2)
+        self._scores = ImportanceScores(self.size.layers)
+        self._scores.observe_()
 
     def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
-        if self._scores is not None:
-            self._scores.observe_()  # gates that have been replaced since the last step, too
+        self._scores.observe_()  # gates that have been replaced since the last step, too
         return loss
 
     def count_(self, optimizer: AnyOptimizer | None = None) -> None:
-        """Do the part of :meth:`step` that is the host's, between two steps."""
+        """Count a step on the host, see :meth:`~comera.rank.learning.RankLearning.count_`."""
         super().count_(optimizer)
         if self.settings.canonical and self.steps_done == self._canonical_from:
             group = self._processes(min_keep=self.settings.min_keep)
             canonicalize_(self.model, optimizer, process_group=group)
-            if self._scores is not None:
-                self._scores.reset_()
-
-    @property
-    def _canonical_from(self) -> int:
-        """Return after how many steps; at the very start there is nothing to tell ranks apart."""
-        return self._steps - min(_OBSERVED, (self._steps + 1) // 2)
+            if self._scores.mean is not None:  # of ranks that are no more
+                self._scores.mean.zero_()
 
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
-        """Do the part of :meth:`step` that is the device's, in place: a CUDA graph can hold it."""
-        if self._scores is not None:
-            group = self.process_group  # in a loop of one's own it may not have been looked for yet
-            self._scores.follow_(None if isinstance(group, str) else group)
+        """Follow a step on the device, see :meth:`~comera.rank.learning.RankLearning.follow_`."""
+        group = self.process_group  # in a loop of one's own it may not have been looked for yet
+        self._scores.follow_(None if isinstance(group, str) else group)
         super().follow_(loss)
 
     def discard_(self) -> None:
-        """Forget what came since the last :meth:`step`, whose gradients are thrown away."""
+        """Discard the gradients of a step that is not taken."""
         super().discard_()
-        if self._scores is not None:
-            self._scores.discard_()
+        self._scores.discard_()
 
     def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
-        """End with at most ``target_size`` entries: cut the least important ranks, in place.
-
-        Args:
-            optimizer: Its state is cut along with the parameters; that of the last step, if it is
-                not given.
-
-        Returns:
-            ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, how many gates
-            above 0.1 have been closed; ``reached``, the size before any was.
-
-        Raises:
-            ValueError: If processes that train together hold different gates or would cut different
-                ranks; then none of them has changed anything. If the cores hold what is not finite,
-                or the optimizer's state cannot be cut.
-            RuntimeError: If another process cannot cut its ranks.
-        """
+        """Cut the least important ranks, see :meth:`~comera.rank.learning.RankLearning.finish_`."""
         group = self._processes(min_keep=self.settings.min_keep)
-        importance = None if self._scores is None else self._scores.importance(group)
-        if importance is None and self._scores is not None:
-            log.warning(
-                "no step has told the importance of ranks: those that carry the least of their "
-                "layer are cut"
-            )
-        outcome = self._cut_(
-            optimizer or self._optimizer, group, importance, self.settings.min_keep
-        )
-        self._stop()
+        importance = None
+        if self.forced is None:
+            importance = self._scores.importance(group)
+            if importance is None:
+                log.warning(
+                    "no step has told the importance of ranks: those that carry the least of their "
+                    "layer are cut"
+                )
+        outcome = self._cut_(optimizer, group, importance, self.settings.min_keep)
+        self._scores.stop_()
         return outcome
 
-    def _stop(self) -> None:
-        if self._scores is not None:
-            self._scores.stop_()
-            self._scores = None
-
     def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Warn of nothing: no gate has to fall, whatever its learning rate."""
+        """Do nothing: no gate has to close, whatever its learning rate."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return all that a recorded CUDA graph has fixed: host values on which the objective
-        branches, and addresses of the tensors it reads.
-        """
-        mean = None if self._scores is None else self._scores.mean
+        """Return what a CUDA graph fixes: host values and tensor addresses of the objective."""
+        mean = self._scores.mean
         return (*super().identity(), None if mean is None else mean.data_ptr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a resumed run needs; tensors and plain values only."""
-        mean = None if self._scores is None else self._scores.mean
-        return {**super().state_dict(), "importance": mean}
+        """Return tensors and plain values for a resumed run."""
+        return {**super().state_dict(), "importance": self._scores.mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; ``ValueError`` for another method's."""
+        """Resume from a state of :meth:`state_dict`."""
         super().load_state_dict(state)
-        if self.forced is not None:  # nothing left to choose
-            self._stop()
-            return
         mean = state["importance"]
-        self._scores = self._scores or self._observe()
-        self._scores.mean = None if mean is None else self._own(mean)
+        if self.forced is not None:  # nothing left to choose
+            self._scores.stop_()
+        else:
+            self._scores.mean = None if mean is None else self._own(mean)

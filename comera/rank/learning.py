@@ -1,11 +1,7 @@
 """The base of the methods of rank learning: when ranks are cut, and how.
 
-A training loop, a step and a checkpoint use this interface only. How gates are trained until the
-cut, and which ranks go, is the part of :class:`~comera.TwoStage` and
-:class:`~comera.ImportancePruning`.
-
-Processes that average their gradients must cut the same ranks: :func:`check_alike` compares their
-settings, ranks and gates, and :func:`agreed` their plans, before anything is changed.
+Processes that average their gradients must cut the same ranks: their settings, ranks and gates are
+compared, and by :func:`agreed` their plans, before anything is changed.
 """
 
 import logging
@@ -34,9 +30,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("comera")
 
 
+Stage = Literal["early", "late", "done"]
+
 _SAME = 1e-3
 """Tolerance of equal gates: machines of several kinds round differently."""
-
+_OPEN = 0.1
+"""A gate above this still carries its rank; one below is on its way out."""
 _WAY_OUT = (
     "Nothing has been changed. Processes that train one model start with equal weights and average "
     "their gradients, as DistributedDataParallel does; where each trains a model of its own, give "
@@ -45,43 +44,15 @@ _WAY_OUT = (
 
 
 def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
-    """Find the group whose processes train copies of a model.
+    """Return the group whose processes train copies of a model; None for a process that is alone.
 
-    That of its ``DistributedDataParallel``; where there is none, all processes that
-    ``torch.distributed`` knows of. None for a process that is alone.
+    That of its ``DistributedDataParallel``; without one, all processes of ``torch.distributed``.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     for wrapper in wrappers_of(model):
         return wrapper.process_group
     return dist.group.WORLD if dist.get_world_size() > 1 else None
-
-
-def check_alike(
-    group: "dist.ProcessGroup | None", model: nn.Module, settings: Mapping[str, object]
-) -> None:
-    """Check that the processes of a group hold the same ranks and gates; all of them call it.
-
-    Args:
-        group: None for a process that is alone.
-        model: The copy of this process.
-        settings: What else must be equal, by name.
-
-    Raises:
-        ValueError: If any two differ; raised in all processes, and says in what.
-    """
-    layers = tensor_trains(model)
-    gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
-    thresholds = {name: layer.prune_below for name, layer in layers.items()}
-    known = {**settings, "prune_below": thresholds}
-    (first, mine), *others = _gathered(group, (known, gates)).items()
-    for process, theirs in others:
-        what = _difference(mine, theirs)
-        if what is not None:
-            raise ValueError(
-                f"processes {first} and {process} do not hold copies of one model: {what}. "
-                f"{_WAY_OUT}"
-            )
 
 
 def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
@@ -92,8 +63,8 @@ def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
         plan: Returns plain values, the same in all processes.
 
     Raises:
-        Exception: What the function raised, where it did.
-        RuntimeError: If it raised in one process; raised in the others.
+        Exception: The error of the function in this process.
+        RuntimeError: If it raised in another process.
         ValueError: If it returned different values; raised in all processes.
     """
     mine, problem = None, None
@@ -120,7 +91,7 @@ def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
 
 
 def _gathered(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
-    """Gather what every process of a group says, by its number."""
+    """Gather the objects of every process of a group, by its number."""
     if group is None:
         return {0: mine}
     ranks = dist.get_process_group_ranks(group)
@@ -129,11 +100,8 @@ def _gathered(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
     return dict(zip(ranks, found, strict=True))
 
 
-_Copy = tuple[dict[str, object], dict[str, list[Tensor]]]
-
-
-def _difference(one: _Copy, other: _Copy) -> str | None:
-    """Return in what two processes differ, in words; None if they do not."""
+def _difference(one: tuple[Any, Any], other: tuple[Any, Any]) -> str | None:
+    """Return the first difference between the settings and gates of two processes, or None."""
     (settings, gates), (other_settings, other_gates) = one, other
     for name, value in settings.items():
         if value != other_settings[name]:
@@ -152,7 +120,7 @@ def _difference(one: _Copy, other: _Copy) -> str | None:
 
 
 def check_target(target: Any) -> None:
-    """Raise ``ValueError`` for what is no share of a size to end at."""
+    """Raise ``ValueError`` for a target out of range."""
     if not is_number(target) or not 0 < target <= 1:
         raise ValueError(
             f"target={target!r} must be in (0, 1]: the share of the present size to end at"
@@ -160,14 +128,7 @@ def check_target(target: Any) -> None:
 
 
 def check_steps(name: str, steps: Any, least: int, why: str = "") -> None:
-    """Raise ``ValueError`` for what is no number of steps.
-
-    Args:
-        name: Name of the setting.
-        steps: The value that the user gave.
-        least: The fewest there may be.
-        why: What the error says besides.
-    """
+    """Raise ``ValueError`` for a setting that is no number of steps; the message ends with why."""
     if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < least:
         raise ValueError(f"{name}={steps!r} must be a whole number of steps, from {least}{why}")
 
@@ -178,7 +139,7 @@ def target_entries(
     """Return how many entries a target leaves the cores of some layers.
 
     Args:
-        layers: Whose ranks are learned.
+        layers: The layers whose ranks are learned.
         target: The share of ``start_size`` to end at.
         start_size: Entries of their cores at the start.
         min_rank: Ranks that every bond keeps.
@@ -201,22 +162,15 @@ def target_entries(
     return allowed
 
 
-_OPEN = 0.1
-"""A gate above this still carries its rank; one below is on its way out."""
-
-Stage = Literal["early", "late", "done"]
-
-
 class RankLearning(ABC):
-    """Learn the ranks of one model in one training run; a method of doing so is a subclass.
-
-    Arguments are those of the methods, and checked by them; after ``steps`` it is due.
+    """Learn the ranks of one model in one training run; each method is a subclass.
 
     Attributes:
         method: The name of the class in states and errors.
         steps_done: Steps counted so far.
-        process_group: The group that was given. ``TrainStep`` puts that of its
-            ``DistributedDataParallel`` here.
+        process_group: The group that was given, or that of the ``DistributedDataParallel`` of
+            ``TrainStep``.
+        forced: Gates above 0.1 that :meth:`finish_` has closed, None before it ran.
     """
 
     method: ClassVar[str]
@@ -250,8 +204,8 @@ class RankLearning(ABC):
         self.steps_done = 0
         self.forced: int | None = None
         self._steps = steps
-        self._reached = torch.zeros((), dtype=torch.bool, device=self.size.gates[0].device)
-        self._live: Tensor | None = None  # before the optimizer step that is under way
+        self._target_met = torch.zeros((), dtype=torch.bool, device=self.size.gates[0].device)
+        self._live: Tensor | None = None  # open gates before the present optimizer step
         self._optimizer: AnyOptimizer | None = None  # of the last step
 
     def __getstate__(self) -> dict[str, Any]:
@@ -260,39 +214,38 @@ class RankLearning(ABC):
 
     @property
     def stage(self) -> Stage:
-        """Return in which stage the next step is, ``"done"`` once it is due."""
+        """Stage of the next step, ``"done"`` once ranks are due to be cut."""
         return "done" if self.forced is not None or self.due else "early"
 
     @property
     def due(self) -> bool:
-        """Return whether it is time for :meth:`finish_`, which has not run yet."""
+        """Whether it is time for :meth:`finish_`, which has not run yet."""
         return self.forced is None and self.steps_left == 0
 
     @property
     def steps_left(self) -> int:
-        """Return how many steps there are until it is :attr:`due`."""
+        """Number of steps until ranks are :attr:`due` to be cut."""
         return max(0, self._steps - self.steps_done)
 
     def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return what to differentiate instead of ``loss``: a scalar on the same device.
+        """Return the scalar to differentiate instead of ``loss``.
 
         Args:
             loss: Loss of the batch.
-            seen: What the size is weighed against, where that is not ``loss``: of several processes
-                the mean of theirs, so that all make the same choice.
+            seen: Loss that the size is weighed against, by default ``loss``: the mean over several
+                processes, so that all make the same choice.
         """
         if self.stage == "done":
             return loss
         if any(map(is_sharded, self.size.gates)):
-            check_unsharded(self.model, self.method)  # it was made before the model was sharded
+            check_unsharded(self.model, self.method)  # the model was sharded afterwards
         gates = self.size.read()
         self._live = gates.live
         return self._objective(loss, gates, loss.detach() if seen is None else seen)
 
     @abstractmethod
     def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
-        """Return the objective while the stage is not over; it may branch on the host only on what
-        ``identity`` returns.
+        """Return the objective; on the host it may branch only on values of :meth:`identity`.
 
         Args:
             loss: Loss of the batch, to be differentiated.
@@ -305,9 +258,8 @@ class RankLearning(ABC):
 
         Args:
             loss: Loss of the batch; the mean loss where a step has several batches.
-            optimizer: The one that has stepped. Its state is cut along with the ranks, and starts
-                anew for cores that are brought into canonical form; without it such a state is left
-                as it was, which costs some steps.
+            optimizer: The optimizer that has stepped. Its state is cut along with the ranks, and
+                reset for cores that are brought into canonical form.
 
         Raises:
             ValueError: If the optimizer holds no core, or keeps state that cannot be cut with them.
@@ -320,7 +272,7 @@ class RankLearning(ABC):
         self.count_(optimizer)
 
     def count_(self, optimizer: AnyOptimizer | None = None) -> None:
-        """Do the part of :meth:`step` that is the host's, between two steps."""
+        """Count a step on the host: the other half of :meth:`step`."""
         if optimizer is not None and optimizer is not self._optimizer:
             check_holds_cores(optimizer, self.model)
             check_can_be_cut(tensor_trains(self.model), optimizer)
@@ -329,14 +281,14 @@ class RankLearning(ABC):
 
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
-        """Do the part of :meth:`step` that is the device's, in place: a CUDA graph can hold it."""
+        """Follow a step on the device, in place: the half of :meth:`step` in a CUDA graph."""
         if self._live is not None:
             # Many gates may close in one step, and a closed one has no gradient to open again.
-            self._reached |= self.size.hold_(self._live, self.target_size)
+            self._target_met |= self.size.hold_(self._live, self.target_size)
             self._live = None
 
     def discard_(self) -> None:
-        """Forget what came since the last :meth:`step`: its gradients are thrown away.
+        """Discard the objective of a step that is not taken.
 
         Loops of one's own call it, with ``zero_grad``, after a step that raised before its end.
         """
@@ -344,38 +296,49 @@ class RankLearning(ABC):
 
     @abstractmethod
     def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
-        """End with at most ``target_size`` entries in the cores; say in numbers what was done."""
+        """Cut ranks, so that the cores have at most ``target_size`` entries, in place.
+
+        Args:
+            optimizer: The optimizer whose state is cut along with the parameters; by default that
+                of the last step.
+
+        Returns:
+            ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, the number of gates
+            above 0.1 that were closed; ``reached``, the size before any was.
+
+        Raises:
+            ValueError: If processes that train together hold different gates or would cut different
+                ranks; then none of them has changed anything. If the cores are not finite, or the
+                optimizer's state cannot be cut.
+            RuntimeError: If another process cannot cut its ranks.
+        """
 
     @abstractmethod
     def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Warn of what an optimizer cannot do in the steps there are."""
+        """Warn if the steps are too few for the optimizer to close gates."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return all that a recorded CUDA graph has fixed: host values on which the objective
-        branches, and addresses of the tensors it reads.
-        """
+        """Return what a CUDA graph fixes: host values and tensor addresses of the objective."""
         sizes = self.target_size, self.start_size, self.min_rank
-        return self.method, self.stage, *sizes, self._reached.data_ptr()
+        return self.method, self.stage, *sizes, self._target_met.data_ptr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a resumed run needs; tensors and plain values only."""
+        """Return tensors and plain values for a resumed run."""
         return {
             "method": self.method,
             "steps_done": self.steps_done,
             "start_size": self.start_size,
             "target_size": self.target_size,
             "forced": self.forced,
-            "reached": self._reached,
+            "target_met": self._target_met,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned.
-
-        The target is that of this object: where it was another one, training goes on towards it.
+        """Resume from a state of :meth:`state_dict`; the target is that of this object.
 
         Raises:
-            ValueError: If that is the state of another method, or the target is smaller than can be
-                reached; nothing is changed.
+            ValueError: If the state is one of another method, or the target is out of reach;
+                nothing is changed.
         """
         if state.get("method") != self.method:
             raise ValueError(f"this is a state of {state.get('method')}, not of {self.method}")
@@ -390,11 +353,11 @@ class RankLearning(ABC):
                 )  # fmt: skip
         self.steps_done, self.forced = state["steps_done"], state["forced"]
         self.start_size, self.target_size = start_size, target_size
-        self._reached = self._own(state["reached"])
+        self._target_met = self._own(state["target_met"])
         self.discard_()
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor of a state, which will be changed in place, to the model's device."""
+        """Copy a tensor of a state to the model's device, to be changed in place."""
         return tensor.to(self.size.gates[0].device, copy=True)
 
     @property
@@ -402,24 +365,32 @@ class RankLearning(ABC):
         return [core for layer in self.size.layers.values() for core in layer.cores]
 
     def _processes(self, **settings: object) -> "ProcessGroup | None":
-        """Find the group to work with, and check that its processes hold the same ranks and gates.
-
-        Args:
-            settings: Settings of the method by which ranks are chosen: they must be the same too.
+        """Return the group to work with, whose processes hold the same ranks, gates and settings.
 
         Raises:
-            ValueError: If they do not; raised in all of them.
+            ValueError: If they do not, in all of them; the message has the difference.
         """
         check_unsharded(self.model, self.method)
         given = self.process_group
         group = processes_of(self.model) if isinstance(given, str) else given
-        alike = {
+        layers = tensor_trains(self.model)
+        known = {
             "method": self.method, "target_size": self.target_size, "min_rank": self.min_rank,
             **settings, "due": self.forced is None,
+            "prune_below": {name: layer.prune_below for name, layer in layers.items()},
         }  # fmt: skip
-        check_alike(group, self.model, alike)
+        gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
+        (first, mine), *others = _gathered(group, (known, gates)).items()
+        for process, theirs in others:
+            what = _difference(mine, theirs)
+            if what is not None:
+                raise ValueError(
+                    f"processes {first} and {process} do not hold copies of one model: {what}. "
+                    f"{_WAY_OUT}"
+                )
         return group
 
+    @torch.no_grad()
     def _cut_(
         self,
         optimizer: AnyOptimizer | None,
@@ -427,42 +398,21 @@ class RankLearning(ABC):
         importance: Mapping[int, Tensor] | None = None,
         min_keep: float = 0.0,
     ) -> dict[str, Any]:
-        """Close gates until the target is met and truncate; returns what :meth:`finish_` does."""
-        reached = int(self.size.exact())
-        closed = self._close_(optimizer, group, importance, min_keep)
-        self.forced = sum(value > _OPEN for value in closed)
-        truncate_(self.model, optimizer, min_rank=self.min_rank)
-        return {
-            "size": sum(core.numel() for core in self._cores),
-            "target_size": self.target_size,
-            "start_size": self.start_size,
-            "forced": self.forced,
-            "reached": reached,
-        }
-
-    @torch.no_grad()
-    def _close_(
-        self,
-        optimizer: AnyOptimizer | None,
-        group: "ProcessGroup | None",
-        importance: Mapping[int, Tensor] | None,
-        min_keep: float,
-    ) -> list[float]:
-        """Close gates until the target is met: the same in all processes, or none in any."""
-        gates = self.size.gates
-        before, closed = [gate.detach().clone() for gate in gates], list[float]()
+        """Close gates until the target is met, alike in all processes, and truncate."""
+        optimizer = optimizer or self._optimizer
+        reached, gates = int(self.size.exact()), self.size.gates
+        before, closed = [gate.clone() for gate in gates], list[float]()
 
         def close() -> dict[str, list[list[int]]]:
-            # These raise where its state could not be cut.
-            check_can_be_cut(tensor_trains(self.model), optimizer)
+            layers = tensor_trains(self.model)
+            check_can_be_cut(layers, optimizer)
             closed.extend(
                 prune_to_(
                     self.size.layers, self.target_size,
                     min_rank=self.min_rank, importance=importance, min_keep=min_keep,
                 )
             )  # fmt: skip
-            # What will be cut out, of every layer: processes must agree on more than the gates.
-            layers = tensor_trains(self.model)
+            # The cut of every layer: processes must agree on more than the gates.
             return {
                 name: [keep.tolist() for keep in kept_ranks(layer, self.min_rank)]
                 for name, layer in layers.items()
@@ -474,11 +424,19 @@ class RankLearning(ABC):
             for gate, was in zip(gates, before, strict=True):
                 gate.copy_(was)
             raise
-        return closed
+        self.forced = sum(value > _OPEN for value in closed)
+        truncate_(self.model, optimizer, min_rank=self.min_rank)
+        return {
+            "size": sum(core.numel() for core in self._cores),
+            "target_size": self.target_size,
+            "start_size": self.start_size,
+            "forced": self.forced,
+            "reached": reached,
+        }
 
 
 def check_holds_cores(optimizer: AnyOptimizer, model: nn.Module) -> None:
-    """Check that the optimizer holds cores: one built before ``tensorize_`` holds what is gone."""
+    """Raise ``ValueError`` for an optimizer without cores, as one built before ``tensorize_``."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     cores = [core for layer in tensor_trains(model).values() for core in layer.cores]
     training = [core for core in cores if core.requires_grad]

@@ -15,16 +15,12 @@ from comera.surgery.truncate import check_finite, check_min_rank, kept_ranks, no
 
 @dataclass
 class _Bond:
-    """One bond while ranks are being chosen: the importance of its ranks, the least first.
-
-    ``relative`` says that this is a share of what the bond as a whole carries.
-    """
+    """One bond while ranks are being chosen: the importance of its ranks, the least first."""
 
     layer: int
     position: int
     importance: list[float]
     order: list[int]
-    relative: bool
 
 
 @torch.no_grad()
@@ -40,9 +36,9 @@ def prune_to_(
 
     Ranks go by their importance for each entry they cost, the least first, over all layers
     together. The last one may have been large: of those before it, what then still fits stays open,
-    but for layers that have gone as a whole. Gates are set to zero, nothing is cut. What counts is
-    what :func:`truncate_` leaves at the same ``min_rank``: of a bond whose gates are all closed at
-    1, its largest.
+    except in layers that have vanished. Gates are set to zero, nothing is cut. Ranks are counted
+    as :func:`truncate_` leaves them at the same ``min_rank``: of a bond whose gates are all closed
+    at 1, its largest.
 
     Args:
         named: Layers to prune, by name.
@@ -59,7 +55,7 @@ def prune_to_(
 
     Raises:
         ValueError: If the smallest ranks allowed are still above the budget, the importance of a
-            gate is not given or not finite, or a core or gate holds what is not finite.
+            gate is not given or not finite, or a core or gate is not finite.
     """
     check_min_rank(min_rank)
     check_min_keep(min_keep)
@@ -67,26 +63,35 @@ def prune_to_(
     layers = list(named.values())
     keeps = [kept_ranks(layer, min_rank) for layer in layers]
     ranks = [[len(keep) for keep in of_layer] for of_layer in keeps]
-    # A layer that has vanished has nothing left to close.
-    bonds = [
-        bond
+    bonds_of = [  # a layer that has vanished has nothing left to close
+        _rank_bonds(number, name, layer, keeps[number], importance) if all(ranks[number]) else []
         for number, (name, layer) in enumerate(named.items())
-        if all(ranks[number])
-        for bond in _rank_bonds(number, name, layer, keeps[number], importance)
     ]
+    bonds = [bond for of_layer in bonds_of for bond in of_layer]
     sizes = [layer.shape.size_at(live) for layer, live in zip(layers, ranks, strict=True)]
-    of_layer: dict[int, list[int]] = {}
-    for k, bond in enumerate(bonds):
-        of_layer.setdefault(bond.layer, []).append(k)
     alike = min_keep * budget / max(1, sum(sizes))
     least = [alike * size for size in sizes]
 
     def cost_of(bond: _Bond) -> float:
-        return _cost(bond, layers[bond.layer], ranks[bond.layer], sizes, least, min_rank)
+        """Return the loss for each entry saved by the next rank of a bond; infinite if none may go.
+
+        A share is measured against what is left, not against the start: many equal ranks cost
+        little to thin out and ever more to do without.
+        """
+        live = ranks[bond.layer]
+        if live[bond.position] <= min_rank or not bond.importance:
+            return np.inf
+        fewer = [r - (k == bond.position) for k, r in enumerate(live)]
+        left = layers[bond.layer].shape.size_at(fewer)
+        if left < least[bond.layer]:
+            return np.inf
+        whole = max(sum(bond.importance), 1e-300) if importance is None else 1.0
+        return bond.importance[0] / whole / (sizes[bond.layer] - left)
 
     # Greedily, one rank at a time. What a rank saves depends on the other bonds of its layer, so
-    # that with each one closed the costs of one layer, and of no other, are counted anew.
+    # the costs of that layer are counted again.
     closed: list[tuple[_Bond, int]] = []
+    first = np.cumsum([0, *map(len, bonds_of)])
     cost = np.array([cost_of(bond) for bond in bonds])
     while sum(sizes) > budget:
         if any(least) and len(cost) and not np.isfinite(cost.min()):
@@ -99,35 +104,15 @@ def prune_to_(
                 f"still need {sum(sizes)}"
             )
         bond = bonds[int(cost.argmin())]
-        live = ranks[bond.layer]
+        number, live = bond.layer, ranks[bond.layer]
         closed.append((bond, bond.order.pop(0)))
         bond.importance.pop(0)
         live[bond.position] -= 1
         if not live[bond.position]:  # only at min_rank=0: without one bond the layer is zero
-            ranks[bond.layer] = [0] * len(live)
-        sizes[bond.layer] = layers[bond.layer].shape.size_at(ranks[bond.layer])
-        for k in of_layer[bond.layer]:
-            cost[k] = cost_of(bonds[k])
-    # No gate has been touched so far: whatever raised has left the model as it was.
-    values = []
-    for bond, index in _still_needed(closed, layers, ranks, sizes, budget):
-        gate = layers[bond.layer].gates[bond.position]
-        values.append(float(gate[index]))
-        gate[index] = 0
-    return values
-
-
-def _still_needed(
-    closed: Sequence[tuple[_Bond, int]],
-    layers: Sequence[TensorTrainModule],
-    ranks: Sequence[list[int]],
-    sizes: list[int],
-    budget: float,
-) -> list[tuple[_Bond, int]]:
-    """Return the ranks that have to be closed, of those that were: all but what fits again.
-
-    From the last one backwards, which is the most important first.
-    """
+            ranks[number] = [0] * len(live)
+        sizes[number] = layers[number].shape.size_at(ranks[number])
+        cost[first[number] : first[number + 1]] = [cost_of(other) for other in bonds_of[number]]
+    # Open again what still fits, the most important first.
     needed = []
     for bond, index in reversed(closed):
         live = ranks[bond.layer]
@@ -138,30 +123,13 @@ def _still_needed(
             sizes[bond.layer] = size
         else:
             needed.append((bond, index))
-    return needed[::-1]
-
-
-def _cost(
-    bond: _Bond,
-    layer: TensorTrainModule,
-    live: Sequence[int],
-    sizes: Sequence[int],
-    least: Sequence[float],
-    min_rank: int,
-) -> float:
-    """Return what closing its least important rank loses, per entry saved; infinite if it may not.
-
-    A share is measured against what is left, not against the start: many equal ranks cost little to
-    thin out and ever more to do without.
-    """
-    if live[bond.position] <= min_rank or not bond.importance:
-        return np.inf
-    fewer = [r - (k == bond.position) for k, r in enumerate(live)]
-    left = layer.shape.size_at(fewer)
-    if left < least[bond.layer]:
-        return np.inf
-    whole = max(sum(bond.importance), 1e-300) if bond.relative else 1.0
-    return bond.importance[0] / whole / (sizes[bond.layer] - left)
+    # No gate has been touched so far: whatever raised has left the model as it was.
+    values = []
+    for bond, index in reversed(needed):
+        gate = layers[bond.layer].gates[bond.position]
+        values.append(float(gate[index]))
+        gate[index] = 0
+    return values
 
 
 def _rank_bonds(
@@ -172,41 +140,31 @@ def _rank_bonds(
     importance: Mapping[int, Tensor] | None,
 ) -> list[_Bond]:
     """Sort the ranks of each bond that would be kept by their importance."""
-    values = (
-        _norms(name, layer)
-        if importance is None
-        else [_importance_of(gate, importance) for gate in layer.gates]
-    )
+    if importance is None:
+        values = _norms(layer)
+        if not all(of_bond.isfinite().all() for of_bond in values):
+            raise not_finite(name, "cores")
+    else:
+        values = []
+        for gate in layer.gates:
+            found = importance.get(id(gate))
+            if found is None or found.shape != gate.shape or not found.isfinite().all():
+                shown = "nothing" if found is None else str(found.tolist())
+                raise ValueError(f"the importance of a gate of {gate.numel()} ranks is {shown}")
+            values.append(found)
     out = []
     for k, alive in enumerate(keeps):
         ours = values[k][alive].tolist()
         order = sorted(range(len(ours)), key=ours.__getitem__)
-        ranked = [int(alive[i]) for i in order]
-        out.append(_Bond(number, k, [ours[i] for i in order], ranked, importance is None))
+        out.append(_Bond(number, k, [ours[i] for i in order], [int(alive[i]) for i in order]))
     return out
 
 
-def _importance_of(gate: Tensor, importance: Mapping[int, Tensor]) -> Tensor:
-    found = importance.get(id(gate))
-    if found is None or found.shape != gate.shape or not found.isfinite().all():
-        shown = "nothing" if found is None else str(found.tolist())
-        raise ValueError(f"the importance of a gate of {gate.numel()} ranks is {shown}")
-    return found
-
-
-def _norms(name: str, layer: TensorTrainModule) -> list[Tensor]:
+def _norms(layer: TensorTrainModule) -> list[Tensor]:
     """Return, for each bond, the share of the weight's squared norm that each rank carries."""
-    norms = _norms_of_chain(layer) if layer.is_chain else [_shares(layer.rank_norms())]
-    if not all(of_bond.isfinite().all() for of_bond in norms):
-        raise not_finite(name, "cores")
-    return norms
-
-
-def _shares(norms: Tensor) -> Tensor:
-    return norms / norms.sum().clamp(min=1e-300)
-
-
-def _norms_of_chain(layer: TensorTrainModule) -> list[Tensor]:
+    if not layer.is_chain:
+        norms = layer.rank_norms()
+        return [norms / norms.sum().clamp(min=1e-300)]
     cores = [core.double() for core in layer.gated_cores()]
     cores = [core.reshape(core.shape[0], -1, core.shape[-1]) for core in cores]
     left = _grams(cores)
@@ -226,6 +184,6 @@ def _grams(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_min_keep(min_keep: Any) -> None:
-    """Raise ``ValueError`` for what is no share."""
+    """Raise ``ValueError`` for a share out of range."""
     if not is_number(min_keep) or not 0 <= min_keep <= 1:
         raise ValueError(f"min_keep={min_keep!r} must be in [0, 1]")

@@ -1,7 +1,7 @@
 """The size of a model's tensor trains as a function of their gates, exact and relaxed.
 
-All gates of a model are taken together: one concatenation, then a handful of tensor operations
-however many layers there are, and no transfer from the device.
+All gates are concatenated, so that a handful of tensor operations suffice for any number of layers,
+without a transfer from the device.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from comera.ops.cores import is_open
 
 
 class AllGates(NamedTuple):
-    """All gates of a model in one vector, which of them are open, how many a bond has."""
+    """All gates of a model in one vector, whether each is open, and the open ones of each bond."""
 
     values: Tensor
     live: Tensor
@@ -33,14 +33,14 @@ class SizeOfRanks:
     Relaxed, ``d_k`` is the sum of those gates, which has a gradient; at gates of one both agree.
 
     Args:
-        model: The model, whose tensor-train layers are found once, here. Those with a frozen gate
-            keep their ranks and are not counted.
+        model: Its present tensor-train layers are counted, except those with a frozen gate, which
+            keep their ranks.
         min_rank: Gates of a bond that has no more open ones than this get no gradient of the
             relaxed size.
 
     Attributes:
-        layers: Those that are counted, by name.
-        frozen: Names of those that are not.
+        layers: Layers that are counted, by name.
+        frozen: Names of the others.
 
     Raises:
         ValueError: If the model holds no tensor-train layer, or none whose gates train.
@@ -69,11 +69,11 @@ class SizeOfRanks:
 
     @property
     def gates(self) -> list[Tensor]:
-        """Return all gates, layer by layer; loading a state may put others in their place."""
+        """All gates, layer by layer; loading a state may replace them."""
         return [gate for layer in self.layers.values() for gate in layer.gates]
 
     def read(self) -> AllGates:
-        """Read all gates as they are now."""
+        """Return all gates as they are now."""
         values = gates_together(list(self.layers.values()))
         widths = tuple(gate.shape[0] for gate in self.gates)
         if (widths, values.device, values.dtype) != self._indexed:
@@ -82,7 +82,7 @@ class SizeOfRanks:
         return AllGates(values, live, self._sum_by_bond(live.double()))
 
     def relaxed(self, gates: AllGates | None = None) -> Tensor:
-        """Return the differentiable size, a scalar in entries; of the gates as they are if None."""
+        """Return the differentiable size, a scalar in entries; by default of the present gates."""
         values, live, counts = gates or self.read()
         bonds = self._sum_by_bond(values * live)
         bonds = torch.where(counts > self.min_rank, bonds, bonds.detach())
@@ -96,14 +96,14 @@ class SizeOfRanks:
 
     @torch.no_grad()
     def hold_(self, before: Tensor, floor: float) -> Tensor:
-        """Take back gates that closed too many at once: a closed gate does not open by itself.
+        """Open gates again that closed too many at once: a closed gate does not open by itself.
 
-        A gate that has just closed is lifted to half above ``prune_below`` where its bond would
-        else have none, or where the whole would fall below ``floor``. At such a value it adds
-        next to nothing, and which of them goes first can be chosen later.
+        A gate that has just closed is lifted to 1.5 times ``prune_below`` where its bond would else
+        have none, or where the size would fall below ``floor``. There it adds next to nothing, and
+        :func:`~comera.rank.prune.prune_to_` can choose among such gates later.
 
         Args:
-            before: Which gates were live before the optimizer step.
+            before: Whether each gate was open before the optimizer step.
             floor: Entries that the size may not fall below.
 
         Returns:
@@ -124,17 +124,14 @@ class SizeOfRanks:
         return reached
 
     def _size_at(self, counts: Tensor) -> Tensor:
-        """Return the size where bonds have so many ranks; a layer with an empty one has none."""
+        """Return the size at given ranks of bonds; a layer with an empty bond has none."""
         before, after = self._ends_of_cores(counts)
         least = self._most.scatter_reduce(0, self._layer_of_bond, counts, "amin")
         whole = least[self._layer_of_core] > 0
         return torch.dot(before * after * whole, self._slices[counts.dtype])
 
     def _sum_by_bond(self, values: Tensor) -> Tensor:
-        """Add up, for each bond, one number per gate.
-
-        Slot 0 is the outer bond of every layer, which is one and has no gate.
-        """
+        """Sum numbers of gates by bond; slot 0 is the outer bond of every layer, which is one."""
         return self._outer[values.dtype].index_add(0, self._bond_of_gate, values)
 
     def _ends_of_cores(self, bonds: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +140,7 @@ class SizeOfRanks:
         return bonds.index_select(0, self._ends).chunk(2)  # type: ignore[return-value]
 
     def _index(self, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
-        """Record which bond each gate belongs to, and which two bonds each core lies between."""
+        """Record the bond of each gate, and the two bonds of each core."""
         self._indexed, self._widths = (widths, device, dtype), widths
         before: list[int] = []
         after: list[int] = []

@@ -5,14 +5,13 @@ the size relative to that at the start. Late stage (equation 9, achievement scal
 
     max(w1 * (loss - goal), w2 * (size - target)) + rho_loss * loss + beta * |cores|^2
 
-with ``w1 = 1 / loss`` and ``w2 = 1 / size`` anew in every step, and for a goal the running mean of
-the loss at the end of the early stage: whichever of the two is further from its goal, in
-proportion, gets the step. The comparison uses the exact size, the gradient the relaxed one, and the
-choice is made on the device. Three things differ from the paper: the whole is multiplied by the
-present loss, so that the loss has the same scale as in the early stage and the optimizer's moments
-stay valid; the size has no weight of its own beside the maximum, which would go on pruning below
-the target; and a size that has met its target is regularised no further, nor let fall below it:
-under Adam many gates reach their threshold in the same few steps.
+with ``w1 = 1 / loss`` and ``w2 = 1 / size`` of each step; the goal is the running mean of the loss
+at the end of the early stage. So the one that is further from its goal, in proportion, gets the
+step. The comparison uses the exact size, the gradient the relaxed one. Three things differ from the
+paper: the whole is multiplied by the present loss, so that the optimizer's moments stay valid; the
+size has no weight of its own beside the maximum, which would go on pruning below the target; and a
+size that has met its target is regularised no further, nor falls below it: under Adam many gates
+reach their threshold in the same few steps.
 """
 
 import logging
@@ -35,17 +34,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("comera")
 
 _SMALLEST_SHARE = 0.1
-"""A loss below this share of that at the end of the early stage counts as this much: the size keeps
-its weight against the optimizer's memory of larger gradients when a model memorises."""
+"""A loss below this share of the goal counts as this much: when a model memorises, the size keeps
+its weight against the optimizer's memory of larger gradients."""
 
 _WORTH_SAYING = 0.02
-"""Share of the live ranks that have to be closed while open before it is worth a warning."""
+"""Share of the live ranks that were closed while open above which a warning is logged."""
 
 
 @dataclass
 class TwoStageSettings:
-    """Weights of the terms of :class:`TwoStage`, and the ranks that stay. Each field is also a
-    keyword of ``TwoStage`` and a key of the section ``two_stage``.
+    """Settings of :class:`TwoStage`, and of the section ``two_stage`` of a run.
 
     Args:
         gamma: Weight of the size in the early stage.
@@ -63,7 +61,7 @@ class TwoStageSettings:
     min_rank: int = 1
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a setting that is out of range."""
+        """Raise ``ValueError`` for a setting out of range."""
         check_min_rank(self.min_rank)
         for name in ("gamma", "beta", "rho_loss"):
             weight = getattr(self, name)
@@ -79,22 +77,17 @@ class TwoStage(RankLearning):
     two calls. Training goes on afterwards, with the small model.
 
     Args:
-        model: Holds tensor-train layers; those it holds now are the ones that are learned, but for
-            those whose gates are frozen.
+        model: Its tensor-train layers are learned, except those whose gates are frozen.
         target: Size of their cores at the end, as a share of their size now, in (0, 1].
         early_steps: Steps before the late stage begins.
         late_steps: Steps of the late stage, at least one; afterwards the objective is the loss
             alone.
-        gamma: Weight of the size in the early stage.
-        beta: Weight of the cores' squared norm in both stages.
-        rho_loss: Weight of the loss when the size has the step.
-        min_rank: 1, or 0 to let whole layers vanish; for these four see
-            :class:`~comera.rank.two_stage.TwoStageSettings`.
+        gamma, beta, rho_loss, min_rank: See :class:`~comera.rank.two_stage.TwoStageSettings`.
         process_group: Processes that train copies of the model together, each on its own rows. They
             cut the same ranks or, with an error, none, and all of them make the same calls of
             :meth:`step` and :meth:`finish_`. ``"auto"`` finds them: those of the model's
-            ``DistributedDataParallel``, else all that ``torch.distributed`` knows of. None where
-            each trains a model of its own.
+            ``DistributedDataParallel``, else all of ``torch.distributed``. None where each trains a
+            model of its own.
 
     Attributes:
         start_size: Entries of the cores when this object was made.
@@ -106,12 +99,10 @@ class TwoStage(RankLearning):
             ``fully_shard``, or a setting is out of range.
 
     Note:
-        In a loop of one's own each of several processes weighs the size against its own loss, and
-        the mean of their gradients is the mean of their choices; ``objective(loss, seen)`` with
-        the mean of their losses makes it one choice, as ``TrainStep`` does. The
-        ``DistributedDataParallel`` around the model, which averages gradients of the shapes it has
-        seen, is told of the new ones when ranks are cut. Other wrappers that average must be made
-        anew.
+        In a loop of one's own each of several processes weighs the size against its own loss;
+        ``objective(loss, seen)`` with the mean of their losses makes it one choice, as
+        ``TrainStep`` does. The ``DistributedDataParallel`` around the model is renewed for the new
+        shapes when ranks are cut; other wrappers that average must be made again.
     """
 
     method: ClassVar[str] = "TwoStage"
@@ -139,11 +130,10 @@ class TwoStage(RankLearning):
         self._running_loss: Tensor | None = None
         self._late_goal: Tensor | None = None
         self._least_loss: Tensor | None = None  # follows from it
-        self._goal_is_new = False  # set by the step that is under way
 
     @property
     def stage(self) -> Stage:
-        """Return in which stage the next step is: ``"early"``, ``"late"`` or ``"done"``."""
+        """Stage of the next step: ``"early"``, ``"late"`` or ``"done"``."""
         stage = super().stage
         return "late" if stage == "early" and self.steps_done >= self.early_steps else stage
 
@@ -160,83 +150,55 @@ class TwoStage(RankLearning):
         return total
 
     def _late_objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
+        if self._late_goal is None:  # the first loss is the goal if there was no early stage
+            self._late_goal = (seen if self._running_loss is None else self._running_loss).clone()
+        if self._least_loss is None:
+            self._least_loss = _SMALLEST_SHARE * self._late_goal.abs()
         relaxed = self.size.relaxed(gates).to(loss.device)
         # Not in the dtype of the loss: in float16 a size may be infinite.
         exact = self.size.exact(gates).clamp_min(1).to(relaxed)
-        goal, least = self._early_loss(seen)
-        scale = seen.abs().maximum(least)  # some losses are negative
+        scale = seen.abs().maximum(self._least_loss)  # some losses are negative
         too_much = exact - self.target_size
         # Both distances are relative; multiplied out, so that nothing is divided by what may be 0.
-        size_is_worse = (seen - goal) * exact <= scale * too_much
+        size_is_worse = (seen - self._late_goal) * exact <= scale * too_much
         # Once the target was met the size never has a step again: gates taken back stay open, for
         # finish_ to choose among them.
-        regularised = (size_is_worse & ((too_much > 0) > self._reached)).to(relaxed)
+        regularised = (size_is_worse & ((too_much > 0) > self._target_met)).to(relaxed)
         # The maximum has the gradient of its larger argument: 1 for one of the two, 0 for the other
         # one, picked without a transfer to the host. Times the loss, w1 is one and w2 loss / size.
         for_loss = 1 + self.settings.rho_loss - regularised
         return for_loss * loss + regularised * scale * (relaxed / exact)
 
-    def _early_loss(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the running mean at the end of the early stage; the first loss if there was none.
-
-        And the least that a loss is weighed as.
-        """
-        if self._late_goal is None:
-            seen = value if self._running_loss is None else self._running_loss
-            self._late_goal, self._goal_is_new = seen.clone(), True
-        if self._least_loss is None:
-            self._least_loss = _SMALLEST_SHARE * self._late_goal.abs()
-        return self._late_goal, self._least_loss
-
-    def step(self, loss: Tensor | float, optimizer: AnyOptimizer | None = None) -> None:
-        """Count one optimizer step, see :meth:`~comera.rank.learning.RankLearning.step`."""
-        if self._live is None and self.steps_done == 0:
+    @torch.no_grad()
+    def follow_(self, loss: Tensor) -> None:
+        """Follow a step on the device, see :meth:`~comera.rank.learning.RankLearning.follow_`."""
+        if self._live is None and self.steps_done == 0 and self.stage != "done":
             log.warning(
                 "TwoStage counts a step without its objective: nothing closes gates where the loss "
                 "alone is differentiated, instead of ranks.objective(loss)"
             )
-        super().step(loss, optimizer)
-
-    @torch.no_grad()
-    def follow_(self, loss: Tensor) -> None:
-        """Do the part of :meth:`step` that is the device's, in place: a CUDA graph can hold it."""
         super().follow_(loss)
-        self._goal_is_new = False
         if self._running_loss is None:
             self._running_loss = loss.detach().clone()
         else:
             self._running_loss.lerp_(loss.detach(), 0.05)
 
     def discard_(self) -> None:
-        """Forget what came since the last :meth:`step`, whose gradients are thrown away."""
+        """Discard the objective of a step that is not taken."""
         super().discard_()
-        if self._goal_is_new:  # it may be the loss of the step that is not taken
-            self._late_goal, self._least_loss, self._goal_is_new = None, None, False
+        if self._running_loss is None:  # the goal is the loss of that step
+            self._late_goal, self._least_loss = None, None
 
     def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
-        """End with at most ``target_size`` entries: prune what is left to prune, then truncate.
+        """Cut ranks, see :meth:`~comera.rank.learning.RankLearning.finish_`.
 
-        Ranks the objective left above their threshold are closed greedily until the target is
+        Ranks that the objective left above their threshold are closed greedily until the target is
         met, those that carry the least of their layer first. Most of them are held just above it
-        by then; a warning says how many were not, if those were more than a few.
-
-        Args:
-            optimizer: Its state is cut along with the parameters; that of the last step, if it is
-                not given.
-
-        Returns:
-            ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, how many gates
-            above 0.1 had to be closed; ``reached``, the size before any was.
-
-        Raises:
-            ValueError: If processes that train together hold different gates or would cut different
-                ranks; then none of them has changed anything. If the cores hold what is not finite,
-                or the optimizer's state cannot be cut.
-            RuntimeError: If another process cannot cut its ranks.
+        by then; a warning has the number of those that were not, if they were more than a few.
         """
         group = self._processes()
         live = int(self.size.read().live.sum())
-        outcome = self._cut_(optimizer or self._optimizer, group)
+        outcome = self._cut_(optimizer, group)
         if outcome["forced"] > _WORTH_SAYING * live:
             log.warning(
                 "the rank objective did not bring the cores to the target of %d entries by "
@@ -272,20 +234,18 @@ class TwoStage(RankLearning):
             )  # fmt: skip
 
     def identity(self) -> tuple[object, ...]:
-        """Return all that a recorded CUDA graph has fixed: host values on which the objective
-        branches, and addresses of the tensors it reads.
-        """
+        """Return what a CUDA graph fixes: host values and tensor addresses of the objective."""
         tensors = (self._running_loss, self._late_goal, self._least_loss)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return (*super().identity(), *astuple(self.settings), *addresses)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a resumed run needs; tensors and plain values only."""
+        """Return tensors and plain values for a resumed run."""
         own = {"running_loss": self._running_loss, "late_goal": self._late_goal}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; ``ValueError`` for another method's."""
+        """Resume from a state of :meth:`state_dict`."""
         super().load_state_dict(state)
         self._least_loss = None
         for name in ("running_loss", "late_goal"):

@@ -31,19 +31,29 @@ from comera.recipes.tasks.task import prepare_task
 from comera.recipes.trained import export, load_run, predictions
 from comera.train.log import last_logged
 
-# The remark that the machine was not measured is muted: these commands are about no speed.
 _quiet = without_remarks("comera.machine")
+"""Mutes the remark that the machine was not measured: these commands are about no speed."""
 
 
 @_quiet
 def list_runs(folder: str = "runs", /, *, console: Console) -> None:
-    """Show what runs there are, or what the files of one are.
+    """List runs, or the files of one.
 
     Args:
         folder: Folder of runs, or of one.
     """
     path = Path(folder).expanduser()
-    console.print(files_table(path) if is_run(path) else runs_table(path))
+    if not is_run(path):
+        console.print(runs_table(path))
+        return
+    table = Table(title=f"the run in {path}")
+    for name in ("file", "what it is", "MB"):
+        table.add_column(name, justify="right" if name == "MB" else "left")
+    for file in sorted(path.iterdir(), key=lambda file: (file.name not in _FILES, file.name)):
+        if file.name != ".lock":
+            what = _FILES.get(file.name, "not written by comera train")
+            table.add_row(file.name, what, f"{_size(file) / _MB:.2f}")
+    console.print(table)
 
 
 @_quiet
@@ -55,15 +65,53 @@ def evaluate(
     set: list[str] = [],  # noqa: B006
     console: Console,
 ) -> None:
-    """Evaluate a trained model again, beside what its run has noted.
+    """Evaluate a trained model again, beside the figures of its run.
 
     Args:
         run: Folder of a finished run.
         device: As of a run.
         set: Where its data are now, if they have moved: --set='[nli.train=pairs.jsonl]'.
     """
-    places = changes_of(set)
-    console.print(evaluation(Path(run).expanduser(), find_device(device), places, console))
+    folder, where = Path(run).expanduser(), find_device(device)
+    trained = load_run(folder, device=where)
+    runs = {("compressed" if trained.config.tensorize else "dense"): trained}
+    if (folder / "dense" / "result.json").is_file():
+        runs["dense"] = load_run(folder, twin=True, device=where)
+    config = with_places(trained.config, changes_of(set))
+    data = named_data(config)
+    try:
+        digests = config.data.digests()
+    except FileNotFoundError as problem:
+        key = next(iter(missing_data(config)), None)
+        if key is None:
+            raise
+        raise FileNotFoundError(
+            f"{problem}; the run in {folder} was trained on that: if it is elsewhere now, give its "
+            f"new place, --set='[{key}=...]'"
+        ) from None
+    difference = other_data(folder, DataRecord(digests))
+    if difference is not None:
+        raise ValueError(
+            f"the data {data or 'there are'} are not those that {folder} was trained on "
+            f"({difference})"
+        )
+    if data:
+        console.print(f"data: {data}", markup=False, highlight=False, soft_wrap=True)
+    task = prepare_task(config, where, digests)
+    table = Table("", title=f"evaluation of {folder}")
+    columns: list[dict[str, float]] = []
+    for name, trained in runs.items():
+        for heading in (name, "as noted"):
+            table.add_column(heading, justify="right")
+        found = {"evaluation": task.evaluate} | ({"test": task.test} if task.test else {})
+        noted = {"evaluation": trained.result["metrics"], "test": trained.result["test"]}
+        with torch.no_grad():
+            columns.append(_flat({part: measure(trained.model) for part, measure in found.items()}))
+        columns.append(_flat(noted))
+    for key in columns[0]:
+        cells = [f"{column[key]:.4f}" if key in column else "" for column in columns]
+        table.add_row(key, *cells)
+    console.print(table)
 
 
 @_quiet
@@ -76,7 +124,7 @@ def predict(
     tokens: int = 40,
     console: Console,
 ) -> int:
-    """Predict something for each line of text or row of clicks: a line of JSON each.
+    """Print a prediction, a line of JSON, for each line of text or row of clicks.
 
     Args:
         run: Folder of a finished run.
@@ -102,64 +150,8 @@ def export_run(run: str, file: str, /, *, console: Console) -> None:
         run: Folder of a finished run.
         file: What to write: NAME.pt2, NAME.onnx or NAME.safetensors.
     """
-    said = export(load_run(run), Path(file).expanduser())
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
-
-
-def evaluation(
-    folder: Path, device: torch.device, places: Mapping[str, Any], console: Console
-) -> Table:
-    """Evaluate the models of a run on its data, and set that beside what it has noted.
-
-    Args:
-        folder: Folder of the run.
-        device: The device that the models are evaluated on.
-        places: New paths of data that have moved, by the dotted names of settings.
-        console: The console that names the data which are read.
-
-    Raises:
-        FileNotFoundError: If the data are not there.
-        ValueError: If they are no longer those of the run.
-    """
-    run = load_run(folder, device=device)
-    runs = {("compressed" if run.config.tensorize else "dense"): run}
-    if (folder / "dense" / "result.json").is_file():
-        runs["dense"] = load_run(folder, twin=True, device=device)
-    config = with_places(run.config, places)
-    data = named_data(config)
-    try:
-        digests = config.data.digests()
-    except FileNotFoundError as problem:
-        key = next(iter(missing_data(config)), None)
-        if key is None:
-            raise
-        raise FileNotFoundError(
-            f"{problem}; the run in {folder} was trained on that: if it is elsewhere now, give its "
-            f"new place, --set='[{key}=...]'"
-        ) from None
-    difference = other_data(folder, DataRecord(digests))
-    if difference is not None:
-        raise ValueError(
-            f"the data {data or 'there are'} are not those that {folder} was trained on "
-            f"({difference})"
-        )
-    if data:
-        console.print(f"data: {data}", markup=False, highlight=False, soft_wrap=True)
-    task = prepare_task(config, device, digests)
-    table = Table("", title=f"evaluation of {folder}")
-    columns: list[dict[str, float]] = []
-    for name, trained in runs.items():
-        for heading in (name, "as noted"):
-            table.add_column(heading, justify="right")
-        found = {"evaluation": task.evaluate} | ({"test": task.test} if task.test else {})
-        noted = {"evaluation": trained.result["metrics"], "test": trained.result["test"]}
-        with torch.no_grad():
-            columns.append(_flat({part: measure(trained.model) for part, measure in found.items()}))
-        columns.append(_flat(noted))
-    for key in columns[0]:
-        cells = [f"{column[key]:.4f}" if key in column else "" for column in columns]
-        table.add_row(key, *cells)
-    return table
+    written = export(load_run(run), Path(file).expanduser())
+    console.print(written, markup=False, highlight=False, soft_wrap=True)
 
 
 def _flat(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -167,7 +159,7 @@ def _flat(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _lines(file: str | None) -> Iterator[str]:
-    """Read lines; bytes that are no text come through as surrogates, which name their line."""
+    """Yield lines, with surrogates for bytes that are no text."""
     if file is None:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")
@@ -208,19 +200,23 @@ def is_run(folder: Path) -> bool:
 
 
 def holds_runs(folder: Path) -> bool:
-    """Return whether a folder is no run itself, and has some in it or below."""
+    """Return whether there are runs below a folder that is no run itself."""
     return folder.is_dir() and not is_run(folder) and any(_runs(folder))
 
 
 def runs_table(folder: Path) -> Table:
-    """List the runs in a folder and below, the last one to be written to first.
+    """Return a table of the runs in a folder and below, the last written one first.
 
     Raises:
         FileNotFoundError: If there is no such folder, or no run in it.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
-    runs = sorted(_runs(folder), key=lambda run: -_written(run))
+
+    def written(run: Path) -> float:
+        return max((path.stat().st_mtime for path in run.iterdir() if path.is_file()), default=0.0)
+
+    runs = sorted(_runs(folder), key=written, reverse=True)
     if not runs:
         raise FileNotFoundError(f"{folder} holds no run of comera train")
     table = Table(title=f"runs in {folder}")
@@ -231,20 +227,8 @@ def runs_table(folder: Path) -> Table:
     return table
 
 
-def files_table(folder: Path) -> Table:
-    """List the files in the folder of a run, with what they are and their sizes."""
-    table = Table(title=f"the run in {folder}")
-    for name in ("file", "what it is", "MB"):
-        table.add_column(name, justify="right" if name == "MB" else "left")
-    for path in sorted(folder.iterdir(), key=lambda path: (path.name not in _FILES, path.name)):
-        if path.name != ".lock":
-            what = _FILES.get(path.name, "not written by comera train")
-            table.add_row(path.name, what, f"{_size(path) / _MB:.2f}")
-    return table
-
-
 def _runs(folder: Path) -> Iterator[Path]:
-    """Yield folders of runs; what is inside of one, such as its twin, is part of it."""
+    """Yield folders of runs; folders inside of one, such as its twin, are part of it."""
     if is_run(folder) or _has_only_a_log(folder):
         yield folder
         return
@@ -254,7 +238,7 @@ def _runs(folder: Path) -> Iterator[Path]:
 
 
 def _has_only_a_log(folder: Path) -> bool:
-    """Return whether a run of a sweep was started here and has not come to write its settings."""
+    """Return whether a run of a sweep was started here and has not written its settings yet."""
     return not (folder / "config.yaml").exists() and last_session(folder) is not None
 
 
@@ -301,11 +285,6 @@ def _result(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(ValueError, OSError):
         return read_result(folder)
     return {}
-
-
-def _written(run: Path) -> float:
-    times = [path.stat().st_mtime for path in run.iterdir() if path.is_file()]
-    return max(times, default=0.0)
 
 
 def _size(path: Path) -> int:

@@ -1,19 +1,18 @@
-"""The command ``comera``: from words to a function, and to one line where that raises an error.
+"""The command ``comera``.
 
-Each command is a function. Its parameters are the arguments and options, its docstring is the help;
-``train`` and ``plan`` take every setting of a run instead. Only the module of the command that was
-typed is imported.
+Each command is a function: its parameters are the arguments and options, its docstring is the help.
+``train`` and ``plan`` take every setting of a run instead. An error is printed in one line.
 """
 
 import argparse
 import inspect
 import logging
 import os
-import pkgutil
 import sys
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, NoReturn
 
 from docstring_parser import parse
@@ -59,12 +58,7 @@ COMMANDS = {
 """The function of each command; ``train`` and ``plan`` are those of :mod:`run_commands`."""
 
 _FILE_WIDTH = 120
-"""Characters of a line where no terminal says how many."""
-
-_ONE_PROCESS = (
-    "started as {count} processes (WORLD_SIZE={count}), which only comera train makes use of: "
-    "start comera {command} once, without torchrun (or unset WORLD_SIZE)"
-)
+"""Characters of a line outside of a terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,8 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = False
     try:
         if count > 1 and words[:1] not in (["train"], []):
-            # All of them would do the same.
-            raise ValueError(_ONE_PROCESS.format(count=count, command=words[0]))
+            raise ValueError(
+                f"started as {count} processes (WORLD_SIZE={count}), which only comera train makes "
+                f"use of: start comera {words[0]} once, without torchrun (or unset WORLD_SIZE)"
+            )
         call = _call(words, console, count)
         begun = True
         return call()
@@ -101,31 +97,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         MissingPackageError,
         OtherProcessError,
     ) as problem:
-        # An error of all processes is printed by the first one, another by the process that has it.
+        # Before the command runs all processes have the same error, which the first one prints.
         if speaks or (begun and not isinstance(problem, NonFiniteLossError | OtherProcessError)):
-            said = _said(problem)
-            _print_error(said if speaks else f"in process {rank}: {said}", errors)
+            text = str(problem)
+            if isinstance(problem, OSError) and problem.strerror is not None:  # without its number
+                text = ": ".join(filter(None, (str(problem.filename or ""), problem.strerror)))
+            errors.print("[bold red]error:[/]", end=" ")
+            text = text if speaks else f"in process {rank}: {text}"
+            errors.print(text, highlight=False, soft_wrap=True, markup=False)
         return 1
-
-
-def _said(problem: Exception) -> str:
-    """Return what a problem says, without the number that the system has for it."""
-    if not isinstance(problem, OSError) or problem.strerror is None:
-        return str(problem)
-    return ": ".join(str(part) for part in (problem.filename, problem.strerror) if part)
-
-
-def _print_error(text: str, console: Console) -> None:
-    console.print("[bold red]error:[/]", end=" ")
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], int]:
     """Return a call of the command that was typed, with its arguments and options.
 
     Raises:
-        ValueError: If there is no command or option of such a name, with a guess what was meant, or
-            an option takes other values.
+        ValueError: If a command or option is unknown, or an option takes other values.
     """
     if words[:1] and words[0].startswith("-"):
         _options_of_all(words)
@@ -165,7 +152,7 @@ def _command(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def _function(command: str) -> Callable[..., int | None]:
     with needed_by("the command comera"):
-        return pkgutil.resolve_name(COMMANDS[command])
+        return resolve_name(COMMANDS[command])
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -174,18 +161,14 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises ``ValueError``."""
+    """A parser that raises ``ValueError`` where argparse prints the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage."""
         raise ValueError(f"{self.prog}: {message}")
 
 
 def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    """Add the parameters of a function: those without a default, or before a ``/``, have no name.
-
-    Values stay texts; :func:`_options` converts them.
-    """
+    """Add the parameters of a function; those without a default or before a ``/`` have no name."""
     texts = {p.arg_name: p.description or "" for p in parse(function.__doc__ or "").params}
     for each in _parameters(function):
         text = " ".join(texts[each.name].split()).replace("``", "").replace("%", "%%")
@@ -199,7 +182,7 @@ def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None
 
 
 def _options(command: str, function: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a command's function; hyphens are as good as underscores."""
+    """Return the arguments of a command's function; options may have hyphens for underscores."""
     text = parse(function.__doc__ or "").short_description
     parser = _Parser(prog=f"comera {command}", description=text, allow_abbrev=False)
     _fill(parser, function)
@@ -226,19 +209,21 @@ def _options(command: str, function: Callable[..., Any], words: Sequence[str]) -
 
 def _options_of_all(words: Sequence[str]) -> NoReturn:
     """Print the help, the version, or a script by which a shell completes the commands."""
-    parser = _Parser(prog="comera", usage="comera COMMAND ...", add_help=False)
-    for names in (("-h", "--help"), ("--version",)):
-        parser.add_argument(*names, action="store_true")
-    parser.add_argument("--print_completion", choices=("bash", "zsh", "tcsh"))
-    found = parser.parse_args(words)
-    if found.version:
+    option, _, shell = words[0].partition("=")
+    if option in ("-h", "--help"):
+        print(_help_of_commands(""))
+    elif option == "--version":
         print(f"comera {__version__}")
-    elif found.print_completion:
+    elif option == "--print_completion":
         import shtab
 
-        print(shtab.complete(make_parser(), found.print_completion))
+        shell = shell or "".join(words[1:2])
+        if shell not in shtab.SUPPORTED_SHELLS:
+            raise ValueError(f"{option}={shell} must be {', '.join(shtab.SUPPORTED_SHELLS)}")
+        print(shtab.complete(make_parser(), shell))
     else:
-        print(_help_of_commands(""))
+        known = ("--help", "--version", "--print_completion")
+        raise ValueError(f"comera has no option {option}{did_you_mean(option, known)}")
     sys.exit(0)
 
 
@@ -247,7 +232,7 @@ def _help_of_commands(start: str) -> str:
     for name in COMMANDS:
         if name.startswith(start):
             text = RUN_COMMANDS.get(name) or parse(_function(name).__doc__ or "").short_description
-            lines += row(name, text or "")
+            lines.append(row(name, text or ""))
     return "\n".join([*lines, "", "`comera COMMAND --help` shows the options of a command."])
 
 

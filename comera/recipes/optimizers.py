@@ -30,21 +30,20 @@ _ADAFACTOR_EPS = (1e-15, 1e-3)
 class OptimizerConfig:
     """The optimizer and its schedule. ``optimizer: came`` is short for its name alone.
 
-    What is null is the chosen optimizer's default; a key that it does not take is refused.
+    Null is the default of the chosen optimizer; a key that it does not take is refused.
 
     Args:
         name: adamw, muon, adamw8bit, adafactor, sgd, came, came8bit, galore_adamw,
-            galore_adamw8bit or galore_adafactor. The names with adamw8bit need torchao. muon is
-            ``comera.MuonAdamW``, muon for the cores and adamw for everything else. By default
-            muon in a run with a section ``tensorize`` (``docs/experiments.md``), else adamw.
-        lr: Peak learning rate; by default 5e-4 for adamw, 7e-4 for muon, 5e-4 for came, 1e-2 for
+            galore_adamw8bit or galore_adafactor. The names with adamw8bit need torchao; muon is
+            ``comera.MuonAdamW``. By default muon in a run with a section ``tensorize``
+            (``docs/experiments.md``), else adamw.
+        lr: Peak learning rate; by default 5e-4 for adamw and came, 7e-4 for muon, 1e-2 for
             adafactor, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by
             ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
         core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
         scale_rates: contracted multiplies the rate of each linear layer's cores by a factor from
-            its shape, so that one rate suits widths, orders and ranks alike; see
-            ``comera.param_groups``. By default all cores have one rate.
+            its shape, see ``comera.param_groups``. By default all cores have one rate.
         gate_lr: Constant rate of the rank gates; by default 2e-3, or what lets a gate fall from
             one to zero in four fifths of the late stage, if that is more.
         weight_decay: Decay of dense matrices only.
@@ -71,9 +70,7 @@ class OptimizerConfig:
     def choose(
         given: Mapping[str, Any], run: Mapping[str, Any]
     ) -> tuple[type["OptimizerConfig"], dict[str, Any]]:
-        """Return the dataclass of a section, and its settings for that.
-
-        Nulls of keys that this optimizer does not take are left out.
+        """Return the dataclass of a section, and its settings without nulls of other optimizers.
 
         Args:
             given: The section as it was given.
@@ -117,11 +114,7 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.betas={betas} must be decay rates in [0, 1)")
 
     def filled_in(self, width: int) -> Self:
-        """Return the settings with defaults of this optimizer for its name and rate.
-
-        Args:
-            width: Width of the model, for the rank of GaLore.
-        """
+        """Return the settings with defaults for name, rate and, from the model's width, rank."""
         lr = self.default_lr if self.lr is None else self.lr
         return dataclasses.replace(self, name=type(self).name, lr=lr)
 
@@ -133,9 +126,7 @@ class OptimizerConfig:
         return AdamWConfig(**{key: getattr(twin, key) for key in keys_of(AdamWConfig)})
 
     def build(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer of a model, which may be on the device ``meta``.
-
-        Call it on what :meth:`filled_in` returns.
+        """Return the optimizer of a model, by settings that are filled in.
 
         Raises:
             ValueError: If a setting is out of range, GaLore finds nothing to project, or a package
@@ -191,8 +182,8 @@ class MuonConfig(AdamWConfig):
     """``comera.MuonAdamW``.
 
     Args:
-        target_modules: Dense layers to step by muon as cores are, a regular expression or names;
-            by default none.
+        target_modules: Dense layers to step by muon as cores are, or to project by GaLore, a
+            regular expression or names; by default none, or all.
     """
 
     default_lr = 7e-4
@@ -285,10 +276,10 @@ class GaLoreConfig(OptimizerConfig):
     """The projection of ``comera.GaLore``, which the optimizers below share.
 
     Args:
-        rank: Rank of the subspaces; by default a quarter of ``model.d_model``, about what its
-            authors take.
-        update_proj_gap: Steps between two subspaces.
-        scale: Factor of every projected step.
+        rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, about as
+            its authors take.
+        update_proj_gap: Steps between two subspaces of GaLore.
+        scale: Factor of every projected step of GaLore.
         target_modules: Dense layers to project, a regular expression or names; by default all.
     """
 
@@ -298,7 +289,6 @@ class GaLoreConfig(OptimizerConfig):
     target_modules: str | list[str] = "all-linear"
 
     def filled_in(self, width: int) -> Self:
-        """Return the settings with defaults for name, rate and rank."""
         rank = max(1, width // 4) if self.rank is None else self.rank
         return dataclasses.replace(super().filled_in(width), rank=rank)
 

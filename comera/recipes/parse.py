@@ -7,6 +7,7 @@ which does not fit. Words of the command line are converted in the same way.
 import contextlib
 import copy
 import dataclasses
+import itertools
 import types
 import typing
 from collections.abc import Mapping
@@ -22,15 +23,15 @@ T = TypeVar("T")
 
 
 def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -> T:
-    """Return an instance of a dataclass of settings, with values of the types of its fields.
+    """Return a dataclass of settings, such as ``RunConfig``.
 
-    Sections are fields which are dataclasses themselves. A section with a function ``choose`` is
-    one of several dataclasses, by the values in it.
+    Sections are fields that are dataclasses themselves. A section with a function ``choose`` is one
+    of several dataclasses, by the values in it.
 
     Args:
-        kind: The dataclass, such as ``RunConfig``.
-        values: Values by the names of fields, or mappings for sections; the rest keeps its default.
-        within: What errors put before the keys, such as ``train.``.
+        kind: The dataclass.
+        values: Values by field, and mappings for sections; other fields keep their defaults.
+        within: Prefix of the keys in errors, such as ``train.``.
 
     Raises:
         ValueError: If a key is no field, or a value of another type.
@@ -70,12 +71,9 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
 
 
 def converted(value: Any, hint: Any) -> Any:
-    """Return a value as one of a type: lists as tuples, whole numbers and texts as floats.
+    """Return a value as one of a type, or raise ``ValueError``.
 
-    YAML reads ``1e-4`` as a text.
-
-    Raises:
-        ValueError: If it is no such value.
+    Lists become tuples, whole numbers and texts floats: YAML reads ``1e-4`` as a text.
     """
     kind, inside = typing.get_origin(hint), typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
@@ -192,11 +190,10 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
-            key = key_node.value
-            if key in seen:
+            if key_node.value in seen:
                 line = key_node.start_mark.line + 1
-                raise yaml.YAMLError(f"the key {key} in line {line} is there already")
-            seen.add(key)
+                raise yaml.YAMLError(f"the key {key_node.value} in line {line} is there already")
+            seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
 
@@ -248,22 +245,11 @@ _ONE: dict[Any, list[str]] = {
 _MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
-_FIRST = "quickstart.yaml"
-
-
 def folder() -> Path:
-    """Find the folder of the files: inside the package if installed, above it in a checkout.
-
-    Raises:
-        FileNotFoundError: If it is at neither place.
-    """
+    """Return the folder of the configurations: in the package, or above it in a checkout."""
     package = Path(__file__).parents[1]
-    places = [package / "_configs", package.parent / "configs"]
-    for place in places:
-        if (place / _FIRST).is_file():
-            return place
-    shown = " nor in ".join(map(str, places))
-    raise FileNotFoundError(f"comera's configurations are neither in {shown}: reinstall it")
+    inside = package / "_configs"
+    return inside if inside.is_dir() else package.parent / "configs"
 
 
 def names() -> list[str]:
@@ -274,11 +260,9 @@ def names() -> list[str]:
 
 
 def file_of(word: str, beside: Path = Path()) -> Path:
-    """Return the file that a word stands for: a path, else the configuration of that name.
+    """Return the file of a path, relative to ``beside``, or the configuration of that name.
 
-    Args:
-        word: Such as ``mine.yaml``, ``nli/snli-small`` or, where one has it, ``snli-small``.
-        beside: Folder that a path starts from.
+    A name is one of :func:`names`, or its last part.
 
     Raises:
         FileNotFoundError: If there is neither.
@@ -307,10 +291,5 @@ def described() -> list[tuple[str, str]]:
 def first_sentence(path: Path) -> str:
     """Return the first sentence of the comment that a file begins with."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    comment = []
-    for line in lines:
-        if not line.startswith("#"):
-            break
-        comment.append(line.lstrip("# "))
-    text = " ".join(comment)
-    return text.split(". ")[0].rstrip(".")
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.lstrip("# ") for line in comment).split(". ")[0].rstrip(".")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -30,7 +30,6 @@ from comera.recipes.folder import (
     check_data,
     check_folder,
     claim,
-    is_finished,
     lock,
     missing_data,
     outcome_table,
@@ -46,7 +45,7 @@ from comera.report.memory_use import MemoryReport, memory_report
 from comera.report.model_plan import ModelPlan
 from comera.report.model_plan import plan as plan_model
 from comera.saved.model_folder import save_state
-from comera.train.loop import LoopResult, evaluated, train
+from comera.train.loop import evaluated, train
 from comera.train.processes import Processes
 from comera.train.sharded import shard_dense_, whole_state
 from comera.train.step import TrainStep
@@ -95,10 +94,7 @@ def run(
     device = find_device(config.device, processes)
     processes.from_first(lambda: _check_settings(config, found))
     together = f", {processes.count} processes" if processes.count > 1 else ""
-    console.print(
-        f"run folder {folder}, device {device}{together}: preparing data",
-        soft_wrap=True, markup=False,
-    )  # fmt: skip
+    _print(console, f"run folder {folder}, device {device}{together}: preparing data")
     digests = processes.in_turn(config.data.digests)
     # Before anything is made of the data, and before anything is written.
     processes.from_first(lambda: _check_content(config, DataRecord(digests)))
@@ -117,20 +113,22 @@ def run(
                 name, folder / place, settings, task, console, quiet, trained, processes
             )
             if outcome is None:
-                console.print(
-                    f"interrupted; the same command resumes the run in {folder}", markup=False
-                )
+                _print(console, f"interrupted; the same command resumes the run in {folder}")
                 return []
             trained.append(outcome)
         console.print(outcome_table(trained))
         return trained
 
 
+def _print(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False)
+
+
 def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[Outcome] | None:
     """Print and return the outcomes of a run that is finished; None of one that is not."""
-    if config.overwrite or not is_finished(config, found):
-        return None
     folder = Path(config.out)
+    if config.overwrite or found is None or not found.is_finished(folder):
+        return None
     try:
         outcomes = [read_outcome(folder / place) for place in _places(config)]
     except (OSError, ValueError, TypeError):  # the last step writes it again
@@ -138,7 +136,7 @@ def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[
     if not all((folder / place / "model.safetensors").is_file() for place in _places(config)):
         return None
     with lock(folder):  # no other process replaces it meanwhile
-        console.print(f"the run in {folder} is finished", soft_wrap=True, markup=False)
+        _print(console, f"the run in {folder} is finished")
         console.print(outcome_table(outcomes))
         return outcomes
 
@@ -188,17 +186,14 @@ def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
     check_data(config, record)
     if found is not None and not config.overwrite:
         if found.longer:
-            console.print(
+            _print(
+                console,
                 f"the run in {config.out} is trained for longer than it was to be: its learning "
                 "rate goes on where the schedule of a run of that length is by then, not where "
                 "its own was",
-                soft_wrap=True, markup=False,
-            )  # fmt: skip
+            )
         if found.rhythm:
-            console.print(
-                f"the run in {config.out} goes on with {', '.join(found.rhythm)}",
-                soft_wrap=True, markup=False,
-            )  # fmt: skip
+            _print(console, f"the run in {config.out} goes on with {', '.join(found.rhythm)}")
     claim(config, record, found)
 
 
@@ -327,7 +322,7 @@ def _train_one(
     before: list[Outcome],
     processes: Processes,
 ) -> Outcome | None:
-    """Train one model of a run; None if it was interrupted."""
+    """Train one model of a run and save it with its figures; None if it was interrupted."""
     torch.manual_seed(config.seed)
     with without_remarks():  # the planned model had them
         model = make_model(config, task, task.device)
@@ -360,48 +355,33 @@ def _train_one(
         return None
     test = evaluated(step, task.test) if task.test else {}
     state = whole_state(model.state_dict())  # of all processes, which may hold parts of it
-    layer_dense = before[0].layer_dense_params if before else None
-    return processes.from_first(
-        lambda: _save(name, folder, config, task, model, state, result, layer_dense, test)
-    )
 
+    def saved() -> Outcome:
+        save_state(model, state, folder, config.tt_config)
+        report = compression_report(model)
+        layer_dense = before[0].layer_dense_params if before else report.tt_dense_params
+        checkpoints = Archive(folder / "checkpoints")
+        sizes = [checkpoints.size(step) for step in checkpoints.steps()]
+        outcome = Outcome(
+            name=name,
+            metrics=result.metrics,
+            params=report.params,
+            layer_params=report.tt_params if report.layers else layer_dense,
+            layer_dense_params=layer_dense,
+            bytes=(folder / "model.safetensors").stat().st_size,
+            seconds=result.seconds,
+            steps=result.steps,
+            ranks=result.ranks,
+            test=test,
+            checkpoint_bytes=sum(sizes) / len(sizes) if sizes else None,
+        )
+        task.save_vocabulary(folder)
+        layers = report.to_pandas().to_dict("records")
+        facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
+        write_result(folder, facts)
+        return outcome
 
-def _save(
-    name: str,
-    folder: Path,
-    config: RunConfig,
-    task: Task,
-    model: nn.Module,
-    state: dict[str, Tensor],
-    result: LoopResult,
-    layer_dense: int | None,
-    test: dict[str, float],
-) -> Outcome:
-    """Save a trained model with its vocabulary and figures; ``layer_dense`` is of its twin."""
-    save_state(model, state, folder, config.tt_config)
-    report = compression_report(model)
-    if layer_dense is None:
-        layer_dense = report.tt_dense_params
-    checkpoints = Archive(folder / "checkpoints")
-    sizes = [checkpoints.size(step) for step in checkpoints.steps()]
-    outcome = Outcome(
-        name=name,
-        metrics=result.metrics,
-        params=report.params,
-        layer_params=report.tt_params if report.layers else layer_dense,
-        layer_dense_params=layer_dense,
-        bytes=(folder / "model.safetensors").stat().st_size,
-        seconds=result.seconds,
-        steps=result.steps,
-        ranks=result.ranks,
-        test=test,
-        checkpoint_bytes=sum(sizes) / len(sizes) if sizes else None,
-    )
-    task.save_vocabulary(folder)
-    layers = report.to_pandas().to_dict("records")
-    facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
-    write_result(folder, facts)
-    return outcome
+    return processes.from_first(saved)
 
 
 def find_device(name: str, processes: Processes | None = None) -> torch.device:

@@ -7,12 +7,11 @@ Every setting is an option by its dotted name. ``--help`` prints those that are 
 import difflib
 import functools
 import os
-import re
 import shutil
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ FIRST = (
 )  # fmt: skip
 """Settings that ``--help`` shows."""
 
+_LISTED = "`comera train --help_all`"
 _COLUMN, _WIDEST = 26, 100
 
 
@@ -97,14 +97,8 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
             continue
         if not _is_option(key):
             near = difflib.get_close_matches(key, [f"--{name}" for name in settings_by_name()], n=1)
-            raise ValueError(
-                f"{word} is not a setting"
-                + (
-                    f": did you mean {near[0]}?"
-                    if near
-                    else "; `comera train --help_all` lists them"
-                )
-            )
+            hint = f": did you mean {near[0]}?" if near else f"; {_LISTED} lists them"
+            raise ValueError(f"{word} is not a setting{hint}")
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ValueError(f"{word} needs a value: {word}=...")
@@ -193,131 +187,98 @@ def value_of(text: str, hint: Any) -> Any:
     return text if holds_text and not isinstance(value, list | None) else value
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One setting of a run, or a section of them.
-
-    Attributes:
-        hint: Its type.
-        holder: The dataclass that has it: of several optimizers the first one.
-        name: Its name there.
-        takers: The optimizers that take it, if not all do.
-    """
-
-    hint: Any
-    holder: type
-    name: str
-    takers: list[str] = field(default_factory=list)
-
-    @property
-    def is_section(self) -> bool:
-        """Whether the setting is a section with settings of its own."""
-        return section_of(self.hint)[0] is not None
-
-    def help(self, with_type: bool = False) -> str:
-        """Return the description in the docstring, and the default in brackets if it is no null."""
-        told = {
-            param.arg_name: param.description
-            for kind in reversed(self.holder.__mro__)
-            for param in parse(kind.__doc__ or "").params
-        }
-        text = " ".join((told[self.name] or "").replace("``", "").split())
-        text += f" Of {', '.join(self.takers)}." if self.takers else ""
-        if self.is_section:
-            return text
-        own = next(each for each in fields(self.holder) if each.name == self.name)
-        value = own.default if own.default_factory is MISSING else own.default_factory()
-        shown = str(value).lower() if isinstance(value, bool) else value
-        text += f" ({wanted(self.hint)})" if with_type else ""
-        return text if value is None else f"{text} [{shown}]"
-
-
 @functools.cache
-def settings_by_name() -> dict[str, Setting]:
-    """Return all settings of a run by their dotted names, sections before what is in them."""
-    found: dict[str, Setting] = {}
+def settings_by_name() -> dict[str, tuple[Any, type]]:
+    """Return type and dataclass of every setting, sections before the settings in them."""
+    found: dict[str, tuple[Any, type]] = {}
 
-    def walk(kind: type, within: str, names: tuple[str, ...] = ()) -> None:
+    def walk(kind: type, within: str) -> None:
         for name, hint in hints_of(kind).items():
-            setting = found.setdefault(within + name, Setting(hint, kind, name))
-            if "choose" not in vars(setting.holder):
-                setting.takers.extend(names)
+            found.setdefault(within + name, (hint, kind))
             section, _ = section_of(hint)
             if section is not None:
                 walk(section, f"{within}{name}.")
         for each in choices_of(kind):
-            walk(each, within, (str(getattr(each, "name", "")),))
+            walk(each, within)
 
     walk(RunConfig, "")
     return found
 
 
 def _hint_of(key: str) -> Any:
-    """Return the type of a setting; None if there is none of that name.
-
-    Keys inside of a mapping, such as ``dlrm.table_sizes.user``, can be anything.
-    """
+    """Return the type of a setting, ``Any`` for a key inside of a mapping; None for no setting."""
     known = settings_by_name()
-    if key in known:
-        return known[key].hint
-    outer = key.rpartition(".")[0]
-    while outer and outer not in known:
-        outer = outer.rpartition(".")[0]
-    hint = known[outer].hint if outer else None
-    holds_any = any(typing.get_origin(each) is dict for each in (hint, *typing.get_args(hint)))
-    return Any if holds_any else None
+    if key in known or "." not in key:
+        return known.get(key, (None,))[0]
+    outer = _hint_of(key.rpartition(".")[0])
+    is_mapping = any(typing.get_origin(each) is dict for each in (outer, *typing.get_args(outer)))
+    return Any if is_mapping or outer is Any else None
 
 
 def help_of(command: str, words: Sequence[str]) -> str | None:
     """Return the help that one of the words asks for; None if none does."""
     known = settings_by_name()
     for word in words:
-        if word in ("-h", "--help"):
-            return _short_help(command)
-        if re.fullmatch(r"--help[_-]all", word):
-            return _table(known)
         section = word.removeprefix("--").removesuffix(".help")
+        if word in ("-h", "--help"):
+            sections = [k for k, (hint, _) in known.items() if section_of(hint)[0] and "." not in k]
+            return _HELP.format(
+                command=command,
+                summary=RUN_COMMANDS[command],
+                first="\n".join(_entry(key, with_type=False) for key in FIRST),
+                sections="\n".join(row(key, _text(key)) for key in sections),
+            )
+        if word in ("--help-all", "--help_all"):
+            return "\n".join(map(_entry, known))
         if word == f"--{section}.help" and section in known:
-            return _table(key for key in known if key.startswith(f"{section}."))
+            return "\n".join(_entry(key) for key in known if key.startswith(f"{section}."))
     return None
 
 
-def _short_help(command: str) -> str:
-    known = settings_by_name()
-    sections = [name for name, setting in known.items() if setting.is_section and "." not in name]
-    first = [line for key in FIRST for line in row(f"--{key}=", known[key].help())]
-    return "\n".join(
-        [
-            f"usage: comera {command} FILE_OR_NAME [--KEY=VALUE ...]\n",
-            f"{RUN_COMMANDS[command]}\n",
-            "FILE_OR_NAME is a YAML file, a name that `comera init` lists, or the folder of a run.",
-            "What is set on the command line overrides the file.\n",
-            "changed first, in brackets the defaults:",
-            *first,
-            "\nsections of settings:",
-            *(line for name in sections for line in row(name, known[name].help())),
-            f"\n`comera {command} --help_all` lists every key, with its type and default.",
-        ]
-    )
+_HELP = """usage: comera {command} FILE_OR_NAME [--KEY=VALUE ...]
+
+{summary}
+
+FILE_OR_NAME is a YAML file, a name that `comera init` lists, or the folder of a run.
+What is set on the command line overrides the file.
+
+changed first, in brackets the defaults:
+{first}
+
+sections of settings:
+{sections}
+
+`comera {command} --help_all` lists every key, with its type and default."""
 
 
-def _table(keys: Iterable[str]) -> str:
-    """Return the rows of settings, each with its type and default."""
-    lines = []
-    for key in keys:
-        setting = settings_by_name()[key]
-        if setting.is_section:
-            lines += ["", f"{key}: {setting.help()}"]
-        else:
-            lines += row(f"--{key}=", setting.help(with_type=True))
-    return "\n".join(lines)
+def _entry(key: str, with_type: bool = True) -> str:
+    """Return the entry of a setting in a help, with its default in brackets."""
+    hint, holder = settings_by_name()[key]
+    if section_of(hint)[0] is not None:
+        return f"\n{key}: {_text(key)}"
+    own = next(each for each in fields(holder) if each.name == key.rpartition(".")[2])
+    value = own.default if own.default_factory is MISSING else own.default_factory()
+    value = str(value).lower() if isinstance(value, bool) else value
+    text = f"{_text(key)} ({wanted(hint)})" if with_type else _text(key)
+    return row(f"--{key}=", text if value is None else f"{text} [{value}]")
 
 
-def row(name: str, text: str) -> list[str]:
-    """Return the lines of an entry of a help: a name, and what it is beside it."""
+def _text(key: str) -> str:
+    """Return the description of a setting in the docstrings of its dataclass and its bases."""
+    holder = settings_by_name()[key][1]
+    texts = {
+        param.arg_name: param.description or ""
+        for kind in reversed(holder.__mro__)
+        for param in parse(kind.__doc__ or "").params
+    }
+    return " ".join(texts[key.rpartition(".")[2]].replace("``", "").split())
+
+
+def row(name: str, text: str) -> str:
+    """Return an entry of a help: a name, and a text beside it."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
-    start = f"  {name}".ljust(_COLUMN)
+    start, below = f"  {name}".ljust(_COLUMN), " " * _COLUMN
     if len(start) > _COLUMN or (name and start[-1] != " "):
-        return [start, *row("", text)]
-    below = " " * _COLUMN
-    return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=below) or [start]
+        return f"{start}\n{row('', text)}"
+    lines = textwrap.wrap(text, width, initial_indent=start, subsequent_indent=below)
+    return "\n".join(lines or [start])

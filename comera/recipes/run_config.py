@@ -48,7 +48,6 @@ class TwoStageConfig(TwoStageSettings):
     late_share: float = 0.4
 
     def check(self, steps: int | None = None) -> None:
-        """Raise ``ValueError`` for a setting that is out of range, in a run of so many steps."""
         _check("two_stage", self.target, super().check)
         early, late = self.early_share, self.late_share
         if early < 0 or late <= 0 or early + late > 1:
@@ -63,7 +62,7 @@ class TwoStageConfig(TwoStageSettings):
             )
 
     def stages(self, steps: int) -> tuple[int, int]:
-        """Return the steps of the early and of the late stage in a run of so many."""
+        """Return the steps of the early and of the late stage in a run of so many steps."""
         early = round(self.early_share * steps)
         return early, min(round(self.late_share * steps), steps - early)
 
@@ -85,7 +84,6 @@ class ImportancePruningConfig(ImportanceSettings):
     share: float = 0.3
 
     def check(self, steps: int | None = None) -> None:
-        """Raise ``ValueError`` for a setting that is out of range, in a run of so many steps."""
         _check("importance_pruning", self.target, super().check)
         if not 0 < self.share <= 1:
             raise ValueError(
@@ -108,7 +106,7 @@ RANK_SECTIONS = ("two_stage", "importance_pruning")
 
 
 def _check(section: str, target: Any, check: Callable[[], None]) -> None:
-    """Check a target and what the method itself checks; errors name the section."""
+    """Check a target and the settings of its method; errors name the section."""
     try:
         check_target(target)
         check()
@@ -134,8 +132,7 @@ class ModelConfig:
         dropout: Dropout probability.
         norm: Norm before (pre) or after (post) each part of a block; a decoder's is before.
         qk_norm: Normalise queries and keys, which bounds attention scores.
-        qk_init: ``same``: keys begin as a copy of queries, so that a position looks first at what
-            is like it, see ``comera.init_keys_as_queries_``.
+        qk_init: ``same``: keys begin as a copy of queries, see ``comera.init_keys_as_queries_``.
         position_std: Standard deviation of fresh embeddings of positions and segments, of an
             encoder; those of words have 0.02.
     """
@@ -151,7 +148,6 @@ class ModelConfig:
     position_std: float = 0.02
 
     def check(self, task: str) -> None:
-        """Raise ``ValueError`` for a setting that is out of range, or is not for a task."""
         if task == "causal_text" and self.norm != "pre":
             raise ValueError("model.norm=post: the model of causal_text has its norms before (pre)")
         if task == "clicks" and self.qk_init == "same":
@@ -170,17 +166,14 @@ class ModelConfig:
 
 @dataclass
 class SmallTablesConfig:
-    """Small tables of another kind, to compare tensor trains with.
-
-    See ``comera.models.dlrm``.
+    """Small tables of another kind, to compare tensor trains with, see ``comera.models.dlrm``.
 
     Args:
-        kind: ``hashed``: rows share fewer ones, by the remainder of their index;
-            ``quotient_remainder``: they are products of two; ``shared_array``: they are cut from
-            one array, as ROBE does.
+        kind: ``hashed``: rows are shared by the remainder of their index; ``quotient_remainder``:
+            they are products of two; ``shared_array``: they are cut from one array, as in ROBE.
         params: Parameters of all tables together; has to be given.
         rank: Of hashed tables: width at which rows are kept; null for their whole width.
-        own: Of hashed tables: share of the rows that are those of the most frequent values alone.
+        own: Of hashed tables: share of the rows that belong to the most frequent values alone.
         block: Of a shared array: numbers that lie side by side in it.
     """
 
@@ -191,7 +184,6 @@ class SmallTablesConfig:
     block: int = 16
 
     def check(self) -> None:
-        """Raise ``ValueError`` for settings that are out of range."""
         if self.params < 1 or self.block < 1 or (self.rank is not None and self.rank < 1):
             raise ValueError(
                 f"dlrm.small_tables: params={self.params}, rank={self.rank} and block={self.block} "
@@ -223,7 +215,6 @@ class DlrmConfig:
     small_tables: SmallTablesConfig | None = None
 
     def check(self) -> None:
-        """Raise ``ValueError`` for settings that are out of range."""
         check_least(self, "dlrm.", embedding_dim=1)
         for name in ("bottom", "top"):
             widths = getattr(self, name)
@@ -240,8 +231,8 @@ class TrainConfig:
     Args:
         steps: Optimizer steps; these or ``epochs`` have to be given.
         epochs: Passes over the data, where it has an end.
-        seconds: End after so many seconds in training steps, if that comes first: at the next line
-            of the log. Learning rate and rank learning follow the number of steps all the same.
+        seconds: End after so many seconds in training steps, if that comes first, at the next line
+            of the log. Learning rate and rank learning follow the number of steps.
         batch_size: Rows a step, of all processes together.
         accumulate: Parts each batch is split into before one optimizer step.
         clip_norm: Largest gradient norm; null for none.
@@ -272,7 +263,6 @@ class TrainConfig:
     threads: int | None = None
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a setting that is out of range."""
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
         check_least(
@@ -292,11 +282,11 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Settings of checkpoints; see :class:`comera.CheckpointChain`.
+    """Settings of checkpoints, see ``comera.CheckpointChain``.
 
     Args:
-        mode: ``lossless`` resumes a run exactly; ``lossy`` keeps a series of checkpoints many times
-            smaller, from which it is resumed nearly.
+        mode: ``lossless`` resumes a run exactly; ``lossy`` keeps checkpoints many times smaller,
+            from which it is resumed nearly.
         bits: Bits of codes, 2 to 8, in lossy checkpoints.
         rate: The cost of a bit against error: larger makes smaller files and larger errors.
         keep_last: Older checkpoints are deleted; null keeps all.
@@ -308,11 +298,7 @@ class CheckpointConfig:
     keep_last: int | None = 2
 
     def chain(self, folder: Path) -> CheckpointChain:
-        """Open the checkpoints in a folder.
-
-        Raises:
-            ValueError: If a setting makes no sense.
-        """
+        """Open the checkpoints in a folder; raises ``ValueError`` for a setting out of range."""
         every = 1 if self.mode == "lossless" else KEY_EVERY
         return CheckpointChain(folder, key_every=every, **asdict(self))
 
@@ -322,8 +308,8 @@ class ParallelConfig:
     """Several processes that train one model, as ``torchrun`` starts them.
 
     Args:
-        kind: ``ddp`` keeps the whole model in every process and averages gradients; ``fsdp`` shares
-            dense matrices out among the processes, and keeps whole what is small.
+        kind: ``ddp`` keeps the whole model in every process and averages gradients; ``fsdp`` splits
+            dense matrices among the processes.
         timeout_minutes: How long a process waits for the others, as while one reads the data.
     """
 
@@ -410,9 +396,8 @@ class RunConfig:
     def settings(self) -> dict[str, Any]:
         """Return all settings as plain values, as ``config.yaml`` has them.
 
-        Defaults of the optimizer are filled in where they can only be these: not ``gate_lr``, which
-        follows from the number of steps, and nothing for an optimizer that was not named in a run
-        with a twin, whose default is another one.
+        Defaults of the optimizer are filled in, except ``gate_lr``, which follows from the number
+        of steps, and those of an unnamed optimizer in a run with a twin, whose default is another.
         """
         optimizer = self._optimizer
         if optimizer.name is not None or not self.twin:
@@ -420,11 +405,9 @@ class RunConfig:
         return {**asdict(self), "optimizer": asdict(optimizer)}
 
     def optimizer_for(self, steps: int | None) -> OptimizerConfig:
-        """Return the settings of the optimizer, filled in from the run where they were left open.
+        """Return the settings of the optimizer with the defaults of a run of so many steps.
 
-        Args:
-            steps: Steps of the whole run. None where only the data tell: ``gate_lr`` stays open if
-                there is a late stage.
+        Without ``steps`` a default ``gate_lr`` of a run with a late stage stays None.
         """
         gate_lr = self._optimizer.gate_lr
         if gate_lr is None:
@@ -483,7 +466,6 @@ class RunConfig:
         return tuple(TASKS[self.task].better)
 
     def check(self) -> None:
-        """Raise ``ValueError`` for settings that contradict each other."""
         check_nulls(self)
         if not self.out:
             raise ValueError("out='' must name the folder of the run")
@@ -509,7 +491,14 @@ class RunConfig:
             raise ValueError(
                 f"parallel.timeout_minutes={self.parallel.timeout_minutes} must be above 0"
             )
-        check_device(self.device)
+        if self.device != "auto":
+            try:
+                torch.device(self.device)
+            except RuntimeError:
+                raise ValueError(
+                    f"device={self.device!r} is no device of torch's: give cpu, cuda, cuda:1 or "
+                    "the like, or auto for a GPU where there is one"
+                ) from None
         optimizer = self.optimizer_for(self.train.steps)
         optimizer.check()
         if optimizer.in_backward and self.train.clip_norm is not None:
@@ -539,18 +528,6 @@ HIGHER_IS_BETTER = {
     name for task in TASKS.values() for name, better in task.better.items() if better == "higher"
 }
 """Metrics of which more is better."""
-
-
-def check_device(name: str) -> None:
-    """Raise ``ValueError`` for what is neither ``auto`` nor a device of torch's."""
-    if name != "auto":
-        try:
-            torch.device(name)
-        except RuntimeError:
-            raise ValueError(
-                f"device={name!r} is no device of torch's: give cpu, cuda, cuda:1 or the like, or "
-                "auto for a GPU where there is one"
-            ) from None
 
 
 def check_processes(config: RunConfig, count: int) -> None:

@@ -1,10 +1,5 @@
-"""Finished runs and sweeps as Python objects.
+"""Finished runs and sweeps as Python objects."""
 
-:func:`load_run` returns the model, settings, vocabulary and figures of a run; :func:`predictions`
-and :func:`export` use its model. :func:`load_sweep` returns the runs of a sweep as a data frame.
-"""
-
-import contextlib
 import io
 import logging
 import warnings
@@ -41,17 +36,16 @@ with needed_by("load_run()"):
 
 @dataclass(frozen=True, repr=False)
 class TrainedRun:
-    """A finished run; prints itself in a few lines.
+    """A finished run.
 
     Attributes:
         folder: Folder of the run.
         config: Its settings.
         model: The trained model, in evaluation mode.
-        tokenizer: Makes tokens of text and text of tokens, a ``tokenizers.Tokenizer``; None of a
-            click predictor.
-        categories: Makes inputs of the model of raw rows, by ``encode``; of a click predictor.
-        result: What came of it: ``metrics`` of the last evaluation, ``test`` where there is such
-            data, ``params``, ``steps``, ``seconds`` and more.
+        tokenizer: The ``tokenizers.Tokenizer`` of text; None of a click predictor.
+        categories: Encoder of raw rows as inputs of the model, of a click predictor.
+        result: Its figures: ``metrics`` of the last evaluation, ``test`` where there is such data,
+            ``params``, ``steps``, ``seconds`` and more.
     """
 
     folder: Path
@@ -65,8 +59,7 @@ class TrainedRun:
     def metrics(self) -> "pd.DataFrame":
         """The log of training, a row a step: ``loss``, ``eval/...``, ``lr``, ``size``, ...
 
-        NaN where nothing was; ranks and other values that are no numbers are left out. Of what was
-        logged twice at one step the later counts. Needs pandas.
+        NaN where nothing was logged. Ranks and other nested values are left out. Needs pandas.
         """
         with needed_by("metrics"):
             import pandas as pd
@@ -94,7 +87,7 @@ class TrainedRun:
 def load_run(
     folder: str | Path, *, twin: bool = False, device: torch.device | str = "cpu"
 ) -> TrainedRun:
-    """Load what ``comera train`` has left in a folder; the data need not be there any more.
+    """Load a run that ``comera train`` finished; its data need not be there any more.
 
     Args:
         folder: Folder of a finished run, such as ``runs/quickstart``.
@@ -126,15 +119,17 @@ def load_run(
     result = read_result(place)
     if "sizes" not in result:
         raise ValueError(f"{place / 'result.json'} does not say how large the model is")
-    known = place / CATEGORIES
-    if config.clicks is not None and not known.is_file():
-        raise FileNotFoundError(
-            f"{place} has no {CATEGORIES}: comera train {folder} --overwrite=true writes it again"
-        )
+    categories = None
+    if config.clicks is not None:
+        if not (place / CATEGORIES).is_file():
+            raise FileNotFoundError(
+                f"{place} has no {CATEGORIES}: comera train {folder} --overwrite=true writes it "
+                "again"
+            )
+        categories = ClickRows.load(place / CATEGORIES)
     with torch.device("meta"):
         dense = task_of(config).dense_model(result["sizes"])
     model = load_model(place, dense, device=device).eval()
-    categories = None if config.clicks is None else ClickRows.load(known)
     tokenizer, path = None, place / "tokenizer.json"
     if path.is_file():
         try:
@@ -145,9 +140,7 @@ def load_run(
 
 
 def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Iterator[dict[str, Any]]:
-    """Predict something for each line, as the run's task has it.
-
-    A line that is not what is expected gives ``error``, which names it, and the others go on.
+    """Yield a prediction for each line, or an ``error`` that names one that is not as expected.
 
     Args:
         run: A finished run.
@@ -180,20 +173,20 @@ _FORMS = {
 
 
 def export(run: TrainedRun, path: Path) -> str:
-    """Write the model of a run to a file; its suffix says in which form.
+    """Write the model of a run to a file, in the format of its suffix.
 
     ``.pt2`` and ``.onnx`` hold the compressed model, its cores contracted, and take any number of
-    rows; ``.safetensors`` holds weights of the dense model, with the names that it has.
+    rows; ``.safetensors`` holds the weights of the dense model by their names.
 
     Returns:
-        What was written, in words.
+        A sentence about the file.
 
     Raises:
         ValueError: If the suffix is another one.
         MissingPackageError: If ONNX is asked for and not installed.
     """
     if path.suffix not in _FORMS:
-        known = ", ".join(f"{suffix} ({what})" for suffix, what in _FORMS.items())
+        known = ", ".join(f"{suffix} ({form})" for suffix, form in _FORMS.items())
         raise ValueError(f"{path} must end in one of {known}")
     if path.suffix == ".safetensors":
         dense = densify_(run.model).state_dict()
@@ -218,7 +211,7 @@ def export(run: TrainedRun, path: Path) -> str:
 
 
 class _Positional(nn.Module):
-    """Call the model with its tensor inputs alone; ``padded`` keeps its default."""
+    """A model with its tensor inputs alone; ``padded`` keeps its default."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -228,56 +221,41 @@ class _Positional(nn.Module):
         return self.model(*inputs)
 
 
+_CHATTY = ("onnxscript", "onnx_ir", "torch.onnx._internal.exporter._registration")
+"""Loggers of progress, and of packages that no model here needs, during an export to ONNX."""
+
+
 def _to_onnx(model: nn.Module, inputs: tuple[Tensor, ...], shapes: Any, path: Path) -> None:
     with needed_by("a file of ONNX"):
         import onnxscript  # noqa: F401  torch's own message does not say how to install it
-    with _without_progress():
-        program = torch.onnx.export(
-            model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False
-        )
-        assert program is not None, "of the exporter by dynamo"
-        with replacing(path) as temporary:
-            program.save(temporary)
-
-
-@contextlib.contextmanager
-def _without_progress() -> Iterator[None]:
-    """Mute the progress messages of torch's exporter to ONNX.
-
-    Only two warnings are filtered, both about torch itself and not about the model.
-    """
-    chatty = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir")]
-    levels = [log.level for log in chatty]
-    registry = logging.getLogger("torch.onnx._internal.exporter._registration")
-    for log in chatty:
-        log.setLevel(logging.WARNING)
-    registry.addFilter(_is_of_use)
+    loggers = {name: logging.getLogger(name) for name in _CHATTY}
+    levels = {name: log.level for name, log in loggers.items()}
     try:
+        for log in loggers.values():
+            log.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
-            yield
+            program = torch.onnx.export(
+                model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False
+            )
+            assert program is not None, "of the exporter by dynamo"
+            with replacing(path) as temporary:
+                program.save(temporary)
     finally:
-        registry.removeFilter(_is_of_use)
-        for log, level in zip(chatty, levels, strict=True):
-            log.setLevel(level)
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    """Drop the message that torchvision, which no model here needs, is not installed."""
-    return not record.getMessage().startswith("torchvision is not installed")
+        for name, log in loggers.items():
+            log.setLevel(levels[name])
 
 
 _ALWAYS = ("variant", "seed", "params", "steps", "seconds")
 
 
 def load_sweep(folder: str | Path) -> "pd.DataFrame":
-    """Load what ``comera sweep`` has left in a folder, one row a finished run.
+    """Load the figures of a sweep as a data frame, one row a finished run.
 
     Columns are ``variant``, ``seed``, ``params`` of the whole model after training, ``steps``,
-    ``seconds`` in training steps, a column for each figure of the last evaluation, such as
-    ``accuracy``, and for each on test data, ``test/accuracy``. ``attrs`` of the frame hold
-    ``metric`` and ``reference`` of the sweep. NaN stands where a run has no such figure; there are
-    no rows where no run is finished.
+    ``seconds`` in training steps, and the figures of the last evaluation, such as ``accuracy``, and
+    on test data, such as ``test/accuracy``; NaN where a run has no such figure. ``attrs`` of the
+    frame hold ``metric`` and ``reference`` of the sweep.
 
     Args:
         folder: Folder of the sweep; that of a single run is read by :func:`~comera.load_run`.

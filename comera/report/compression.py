@@ -1,18 +1,16 @@
 """Size and predicted cost of a tensorised model, layer by layer."""
 
 import math
-import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
-from comera.nn.table import HotRows, TTTable
+from comera.nn.table import TTTable
 from comera.params import model_size
-from comera.planning.candidate import Candidate
+from comera.planning.linear_ways import Layer
 from comera.planning.lookup_ways import Lookup
 from comera.planning.planner import plan_layer
 from comera.planning.printing import Report, Table, data_frame, show_bytes, show_count
@@ -44,9 +42,9 @@ class LayerReport:
         dense_params: Entries of the weight it stands for; the bias is not counted.
         params: Entries of cores, gates and dense rows as they are stored.
         live_params: Entries of the cores that would remain if it were truncated now.
-        frozen_params: Entries of what :func:`comera.freeze_` makes of it: two factors at the live
-            ranks, or a dense weight where that has fewer; dense rows included.
-        bytes: Stored bytes of the above but these.
+        frozen_params: Entries after :func:`comera.freeze_`: two factors at the live ranks, or a
+            dense weight where that has fewer; dense rows included.
+        bytes: Bytes of ``params``.
         operations: Predicted multiply-adds of a forward and backward pass at the live ranks.
         dense_operations: The same for the dense layer.
         saved_bytes: Predicted bytes kept from the forward to the backward pass.
@@ -80,26 +78,26 @@ class CompressionReport(Report):
         tokens: Rows of the batch that operations and activations are predicted for.
         params: Parameters of the whole model, shared ones counted once.
         bytes: Bytes of these parameters.
-        frozen_bytes: The same once :func:`comera.freeze_` has contracted its layers, to be run;
-            those that it finds faster dense are not counted as dense.
+        frozen_bytes: The same after :func:`comera.freeze_`; layers that it finds faster dense are
+            not counted as dense.
         dense_bytes: The same with all its layers dense.
         dense_params: Parameters of the model with all its layers dense.
         tt_params: Stored parameters of the tensor-train layers: cores, gates and dense rows.
-        live_params: Entries their cores would keep if they were truncated now; what
-            rank learning counts.
+        live_params: Entries their cores would keep if they were truncated now, the size that rank
+            learning counts.
         tt_dense_params: Entries of the dense weights they stand for.
     """
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
+        trains = tensor_trains(model)
         self.tokens = tokens
-        self.layers = [_layer(n, m, tokens) for n, m in tensor_trains(model).items()]
+        self.layers = [_layer(name, layer, tokens) for name, layer in trains.items()]
         self.params, self.bytes = model_size(model)
-        others = self.bytes - sum(layer.bytes for layer in self.layers)
-        widths = [train.cores[0].element_size() for train in tensor_trains(model).values()]
-        frozen = [layer.frozen_params for layer in self.layers]
-        dense = [layer.dense_params for layer in self.layers]
-        self.frozen_bytes = others + sum(map(operator.mul, frozen, widths))
-        self.dense_bytes = others + sum(map(operator.mul, dense, widths))
+        self.frozen_bytes = self.dense_bytes = self.bytes
+        for layer, train in zip(self.layers, trains.values(), strict=True):
+            item = train.cores[0].element_size()
+            self.frozen_bytes += layer.frozen_params * item - layer.bytes
+            self.dense_bytes += layer.dense_params * item - layer.bytes
         self.tt_params = sum(layer.params for layer in self.layers)
         self.live_params = sum(layer.live_params for layer in self.layers)
         self.tt_dense_params = sum(layer.dense_params for layer in self.layers)
@@ -107,12 +105,12 @@ class CompressionReport(Report):
 
     @property
     def compression(self) -> float:
-        """Return how many times fewer parameters than the dense model there are, all in all."""
+        """Parameters of the dense model, in units of those of the model."""
         return self.dense_params / max(1, self.params)
 
     @property
     def layer_compression(self) -> float:
-        """Return how many times fewer parameters than dense the tensor-train layers have."""
+        """The same of the tensor-train layers alone."""
         return self.tt_dense_params / max(1, self.tt_params) if self.layers else 1.0
 
     def to_pandas(self) -> "pd.DataFrame":
@@ -134,24 +132,26 @@ class CompressionReport(Report):
 
     def tables(self) -> list[Table]:
         """Return one row a layer."""
-        rows = [
-            [
-                layer.name or "(model)",
-                layer.kind,
-                layer.modes,
-                _ranks(layer),
-                f"{layer.dense_params:,}",
-                f"{layer.params:,}",
-                f"{layer.live_params:,}",
-                f"{layer.dense_params / max(1, layer.params):.1f}x",
-                show_bytes(layer.bytes),
-                show_count(layer.operations),
-                _share(layer.operations, layer.dense_operations),
-                show_bytes(layer.saved_bytes),
-                _share(layer.saved_bytes, layer.dense_saved_bytes),
-            ]
-            for layer in self.layers
-        ]
+        rows = []
+        for layer in self.layers:
+            start, live = (" ".join(map(str, ranks)) for ranks in (layer.start_ranks, layer.ranks))
+            rows.append(
+                [
+                    layer.name or "(model)",
+                    layer.kind,
+                    layer.modes,
+                    start if start == live else f"{start} -> {live}",
+                    f"{layer.dense_params:,}",
+                    f"{layer.params:,}",
+                    f"{layer.live_params:,}",
+                    f"{layer.dense_params / max(1, layer.params):.1f}x",
+                    show_bytes(layer.bytes),
+                    show_count(layer.operations),
+                    _share(layer.operations, layer.dense_operations),
+                    show_bytes(layer.saved_bytes),
+                    _share(layer.saved_bytes, layer.dense_saved_bytes),
+                ]
+            )
         header, spare = (
             [name.format(self.tokens) for name in names] for names in (_HEADER, _SPARE)
         )
@@ -173,71 +173,57 @@ def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionRepor
     return CompressionReport(model, tokens)
 
 
+def planned_work(layer: TensorTrainModule, tokens: int, together: int = 1) -> Layer | Lookup | None:
+    """Return a layer at a batch as the planner takes it; None for the hot rows of a table."""
+    if isinstance(layer, CompressedLinear):
+        return layer.at(tokens, together=together)
+    if isinstance(layer, TTTable):
+        rows = layer.num_embeddings - layer.hot_rows
+        return Lookup(layer.shape, tokens, num_embeddings=rows, embedding_dim=layer.embedding_dim)
+    return None
+
+
 def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
-    meta = layer.cores[0].device.type == "meta"
-    ranks = layer.ranks if meta else layer.live_ranks
-    shape = layer.shape
-    dense_params = layer.num_dense
-    stored = [*layer.cores, *layer.gates]
-    if isinstance(layer, TTTable) and isinstance(layer.hot, Tensor):
-        stored.append(layer.hot)
-        dense_params += layer.hot.numel()
-    mine, dense = _ways(layer, ranks, tokens)
+    ranks = layer.ranks if layer.cores[0].device.type == "meta" else layer.live_ranks
+    shape, stored = layer.shape, [*layer.cores, *layer.gates]
+    hot = layer.hot if isinstance(layer, TTTable) and isinstance(layer.hot, Tensor) else None
+    if hot is not None:
+        stored.append(hot)
+    hot_params = 0 if hot is None else hot.numel()
+    work = planned_work(layer, tokens)
+    costs = (0, 0, 0, 0)  # every index is counted as one of the train's, none as a hot row
+    if work is not None:
+        work = replace(work, shape=shape.of_ranks(ranks))  # type: ignore[arg-type]
+        made = plan_layer(work, **layer.planner_setting())
+        ours, dense = made.chosen, made.dense
+        costs = (ours.operations, dense.operations, ours.saved_bytes, dense.saved_bytes)
     return LayerReport(
-        name=name,
-        kind=type(layer).__name__,
-        modes=shape.describe_modes(),
-        start_ranks=layer.start_ranks,
-        ranks=ranks,
-        dense_params=dense_params,
-        params=sum(param.numel() for param in stored),
-        live_params=shape.size_at(ranks),
-        frozen_params=_frozen_params(layer, ranks),
-        bytes=sum(param.numel() * param.element_size() for param in stored),
-        operations=mine.operations if mine else 0,
-        dense_operations=dense.operations if dense else 0,
-        saved_bytes=mine.saved_bytes if mine else 0,
-        dense_saved_bytes=dense.saved_bytes if dense else 0,
+        name,
+        type(layer).__name__,
+        shape.describe_modes(),
+        layer.start_ranks,
+        ranks,
+        layer.num_dense + hot_params,
+        sum(param.numel() for param in stored),
+        shape.size_at(ranks),
+        _frozen_params(layer, ranks) + hot_params,
+        sum(param.nbytes for param in stored),
+        *costs,
     )
 
 
 def _frozen_params(layer: TensorTrainModule, ranks: tuple[int, ...]) -> int:
+    """Count the entries of a frozen layer, hot rows aside."""
     shape: Any = layer.shape
-    if isinstance(layer, BTTLinear):  # which freezing leaves as it is
+    if not layer.is_chain:  # freezing leaves it as it is
         return shape.size_at(layer.ranks)
     rank = max(1, ranks[shape.split - 1])
     if isinstance(layer, TTTable):
-        pairs = list(zip(shape.row_modes, shape.col_modes, strict=True))
-        parts = pairs[: shape.split], pairs[shape.split :]
-        thin = rank * sum(math.prod(v * p for v, p in part) for part in parts)
-        hot = layer.hot.numel() if isinstance(layer.hot, Tensor) else 0
-        return min(thin, layer.num_dense) + hot
+        sizes = shape.slice_sizes
+        halves = math.prod(sizes[: shape.split]) + math.prod(sizes[shape.split :])
+        return min(rank * halves, layer.num_dense)
     thin = rank * sum(layer._weight_size())
     return min(thin, layer.num_dense) if isinstance(layer, TTLinear) else thin
-
-
-def _ways(
-    layer: TensorTrainModule, ranks: tuple[int, ...], tokens: int
-) -> tuple[Candidate | None, Candidate | None]:
-    """Return how a layer runs at the given ranks, and the dense one; None for parts of a table."""
-    setting = layer.planner_setting()
-    machine, dtype = setting["machine"], setting["dtype"]
-    shape: Any = layer.shape.of_ranks(ranks)
-    if isinstance(layer, CompressedLinear):
-        made = plan_layer(replace(layer.at(tokens), shape=shape), dtype=dtype, machine=machine)
-        return made.chosen, made.dense
-    if isinstance(layer, TTTable):
-        rows = layer.num_embeddings - layer.hot_rows
-        lookup = Lookup(shape, tokens, num_embeddings=rows, embedding_dim=layer.embedding_dim)
-        made = plan_layer(lookup, dtype=dtype, machine=machine)
-        return made.chosen, made.dense
-    assert isinstance(layer, HotRows), "there are no other layers"
-    return None, None  # every index is counted as one of the train's
-
-
-def _ranks(layer: LayerReport) -> str:
-    start, live = (" ".join(map(str, ranks)) for ranks in (layer.start_ranks, layer.ranks))
-    return start if start == live else f"{start} -> {live}"
 
 
 def _share(mine: int, dense: int) -> str:

@@ -1,33 +1,49 @@
 """A trained model measured at many sizes, on copies of it."""
 
+import copy
 import dataclasses
+import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from comera.compress.compress import check_unused, compress_
+from comera.compress.compress import check_unused, compress_, measured
 from comera.compress.layer_moments import LossFn, linear_targets
 from comera.compress.sensitivity import Sensitivity, look_at
-from comera.nn.convert import tensorize_
-from comera.nn.module import check_model
+from comera.files import replacing
+from comera.nn.convert import speed_log, tensorize_
+from comera.nn.forms import as_torch
+from comera.nn.linear import CompressedLinear, TTLinear
+from comera.nn.module import check_model, tensor_trains
+from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig, find_targets
-from comera.report.exploration import WHOLE, Exploration, Explorer, Make
+from comera.params import checksum, model_size
+from comera.planning.printing import with_bar
+from comera.report.exploration import WHOLE, Exploration, Point
+from comera.report.model_plan import plan
 
 log = logging.getLogger("comera")
 
-BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-"""Shares of the parameters that are tried where nothing is said."""
+_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+
+Evaluate = Callable[[nn.Module], float]
+Make = Callable[[nn.Module], float | None]
+"""Makes a model smaller, and returns the predicted rise of the loss, if any."""
 
 
 def explore(
     model: nn.Module,
-    evaluate: Callable[[nn.Module], float],
+    evaluate: Evaluate,
     calibration: Iterable[Any] | Sensitivity | None = None,
     *,
     budgets: Sequence[float | str] | None = None,
@@ -44,30 +60,30 @@ def explore(
 
     With calibration data each budget is spent as :func:`~comera.compress_` does, the data read
     once. Each configuration converts the model as :func:`~comera.tensorize_` does, with
-    ``init="svd"``, tables included unless its ``target_modules`` says otherwise. Ctrl-C ends it
-    early and what was measured is returned. What fails at one point, as a budget that is out of
-    reach, is noted there, and the others go on.
+    ``init="svd"``, tables included unless its ``target_modules`` excludes them. Ctrl-C ends it
+    early and returns what was measured. An error at one point, such as a budget that is out of
+    reach, is its note, and the others go on.
 
     Args:
         model: Any trained model.
         evaluate: Takes a model and returns its loss on data of your choice, in the mode that it
             puts the model into; lower is better. It is called once a point, without gradients.
-        calibration: Batches as :func:`~comera.compress_` takes them, or what
-            :func:`~comera.sensitivity` found; ``loss_fn`` and the layers were then said to it.
+        calibration: Batches as for :func:`~comera.compress_`, or the result of
+            :func:`~comera.sensitivity`, which then had ``loss_fn`` and the layers.
         budgets: For :func:`~comera.compress_`: shares of parameters, or bytes with a unit. Seven
             from 0.9 to 0.3 if None and there is calibration data.
         configs: For :func:`~comera.tensorize_`. If None and there is no calibration data, orders 1
             to 3 at 2, 4 and 8 times fewer parameters a layer. An ``init`` of None is ``"svd"``
-            here; say it, so that :func:`~comera.tensorize_` makes the same of the one you choose.
+            here; :func:`~comera.tensorize_` needs it to make the same.
         each_layer: Also make each targeted layer smaller alone; budgets, shares then, are of that
             layer. A model of many layers then has many points.
-        loss_fn: As :func:`~comera.compress_` has it.
+        loss_fn: As for :func:`~comera.compress_`.
         target_modules: The same, and of the configurations where ``configs`` is None.
         exclude_modules: Likewise.
         tokens: Rows of the batch that times are predicted for.
         keep: A JSON file for the points, written after each. A call that finds it measures only
-            those that are missing or failed. Calibration is not in it: for that, give what
-            ``sensitivity(..., keep=...)`` found.
+            points that are missing or failed. Calibration is not in it: for that, give the result
+            of ``sensitivity(..., keep=...)``.
         progress: Whether to show a bar.
 
     Returns:
@@ -75,7 +91,7 @@ def explore(
 
     Raises:
         ValueError: If there is nothing to try, a setting is wrong, ``evaluate`` gives no finite
-            number for the dense model, or what is kept is of another model or of other ``tokens``.
+            number for the dense model, or the file is of another model or of other ``tokens``.
         TypeError: If an argument is of the wrong kind.
 
     Example::
@@ -89,42 +105,6 @@ def explore(
         raise TypeError(
             f"evaluate={evaluate!r} must be a function of the model that gives its loss"
         )
-    _check(calibration, budgets, configs, loss_fn, tokens)
-    if isinstance(calibration, Sensitivity):
-        check_unused(loss_fn, target_modules, exclude_modules)
-    if budgets is None and calibration is not None:
-        budgets = BUDGETS
-    if configs is None:
-        configs = [] if calibration is not None else _grid(target_modules, exclude_modules)
-    if not budgets and not configs:
-        raise ValueError("neither budgets nor configs: there is nothing to try")
-    store = Explorer(keep, model, tokens)
-    dense = store.dense(evaluate)
-    points = [dense]
-    planned = 1
-    try:
-        found = None
-        if budgets:
-            found = _look(model, calibration, loss_fn, target_modules, exclude_modules, progress)
-        if isinstance(calibration, Sensitivity):
-            target_modules = _targets_of(model, calibration)
-        which = _settings(TTConfig(target_modules=target_modules, exclude_modules=exclude_modules))
-        tries = _tries(model, found, budgets or (), which, configs, each_layer)
-        planned += len(tries)
-        for setting, layer, make in _shown(tries, progress):
-            points.append(store.point(setting, layer, make, evaluate, dense))
-    except KeyboardInterrupt:
-        log.warning("explore: broken off; %d points are measured", len(points))
-    return Exploration(tuple(points), planned)
-
-
-def _check(
-    calibration: object,
-    budgets: Sequence[float | str] | None,
-    configs: Sequence[TTConfig] | None,
-    loss_fn: object,
-    tokens: int,
-) -> None:
     if tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1")
     if isinstance(budgets, str | Real):
@@ -140,34 +120,167 @@ def _check(
                 f'init={config.init!r} draws new weights in the place of trained ones: "svd" '
                 "approximates them"
             )
-
-
-def _grid(targets: str | list[str], exclude: str | list[str] | None) -> list[TTConfig]:
-    return [
-        TTConfig(compression=compression, order=order, target_modules=targets,
-                 exclude_modules=exclude)
-        for order in (1, 2, 3)
-        for compression in (2, 4, 8)
-    ]  # fmt: skip
-
-
-def _look(
-    model: nn.Module,
-    calibration: Any,
-    loss_fn: LossFn | None,
-    targets: str | list[str],
-    exclude: str | list[str] | None,
-    progress: bool,
-) -> Sensitivity:
-    """Read the calibration data, unless that was done before."""
     if isinstance(calibration, Sensitivity):
-        return calibration
-    layers = linear_targets(model, targets, exclude, "explore")
-    return look_at(model, layers, calibration, loss_fn, progress=progress)
+        check_unused(loss_fn, target_modules, exclude_modules)
+    if budgets is None:
+        budgets = () if calibration is None else _BUDGETS
+    if configs is None:
+        targets: Any = {"target_modules": target_modules, "exclude_modules": exclude_modules}
+        configs = [
+            TTConfig(compression=compression, order=order, **targets)
+            for order in (1, 2, 3)
+            for compression in (2, 4, 8)
+            if calibration is None
+        ]
+    if not budgets and not configs:
+        raise ValueError("neither budgets nor configs: there is nothing to try")
+    kept = _Kept(keep, model, tokens)
+    dense = kept.known("dense", WHOLE)
+    if dense is None:
+        small = copy.deepcopy(model)  # evaluate may put it into another mode
+        params, size = model_size(small)
+        dense = Point("dense", ratio=1.0, params=params, bytes=size)
+        dense = kept.add(dataclasses.replace(dense, **_evaluated(evaluate, small)))
+    points, planned = [dense], 1
+    try:
+        found: Any = None
+        if isinstance(calibration, Sensitivity):
+            found = calibration
+            target_modules = _targets_of(model, found)
+        elif budgets and calibration is not None:
+            layers = linear_targets(model, target_modules, exclude_modules, "explore")
+            found = look_at(model, layers, calibration, loss_fn, progress=progress)
+        which = _settings(TTConfig(target_modules=target_modules, exclude_modules=exclude_modules))
+        tries = _tries(model, found, budgets, which, configs, each_layer)
+        planned += len(tries)
+        for setting, layer, make in with_bar(tries, "exploring", progress, len(tries)):
+            point = kept.known(setting, layer)
+            if point is None:
+                point = kept.add(_measure(model, Point(setting, layer), make, evaluate, tokens))
+            points.append(point)
+    except KeyboardInterrupt:
+        log.warning("explore: broken off; %d points are measured", len(points))
+    return Exploration(tuple(points), planned)
+
+
+class _Kept:
+    """The points measured so far, in a file if ``keep`` names one."""
+
+    def __init__(self, keep: str | Path | None, model: nn.Module, tokens: int) -> None:
+        self.path = None if keep is None else Path(keep)
+        digest = 0
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            digest = checksum(tensor, zlib.crc32(name.encode(), digest))
+        self.about = {"comera_exploration": 1, "weights": digest, "tokens": tokens}
+        self.points: dict[tuple[str, str], Point] = {}
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            there = json.loads(self.path.read_text())
+            about = {key: there[key] for key in self.about}
+            points = [Point(**point) for point in there["points"]]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"keep={str(keep)!r} is no file of explore: remove it, or name another"
+            ) from None
+        if about["weights"] != digest:
+            what = "another model or other weights"
+        elif about["tokens"] != tokens:
+            what = f"tokens={about['tokens']}, not {tokens}"
+        else:
+            self.points = {(point.setting, point.layer): point for point in points}
+            return
+        raise ValueError(f"keep={str(keep)!r} is of {what}: remove it, or name another file")
+
+    def known(self, setting: str, layer: str) -> Point | None:
+        point = self.points.get((setting, layer))
+        return None if point is None or point.loss is None else point
+
+    def add(self, point: Point) -> Point:
+        self.points[point.setting, point.layer] = point
+        if self.path is not None:
+            points = [dataclasses.asdict(point) for point in self.points.values()]
+            with replacing(self.path) as temporary:
+                temporary.write_text(json.dumps({**self.about, "points": points}, indent=1))
+        return point
+
+
+def _measure(model: nn.Module, point: Point, make: Make, evaluate: Evaluate, tokens: int) -> Point:
+    """Measure one point on a copy; its note is an error, or what is logged meanwhile."""
+    small = copy.deepcopy(model)
+    notes: list[str] = []
+
+    def gather(record: logging.LogRecord) -> bool:
+        notes.append(record.getMessage())
+        return False
+
+    loggers = log, speed_log
+    for logger in loggers:
+        logger.addFilter(gather)
+    try:
+        predicted = make(small)
+        point = dataclasses.replace(point, predicted_loss=predicted, **_facts(model, small, tokens))
+        point = dataclasses.replace(point, **_evaluated(evaluate, small))
+    except Exception as problem:  # of whatever kind: the others are still worth measuring
+        return dataclasses.replace(point, note=f"{type(problem).__name__}: {problem}")
+    finally:
+        for logger in loggers:
+            logger.removeFilter(gather)
+    return dataclasses.replace(point, note="; ".join(dict.fromkeys(notes)))
+
+
+def _evaluated(evaluate: Evaluate, model: nn.Module) -> dict[str, Any]:
+    begun = time.perf_counter()
+    loss = measured(evaluate, model)
+    return {"loss": loss, "measured_seconds": time.perf_counter() - begun}
+
+
+def _facts(model: nn.Module, small: nn.Module, tokens: int) -> dict[str, Any]:
+    """Return the size, shape, error and predicted time of a model that was made smaller."""
+    params, size = model_size(small)
+    ratio = model_size(model).params / params
+    facts: dict[str, Any] = {"params": params, "bytes": size, "ratio": ratio}
+    layers = {
+        name: layer
+        for name, layer in tensor_trains(small).items()
+        if isinstance(layer, CompressedLinear | TTTable)
+    }
+    if not layers:
+        return facts
+    orders = {
+        None if not layer.is_chain
+        else len(layer.cores) // (2 if isinstance(layer, TTLinear) else 1)
+        for layer in layers.values()
+    }  # fmt: skip
+    ranks = [layer.ranks for layer in layers.values()]
+    bonds = sorted({bond for each in ranks for bond in each})
+    between = str(bonds[0]) if len(bonds) == 1 else f"{bonds[0]} to {bonds[-1]}"
+    planned: Any = plan(small, tokens=tokens)  # of a layer inside a model
+    return facts | {
+        "order": orders.pop() if len(orders) == 1 else None,
+        "ranks": " ".join(map(str, ranks[0])) if len(set(ranks)) == 1 else between,
+        "error": _error(model, layers),
+        "predicted_seconds": planned.seconds,
+        "predicted_ratio": planned.seconds / planned.dense_seconds,
+    }
+
+
+@torch.no_grad()
+def _error(model: nn.Module, layers: Mapping[str, CompressedLinear | TTTable]) -> float | None:
+    """Return the relative error of all weights that were replaced, of those that are one layer."""
+    off = whole = 0.0
+    for name, layer in layers.items():
+        try:
+            old = as_torch(model.get_submodule(name)).weight
+        except AttributeError:  # an expert, which is no layer in the dense model
+            continue
+        off += float((layer.to_dense().weight - old).double().square().sum())
+        whole += float(old.double().square().sum())
+    return (off / whole) ** 0.5 if whole else None
 
 
 def _targets_of(model: nn.Module, found: Sensitivity) -> str | list[str]:
-    """Return the ``target_modules`` by which ``sensitivity`` has found its layers."""
+    """Return the ``target_modules`` with which ``sensitivity`` has found its layers."""
     names = [layer.name for layer in found.layers]
     for targets in ("all-linear", "all"):
         with suppress(ValueError):  # there are none of this kind
@@ -184,16 +297,16 @@ def _tries(
     configs: Sequence[TTConfig],
     each_layer: bool,
 ) -> list[tuple[str, str, Make]]:
-    """List what is to be made: the setting in words, the layer, and what makes it.
+    """List the settings in words, the layer of each, and the function that makes it.
 
-    ``which`` says of budgets which layers they are for, where these are not all.
+    ``which`` adds to budgets the layers they are for, where these are not all.
     """
     tries: list[tuple[str, str, Make]] = []
     if found is not None:
-        tries += [
-            (f"budget={budget!r}{which}", WHOLE, _by_data(found, budget)) for budget in budgets
-        ]
-    tries += [(_in_words(config), WHOLE, _converted(config)) for config in configs]
+        for budget in budgets:
+            words = f"budget={budget!r}{which}"
+            tries.append((words, WHOLE, partial(_by_data, found, budget)))
+    tries += [(_in_words(config), WHOLE, partial(_converted, config)) for config in configs]
     if not each_layer:
         return tries
     for budget in budgets:
@@ -202,31 +315,26 @@ def _tries(
         for layer in found.layers:
             alone = dataclasses.replace(found, layers=(layer,))
             share = 1 - (1 - budget) * layer.params(None) / found.model_params
-            tries.append((f"budget={budget!r}{which}", layer.name, _by_data(alone, share)))
+            words = f"budget={budget!r}{which}"
+            tries.append((words, layer.name, partial(_by_data, alone, share)))
     for config in configs:
         for name in find_targets(model, config, None, None):
             one = dataclasses.replace(config, target_modules=re.escape(name))
-            tries.append((_in_words(config), name, _converted(one)))
+            tries.append((_in_words(config), name, partial(_converted, one)))
     return tries
 
 
-def _by_data(found: Sensitivity, budget: float | str) -> Make:
-    def make(model: nn.Module) -> float:
-        return sum(layer.loss for layer in compress_(model, found, budget=budget).layers)
-
-    return make
+def _by_data(found: Sensitivity, budget: float | str, model: nn.Module) -> float:
+    return sum(layer.loss for layer in compress_(model, found, budget=budget).layers)
 
 
-def _converted(config: TTConfig) -> Make:
-    def make(model: nn.Module) -> None:
-        if tensorize_(model, dataclasses.replace(config, init="svd")) is not model:
-            raise ValueError("the model is itself the layer: put it into a module to replace it")
-
-    return make
+def _converted(config: TTConfig, model: nn.Module) -> None:
+    if tensorize_(model, dataclasses.replace(config, init="svd")) is not model:
+        raise ValueError("the model is itself the layer: put it into a module to replace it")
 
 
 def _in_words(config: TTConfig) -> str:
-    """Write the settings that are not as usual, by which a point is found again."""
+    """Write the settings that differ from the defaults, by which a point is found again."""
     if config.linear_format == "btt":  # which has no order
         return _settings(config).removeprefix(", ")
     return f"order={config.order}{_settings(dataclasses.replace(config, order=3))}"
@@ -240,14 +348,3 @@ def _settings(config: TTConfig) -> str:
         if (value := getattr(config, field.name)) != getattr(usual, field.name)
         if field.name not in ("init", "tokens")
     )
-
-
-def _shown(
-    tries: Sequence[tuple[str, str, Make]], progress: bool
-) -> Iterable[tuple[str, str, Make]]:
-    """Pass settings on, with a bar if one is wanted."""
-    if not progress:
-        return tries
-    from rich.progress import track  # not needed without a bar
-
-    return track(tries, "exploring")

@@ -1,11 +1,12 @@
 """The memory of a model and its optimizer, counted before training.
 
 The optimizer's own step is run on copies of the parameters that hold no memory (torch's meta
-device), so the count is of the very tensors it will allocate, whichever optimizer it is.
+device), so the counted tensors are those that it will allocate, whichever optimizer it is.
 """
 
 import copy
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,63 +22,50 @@ from comera.planning.printing import Report, Table, show_bytes
 
 
 def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
-    """Count the bytes that are kept of every parameter from its first step on.
-
-    Args:
-        optimizer: Nothing of it is changed. Where a parameter has state already, that is counted.
+    """Count the bytes of every parameter's state, or of what its first step will make.
 
     Raises:
-        ValueError: If its step does not run without numbers, so that it can only be counted later.
+        ValueError: If the step does not run without numbers, so that it can only be counted later.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    counted = dict(zip(params, _bytes(optimizer), strict=True))
+    counted = _bytes(optimizer)
+    params = list(counted)
     fresh = [param for param in params if param.requires_grad and not counted[param]]
-    if fresh:
-        memo = _meta_copies(optimizer)
-        twin = _twin(optimizer, memo)
-        for param in fresh:
-            memo[id(param)].grad = torch.empty_like(memo[id(param)])
-        try:
-            with _EveryNumberIsOne(), torch.compiler.set_stance("force_eager"):
-                twin.step()
-        except Exception as problem:
-            raise ValueError(
-                f"the state of {type(optimizer).__name__} cannot be counted before its first "
-                f"step: {problem}"
-            ) from problem
-        of_twin = dict(zip(params, _bytes(twin), strict=True))
-        counted |= {param: of_twin[param] for param in fresh}
-    return counted
-
-
-def _bytes(optimizer: Optimizer) -> list[int]:
-    """Return the bytes of each parameter's state, in the order of the parameters."""
-    state = optimizer.state_dict()["state"]
-    numbers = range(sum(len(group["params"]) for group in optimizer.param_groups))
-    return [sum(map(stored_bytes, state.get(number, {}).values())) for number in numbers]
-
-
-def _meta_copies(optimizer: Optimizer) -> dict[int, Any]:
-    """Return the meta parameters and empty states of a copy, as a memo for ``copy.deepcopy``."""
-    memo: dict[int, Any] = {}
+    if not fresh:
+        return counted
+    memo: dict[int, Any] = {}  # for copy.deepcopy: meta parameters and empty states
     for part in (optimizer, optimizer.inner) if isinstance(optimizer, GaLore) else (optimizer,):
         memo[id(part.state)] = defaultdict(dict)
         for group in part.param_groups:
             for param in group["params"]:
                 blank = torch.empty_like(param, device="meta")
                 memo.setdefault(id(param), nn.Parameter(blank, param.requires_grad))
-    return memo
-
-
-def _twin(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Copy an optimizer with all attributes, but with other parameters and no state."""
     kind = type(optimizer)
     twin = kind.__new__(kind)
     full = optimizer.__getstate__() if isinstance(optimizer, GaLore) else whole(optimizer)
     twin.__setstate__(copy.deepcopy(full, memo))
     for group in twin.param_groups:  # the plain step: the same state without fused kernels
         group |= {key: False for key in ("fused", "foreach", "capturable") if key in group}
-    return twin
+    for param in fresh:
+        memo[id(param)].grad = torch.empty_like(memo[id(param)])
+    try:
+        with _EveryNumberIsOne(), torch.compiler.set_stance("force_eager"):
+            twin.step()
+    except Exception as problem:
+        raise ValueError(
+            f"the state of {kind.__name__} cannot be counted before its first step: {problem}"
+        ) from problem
+    of_twin = _bytes(twin)
+    return counted | {param: of_twin[memo[id(param)]] for param in fresh}
+
+
+def _bytes(optimizer: Optimizer) -> dict[Tensor, int]:
+    """Return the bytes of each parameter's state, in the order of the parameters."""
+    state = optimizer.state_dict()["state"]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {
+        param: sum(map(stored_bytes, state.get(number, {}).values()))
+        for number, param in enumerate(params)
+    }
 
 
 class _EveryNumberIsOne(TorchDispatchMode):
@@ -96,10 +84,9 @@ class GroupMemory:
     Attributes:
         name: Name of the optimizer's group, such as ``cores``; or ``not trained``, for frozen
             parameters and buffers.
-        entries: Numbers in them.
-        weights: Bytes of them.
-        gradients: Bytes of their gradients, between the backward pass and the step.
-        state: Bytes that the optimizer keeps from its first step on.
+        entries: Numbers in them; all others are bytes.
+        gradients: Between the backward pass and the step.
+        state: The optimizer's, from its first step on.
     """
 
     name: str
@@ -110,16 +97,17 @@ class GroupMemory:
 
     @property
     def total(self) -> int:
+        """All bytes together."""
         return self.weights + self.gradients + self.state
 
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport(Report):
-    """A table in bytes, one line a parameter group; prints itself, also in Jupyter.
+    """Memory of a model and its optimizer before training; prints itself, also in Jupyter.
 
     Attributes:
-        optimizer: The optimizer in words.
-        groups: One entry a parameter group, in the order of the optimizer's.
+        optimizer: Class name of the optimizer.
+        groups: One entry for each parameter group, in the order of the optimizer's.
         title: Title of the table.
     """
 
@@ -129,7 +117,7 @@ class MemoryReport(Report):
 
     @property
     def total(self) -> GroupMemory:
-        """Return all groups together."""
+        """All groups together."""
         sums = (
             sum(getattr(group, key) for group in self.groups)
             for key in ("entries", "weights", "gradients", "state")
@@ -157,19 +145,17 @@ class MemoryReport(Report):
 
 
 def memory_report(
-    model: nn.Module,
-    optimizer: AnyOptimizer,
-    title: str = "memory at the start",
+    model: nn.Module, optimizer: AnyOptimizer, title: str = "memory at the start"
 ) -> MemoryReport:
     """Count the bytes of weights, gradients and optimizer state exactly, without allocating.
 
-    Activations, what a step computes with, and what the allocator leaves unused are not in it.
+    Activations, temporary tensors of a step and unused memory of the allocator are not counted.
 
     Args:
         model: The model, on any device, ``meta`` too.
         optimizer: The optimizer of its parameters. Its step is run on tensors without memory to see
-            what it keeps; where it has state already, that is counted. Groups of one name share a
-            line. With updates in backward the gradients listed are never alive all at once.
+            its state; state that is there already is counted. Groups of one name share a line. With
+            updates in backward the gradients listed are never alive all at once.
         title: Title of the table.
 
     Raises:
@@ -185,30 +171,24 @@ def memory_report(
     optimizer = unwrap(optimizer)
     states = state_bytes(optimizer)
     members: dict[str, list[Tensor]] = {}
-    trained = set()
     for number, group in enumerate(optimizer.param_groups):
         name = group.get("name", f"group {number}" if len(optimizer.param_groups) > 1 else "all")
         members.setdefault(str(name), []).extend(group["params"])
-        trained |= {id(param) for param in group["params"]}
-    rest: dict[int, Tensor] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in trained:
-            rest.setdefault(id(tensor), tensor)
+    rest = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor not in states]
     if rest:
-        members.setdefault("not trained", []).extend(rest.values())
-    groups = []
-    for name, tensors in members.items():
-        with_grad = [tensor for tensor in tensors if tensor.requires_grad]
-        groups.append(
-            GroupMemory(
-                name,
-                entries=sum(tensor.numel() for tensor in tensors),
-                weights=sum(map(stored_bytes, tensors)),
-                gradients=sum(map(stored_bytes, with_grad)),
-                state=sum(states.get(tensor, 0) for tensor in tensors),
-            )
-        )
+        members.setdefault("not trained", []).extend(dict.fromkeys(rest))
+    groups = tuple(_memory(name, tensors, states) for name, tensors in members.items())
     kind = type(optimizer).__name__
     if type(optimizer) is GaLore:
         kind += f" around {type(optimizer.inner).__name__}"
-    return MemoryReport(kind, tuple(groups), title)
+    return MemoryReport(kind, groups, title)
+
+
+def _memory(name: str, tensors: Sequence[Tensor], states: dict[Tensor, int]) -> GroupMemory:
+    return GroupMemory(
+        name,
+        entries=sum(tensor.numel() for tensor in tensors),
+        weights=sum(map(stored_bytes, tensors)),
+        gradients=sum(stored_bytes(tensor) for tensor in tensors if tensor.requires_grad),
+        state=sum(states.get(tensor, 0) for tensor in tensors),
+    )

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from comera.nn.convert import tensorize_
 from comera.nn.linear import CompressedLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
-from comera.nn.table import HotRows, TTTable
 from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of
-from comera.planning.lookup_ways import Lookup
+from comera.planning.linear_ways import Layer
 from comera.planning.machine import Machine
 from comera.planning.planner import Plan, plan_layer, suggest
 from comera.planning.printing import Report, Table, show_bytes, show_seconds
-from comera.report.compression import CompressionReport
+from comera.report.compression import CompressionReport, planned_work
 
 _HEADER = (
     "layers", "shape and ranks", "runs", "time", "time / dense", "eager / dense", "peak / dense",
@@ -33,12 +32,17 @@ class LayerPlan:
     Attributes:
         names: Names of the layers, as in ``named_modules``.
         plan: The plan that each of them has.
-        suggestion: What would be faster than dense, where this is not; empty otherwise.
+        suggestion: A change that would be faster than dense, where this is not; else empty.
     """
 
     names: tuple[str, ...]
     plan: Plan
     suggestion: str
+
+    @property
+    def shown_names(self) -> str:
+        first = self.names[0] or "(model)"
+        return first if len(self.names) == 1 else f"{first} and {len(self.names) - 1} more"
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,19 +64,43 @@ class ModelPlan(Report):
 
     @property
     def seconds(self) -> float:
-        """Return the predicted time of all tensor-train layers, forward and backward."""
+        """Predicted time of all tensor-train layers, forward and backward."""
         return sum(len(layer.names) * layer.plan.chosen.seconds for layer in self.layers)
 
     @property
     def dense_seconds(self) -> float:
-        """Return the predicted time of the dense layers in their place."""
+        """Predicted time of the dense layers in their place."""
         return sum(len(layer.names) * layer.plan.dense.seconds for layer in self.layers)
 
+    @property
+    def eager(self) -> tuple[float, float] | None:
+        """:attr:`seconds` and :attr:`dense_seconds` in eager mode on a GPU; else None."""
+        plans = [(len(layer.names), layer.plan.eager) for layer in self.layers]
+        if any(plan is None for _, plan in plans):
+            return None
+        return (
+            sum(count * plan.chosen.seconds for count, plan in plans if plan),
+            sum(count * plan.dense.seconds for count, plan in plans if plan),
+        )
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that all layers keep for the backward pass, parameters not counted.
+
+        Layers that share an input, or that work together (``comera.nn.fused``), keep less.
+        """
+        return sum(len(layer.names) * layer.plan.chosen.saved_bytes for layer in self.layers)
+
+    @property
+    def dense_kept(self) -> int:
+        """The same of the dense layers in their place."""
+        return sum(len(layer.names) * layer.plan.dense.saved_bytes for layer in self.layers)
+
     def tables(self) -> list[Table]:
-        """Return a table of times, without columns that are empty, and one of what is kept."""
+        """Return a table of times, without columns that are empty, and one of bytes kept."""
         rows = [
             (
-                _names(layer.names),
+                layer.shown_names,
                 layer.plan.title,
                 layer.plan.chosen.name,
                 show_seconds(layer.plan.chosen.seconds),
@@ -87,19 +115,18 @@ class ModelPlan(Report):
             k for k, name in enumerate(_HEADER)
             if name not in ("eager / dense", "instead") or any(row[k] for row in rows)
         ]  # fmt: skip
-        header = [_HEADER[k] for k in shown]
         words = ("layers", "shape and ranks", "runs", "instead")
         times = Table(
             f"plan at {self.tokens} tokens",
-            header,
+            [_HEADER[k] for k in shown],
             [[row[k] for k in shown] for row in rows],
-            left=[k for k, name in enumerate(header) if name in words],
+            left=[number for number, k in enumerate(shown) if _HEADER[k] in words],
             names=0,
             spare=("runs", "peak / dense", "time"),
         )
         kept = [
             (
-                _names(layer.names),
+                layer.shown_names,
                 show_bytes(ours := layer.plan.chosen.saved_bytes),
                 show_bytes(dense := layer.plan.dense.saved_bytes),
                 show_bytes(len(layer.names) * ours),
@@ -110,19 +137,6 @@ class ModelPlan(Report):
         kept.append(("total", "", "", show_bytes(self.kept_bytes), show_bytes(self.dense_kept)))
         title = f"kept for the backward pass at {self.tokens} tokens"
         return [times, Table(title, _KEPT_HEADER, kept, names=0, total=True)]
-
-    @property
-    def kept_bytes(self) -> int:
-        """Return the bytes that all layers keep for the backward pass, parameters not counted.
-
-        Layers that share an input, or that work together (``comera.nn.fused``), keep less.
-        """
-        return sum(len(layer.names) * layer.plan.chosen.saved_bytes for layer in self.layers)
-
-    @property
-    def dense_kept(self) -> int:
-        """Return the same of the dense layers in their place."""
-        return sum(len(layer.names) * layer.plan.dense.saved_bytes for layer in self.layers)
 
     def summary(self) -> str:
         """Return the sizes of the model that a configuration would make, and the total times."""
@@ -145,16 +159,9 @@ class ModelPlan(Report):
             )
         return "\n".join(lines)
 
-    @property
-    def eager(self) -> tuple[float, float] | None:
-        """Return :attr:`seconds` and :attr:`dense_seconds` of eager mode on a GPU; else None."""
-        plans = [(len(layer.names), layer.plan.eager) for layer in self.layers]
-        if any(plan is None for _, plan in plans):
-            return None
-        return (
-            sum(count * plan.chosen.seconds for count, plan in plans if plan),
-            sum(count * plan.dense.seconds for count, plan in plans if plan),
-        )
+
+def _winner(ours: float, dense: float) -> str:
+    return "tensor trains" if ours < dense else "dense"
 
 
 def plan(
@@ -165,8 +172,8 @@ def plan(
     Args:
         model: One tensor-train layer, for a table of every contraction, or a model, for one line
             for each kind of layer. With ``config`` a dense model, which is not changed.
-        config: How :func:`~comera.tensorize_` would convert the model. Nothing is allocated; what
-            it would leave dense is named on the ``comera`` logger.
+        config: How :func:`~comera.tensorize_` would convert the model. Nothing is allocated;
+            layers that would stay dense are named on the ``comera`` logger.
         tokens: Rows of the batch: all dimensions of the input but the last, multiplied. For
             embeddings the number of indices.
 
@@ -185,37 +192,41 @@ def plan(
         print(comera.plan(dense, comera.TTConfig(compression=10), tokens=4096))
     """
     report = None
-    machine = None
+    setting: dict[str, Any] = {}
     if config is not None:
         if not isinstance(config, TTConfig):
             raise TypeError(
                 f"config={config!r} must be a comera.TTConfig; rows are said as tokens=..."
             )
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        machine = machine_of(device)
+        setting["machine"] = machine_of(device)
         model = tensorize_(_without_values(model), replace(config, tokens=tokens))
         report = CompressionReport(model, tokens) if tensor_trains(model) else None
-    if isinstance(model, TensorTrainModule):
-        return _plan_layer(model, tokens, 1, machine)
     layers = tensor_trains(model)
-    if config is not None and not layers:
-        raise ValueError(f"{config} would leave every layer dense")
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no tensor-train layer: call comera.tensorize_ first"
+            f"{config} would leave every layer dense"
+            if config is not None
+            else f"{type(model).__name__} has no tensor-train layer: call comera.tensorize_ first"
         )
     alike: dict[object, list[tuple[str, TensorTrainModule]]] = {}
     for name, layer in layers.items():
-        if isinstance(layer, HotRows):  # a gather and one product, of which there is no order
-            continue
-        alike.setdefault(layer.kind() if isinstance(layer, CompressedLinear) else name, []).append(
-            (name, layer)
-        )
+        kind = layer.kind() if isinstance(layer, CompressedLinear) else name
+        alike.setdefault(kind, []).append((name, layer))
     made = []
     for members in alike.values():
         names, (layer, *_) = zip(*members, strict=True)
-        layer_plan = _plan_layer(layer, tokens, len(members), machine)
-        instead = _instead(layer, layer_plan, len(members), machine)
+        work = planned_work(layer, tokens, len(members))
+        if work is None:  # hot rows: a gather and one product, which have no order
+            continue
+        mine = layer.planner_setting() | setting
+        layer_plan = plan_layer(work, **mine)
+        if isinstance(model, TensorTrainModule):
+            return layer_plan
+        instead = ""
+        if layer_plan.time_ratio > 1 and isinstance(work, Layer):
+            better = suggest(work, **mine)
+            instead = "dense" if better is None else f"{better.change}: {better.time_ratio:.2f}x"
         made.append(LayerPlan(names, layer_plan, instead))
     return ModelPlan(tuple(made), tokens, made[0].plan.machine, report)
 
@@ -232,38 +243,3 @@ def _without_values(model: nn.Module) -> nn.Module:
             if isinstance(buffer, Tensor):
                 held[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(model, held)
-
-
-def _setting(layer: TensorTrainModule, machine: Machine | None) -> dict[str, Any]:
-    return layer.planner_setting() | ({} if machine is None else {"machine": machine})
-
-
-def _plan_layer(
-    layer: TensorTrainModule, tokens: int, together: int, machine: Machine | None
-) -> Plan:
-    setting = _setting(layer, machine)
-    if isinstance(layer, CompressedLinear):
-        return plan_layer(layer.at(tokens, together=together), **setting)
-    assert isinstance(layer, TTTable), "there are no other layers"
-    rows = layer.num_embeddings - layer.hot_rows
-    lookup = Lookup(layer.shape, tokens, num_embeddings=rows, embedding_dim=layer.embedding_dim)
-    return plan_layer(lookup, **setting)
-
-
-def _instead(
-    layer: TensorTrainModule, layer_plan: Plan, together: int, machine: Machine | None
-) -> str:
-    if layer_plan.time_ratio <= 1 or not isinstance(layer, CompressedLinear):
-        return ""
-    here = layer.at(layer_plan.tokens, together=together)
-    better = suggest(here, **_setting(layer, machine))
-    return "dense" if better is None else f"{better.change}: {better.time_ratio:.2f}x"
-
-
-def _winner(ours: float, dense: float) -> str:
-    return "tensor trains" if ours < dense else "dense"
-
-
-def _names(names: tuple[str, ...]) -> str:
-    first = names[0] or "(model)"
-    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"

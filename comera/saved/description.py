@@ -1,7 +1,7 @@
-"""Descriptions of models in what JSON can hold, and models made again of descriptions and tensors.
+"""Descriptions of models as JSON, and models rebuilt from descriptions and tensors.
 
-A registry has the classes of layers by the names that files use. Each describes a layer by its
-``config()`` and makes one again by ``from_config()``.
+A registry has the classes of layers by the names that files use. A layer describes itself by
+``config()``, and its class rebuilds it by ``from_config()``.
 """
 
 import json
@@ -20,27 +20,43 @@ from comera.nn.linear import TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
 from comera.nn.swap import swap_layers_
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TiedTTLinear, rename_tied_weights_
+from comera.nn.tied import TableHead, TiedTTLinear, rename_tied_weights_
 from comera.serving.freeze import refuses_training
 from comera.serving.layers import FactoredHead, FactoredTable, ThinLinear
 
 Entry = Mapping[str, Any]
 """The description of one layer: its ``kind``, its ``config()`` and the layer it ``works_on``."""
 
-_CLASSES: dict[str, Any] = {}
+FORMAT = "comera-model"
+VERSION = 1
+"""The newest version of the format that is read and written here."""
+
+_CLASSES: dict[str, Any] = {
+    layer_class.__name__: layer_class
+    for layer_class in (
+        TTLinear, BTTLinear, TTPointwise, TTEmbedding, TTEmbeddingBag, TiedTTLinear,
+        ThinLinear, FactoredTable, FactoredHead,
+    )
+}  # fmt: skip
+
+_DAMAGE = (
+    AttributeError, KeyError, NotImplementedError, OverflowError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""Errors that constructors raise for impossible sizes."""
 
 
 def register_kind(name: str, layer_class: type[nn.Module]) -> None:
     """Register a class of layers with :func:`~comera.save_model` and :func:`~comera.load_model`.
 
-    The class has a method ``config()``, which returns a dict of what JSON can hold, and a class
+    The class has a method ``config()``, which returns a dict that JSON can hold, and a class
     method ``from_config(config, lead)``, which makes such a layer on the ``meta`` device. ``lead``
     is the layer whose parameters it works on, or None. A class derived from a layer of comera
     inherits both, and extends them if its constructor takes more.
 
     Args:
         name: The name in files; it stays the same as long as files are to be read.
-        layer_class: Layers of exactly this class are meant.
+        layer_class: The class; derived classes are registered by themselves.
 
     Raises:
         ValueError: If the name is that of another class.
@@ -50,15 +66,8 @@ def register_kind(name: str, layer_class: type[nn.Module]) -> None:
         raise ValueError(f"{name!r} is the name of {known.__qualname__}")
 
 
-for _class in (
-    TTLinear, BTTLinear, TTPointwise, TTEmbedding, TTEmbeddingBag, TiedTTLinear,
-    ThinLinear, FactoredTable, FactoredHead,
-):  # fmt: skip
-    register_kind(_class.__name__, _class)
-
-
 def _kind_of(layer: nn.Module) -> str | None:
-    """Return the name of a layer's class in files; None of a layer that needs no description.
+    """Return the name of a layer's class in files; None for a layer that needs no description.
 
     Raises:
         ValueError: If its class is not registered, and derived from one that needs a description.
@@ -74,46 +83,44 @@ def _kind_of(layer: nn.Module) -> str | None:
     return None
 
 
-FORMAT = "comera-model"
-VERSION = 1
-"""The newest version of the format that is read and written here."""
-
-
 def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]:
-    """Describe a model so that its layers can be made again without any setting.
+    """Describe a model so that its layers can be rebuilt without any setting.
 
     Args:
-        model: Its tensor-train layers are described one by one.
-        config: How it was compressed, to be kept for people; nothing is made of it.
+        model: The model, compressed or not.
+        config: How it was compressed, kept for people.
 
     Returns:
-        What JSON can hold: ``layers`` by name; of each tensor that has several names the others in
-        ``tied``; the names of ``frozen`` parameters, of experts that have been taken apart
+        A dict that JSON can hold: ``layers`` by name; the later names of tied tensors by the first
+        one (``tied``); the names of ``frozen`` parameters, of experts that were taken apart
         (``split_experts``) and of models given to :func:`~comera.freeze_` (``served``); and of the
-        dense model its class and, of a model of transformers, its configuration. Classes are
-        named, as text; nothing is ever imported or called by these names.
+        dense model its class and, from transformers, its configuration, as text.
 
     Raises:
-        ValueError: If a layer is of a class that has no form in a file, or works on the parameters
-            of a layer outside the model.
+        ValueError: If a layer's class is not registered, or a layer works on the parameters of a
+            layer outside the model.
     """
-    origin: dict[str, Any] = {"class": _path_of(model)}
-    settings = getattr(model, "config", None)
+
+    def path_of(thing: Any) -> str:
+        return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+    origin: dict[str, Any] = {"class": path_of(model)}
+    settings: Any = getattr(model, "config", None)
     if callable(getattr(settings, "to_dict", None)):
-        plain = json.loads(json.dumps(settings.to_dict(), default=str))  # type: ignore[union-attr]
-        origin |= {"config_class": _path_of(settings), "config": plain}
-    served = [name for name, part in model.named_modules() if refuses_training(part)]
+        plain = json.loads(json.dumps(settings.to_dict(), default=str))
+        origin |= {"config_class": path_of(settings), "config": plain}
+    layers = describe_layers(model)
     return {
         "format": FORMAT,
         "version": VERSION,
         "comera": __version__,
         "model": origin,
         "tensorized": None if config is None else config.to_dict(),
-        "layers": describe_layers(model),
-        "tied": tied_names(model),
+        "layers": layers,
+        "tied": _tied_names(model, layers),
         "frozen": [name for name, param in model.named_parameters() if not param.requires_grad],
         "split_experts": split_names(model),
-        "served": served,
+        "served": [name for name, part in model.named_modules() if refuses_training(part)],
     }
 
 
@@ -125,7 +132,7 @@ def describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
     described = {}
     for name, layer in found.items():
         entry = {"kind": _kind_of(layer), **layer.config()}
-        if isinstance(layer, (TiedTTLinear, FactoredHead)):
+        if isinstance(layer, TableHead):
             other = layer.embedding
             if id(other) not in name_of:
                 raise ValueError(
@@ -154,37 +161,24 @@ def _layers(module: nn.Module, name: str = "", seen: set[int] | None = None) -> 
         yield from _layers(child, f"{name}.{key}".lstrip("."), seen)
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return, of each tensor of the state dict that has several names, the later ones to the first.
+def _tied_names(model: nn.Module, layers: Mapping[str, Entry]) -> dict[str, str]:
+    """Map the later names of each tensor of the state dict to the first one.
 
     A name inside a layer that works on another one's parameters is never the first.
     """
-    inside = tuple(
-        f"{name}.".lstrip(".")
-        for name, entry in describe_layers(model).items()
-        if "works_on" in entry
-    )
-    state = model.state_dict(keep_vars=True)
+    inside = tuple(f"{name}.".lstrip(".") for name, entry in layers.items() if "works_on" in entry)
+    state = {n: x for n, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     first: dict[int, str] = {}
     for name in sorted(state, key=lambda name: name.startswith(inside)):
-        if isinstance(state[name], Tensor):
-            first.setdefault(id(state[name]), name)
-    return {
-        name: first[id(tensor)]
-        for name, tensor in state.items()
-        if isinstance(tensor, Tensor) and first[id(tensor)] != name
-    }
-
-
-def _path_of(thing: Any) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+        first.setdefault(id(state[name]), name)
+    return {name: first[id(x)] for name, x in state.items() if first[id(x)] != name}
 
 
 def check_description(described: Any, where: str) -> dict[str, Any]:
     """Return a description that this version can read.
 
     Args:
-        described: What was read.
+        described: The value of the JSON text.
         where: The file, for the message.
 
     Raises:
@@ -201,8 +195,7 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
             f"{described.get('comera')}; this one, {__version__}, reads up to {VERSION}: "
             "install a newer comera"
         )
-    parts = {"layers": dict, "tied": dict, "frozen": list}
-    for part, plain in parts.items():
+    for part, plain in {"layers": dict, "tied": dict, "frozen": list}.items():
         if not isinstance(described.get(part), plain):
             raise ValueError(f"{where} is damaged: {part} must be a {plain.__name__}")
     for entry in described["layers"].values():
@@ -215,22 +208,12 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
     return described
 
 
-# ── layers and tensors of a description, put into a model ────────────────────────────────────────
-
-
-_DAMAGE = (
-    AttributeError, KeyError, NotImplementedError, OverflowError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
-"""Errors that constructors raise for sizes of no layer."""
-
-
 def rebuild_(model: nn.Module, layers: Mapping[str, Entry]) -> nn.Module:
-    """Replace layers of a dense model by those that a description has, in place.
+    """Replace layers of a dense model by those of a description, in place.
 
     Args:
-        model: As the one was before it was compressed; it may be on the ``meta`` device.
-        layers: Of a description, see :func:`~comera.saved.description.describe`.
+        model: As it was before it was compressed; it may be on the ``meta`` device.
+        layers: ``layers`` of :func:`describe`.
 
     Returns:
         The model, the new layers on the ``meta`` device; if it is itself replaced, its layer.
@@ -247,42 +230,35 @@ def rebuild_(model: nn.Module, layers: Mapping[str, Entry]) -> nn.Module:
 def build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
     """Make all layers of a description by name, on the ``meta`` device."""
     made: dict[str, nn.Module] = {}
-    for name in layers:
-        _build(name, layers, made, ())
-    return {name: made[name] for name in layers}
 
-
-def _build(
-    name: str, layers: Mapping[str, Entry], made: dict[str, nn.Module], above: tuple[str, ...]
-) -> nn.Module:
-    """Make a layer, after the one whose parameters it works on."""
-    if name in made:
+    def build(name: str, above: tuple[str, ...] = ()) -> nn.Module:
+        """Make a layer, after the one whose parameters it works on."""
+        if name in made:
+            return made[name]
+        entry = layers[name]
+        other, kind = entry.get("works_on"), entry.get("kind")
+        if other is not None and (other not in layers or other in (*above, name)):
+            raise ValueError(
+                f"{name or 'the model'}: it works on {other!r}, which is no other layer"
+            )
+        lead = None if other is None else build(other, (*above, name))
+        if not isinstance(kind, str) or kind not in _CLASSES:
+            raise ValueError(
+                f"layers of kind {kind!r} are not known here, only {', '.join(_CLASSES)}: import "
+                "what registers them, or a newer comera"
+            )
+        try:
+            made[name] = _CLASSES[kind].from_config(entry, lead)
+        except _DAMAGE as problem:
+            what = f"{kind} is described wrongly: {type(problem).__name__}: {problem}"
+            raise ValueError(f"{name or 'the model'}: {what}") from problem
         return made[name]
-    entry = layers[name]
-    other = entry.get("works_on")
-    if other is not None and (other not in layers or other in (*above, name)):
-        raise ValueError(f"{name or 'the model'}: it works on {other!r}, which is no other layer")
-    lead = None if other is None else _build(other, layers, made, (*above, name))
-    kind = entry.get("kind")
-    if not isinstance(kind, str) or kind not in _CLASSES:
-        raise ValueError(
-            f"layers of kind {kind!r} are not known here, only {', '.join(_CLASSES)}: import what "
-            "registers them, or a newer comera"
-        )
-    try:
-        made[name] = _CLASSES[kind].from_config(entry, lead)
-    except _DAMAGE as problem:
-        what = f"{kind} is described wrongly: {type(problem).__name__}: {problem}"
-        raise ValueError(f"{name or 'the model'}: {what}") from problem
-    return made[name]
+
+    return {name: build(name) for name in layers}
 
 
 def check_places(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
-    """Check that a model has a layer of the same size wherever one is to be put.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Raise ``ValueError`` unless a model has a layer of the same size for each one made."""
     modules = dict(model.named_modules(remove_duplicate=False))
     taken: dict[int, str] = {}
     for name, new in made.items():
@@ -300,36 +276,26 @@ def check_places(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
             )
         size, wanted = _size(old), _size(new)
         fits = not (size and wanted) or sorted(size) == sorted(wanted)  # Conv1D has it turned
-        if not fits or (_is_table(old) != _is_table(new)):
+        if not fits or hasattr(old, "num_embeddings") != hasattr(new, "num_embeddings"):
             raise ValueError(
                 f"{name or 'the model'} is a {kind} of size {wanted} in the saved model, and a "
                 f"{type(old).__name__} of size {size} in the model given"
             )
-        if _has_bias(old) != _has_bias(new):
-            has, lacks = ("one", "none") if _has_bias(new) else ("none", "one")
+        had, has = ("none" if getattr(m, "bias", None) is None else "one" for m in (old, new))
+        if had != has:
             where = name or "the model"
-            raise ValueError(
-                f"the bias of {where}: the saved model has {has}, the one given {lacks}"
-            )
-
-
-def _has_bias(layer: nn.Module) -> bool:
-    return getattr(layer, "bias", None) is not None
+            raise ValueError(f"the bias of {where}: the saved model has {has}, the one given {had}")
 
 
 def _size(layer: Any) -> tuple[int, ...] | None:
     """Return the shape of a layer's dense weight, if it has or stands for one."""
     layer = as_torch(layer)
-    if _is_table(layer):
+    if hasattr(layer, "num_embeddings"):
         return layer.num_embeddings, layer.embedding_dim
     if hasattr(layer, "in_features"):
         return layer.out_features, layer.in_features
     weight = layer._parameters.get("weight")
     return None if weight is None else tuple(weight.shape)
-
-
-def _is_table(layer: nn.Module) -> bool:
-    return hasattr(layer, "num_embeddings")
 
 
 def put_in_place_(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
@@ -347,17 +313,26 @@ def put_in_place_(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
 def check_tensors(
     model: nn.Module, made: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Check that a model, once layers are in place, has just the tensors that there are.
+    """Raise ``ValueError`` unless a model, once layers are in place, has the tensors of a file.
 
     Args:
-        model: Before the layers are put in place.
+        model: The model before the layers are put in place.
         made: The layers by name.
-        shapes: Of all tensors by name.
-
-    Raises:
-        ValueError: If one is missing, superfluous or of another shape.
+        shapes: The shapes in the file.
     """
-    wanted = _shapes_after(model, made)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    new_at = {id(modules[name]): new for name, new in made.items()}
+    inside = {
+        f"{n}.".lstrip("."): new_at[id(old)] for n, old in modules.items() if id(old) in new_at
+    }
+    state = {
+        key: value
+        for key, value in model.state_dict(keep_vars=True).items()
+        if not key.startswith(tuple(inside))
+    }
+    for prefix, new in inside.items():
+        state |= {f"{prefix}{key}": x for key, x in new.state_dict(keep_vars=True).items()}
+    wanted = {key: tuple(value.shape) for key, value in state.items() if isinstance(value, Tensor)}
     wrong = {
         "the model given has no": sorted(shapes.keys() - wanted.keys()),
         "the saved one has no": sorted(wanted.keys() - shapes.keys()),
@@ -368,24 +343,6 @@ def check_tensors(
             parts.append(f"{name} is {shapes[name]} in the file and {wanted[name]} in the model")
     if parts:
         raise ValueError(f"the model given is not made as the saved one: {'; '.join(parts[:4])}")
-
-
-def _shapes_after(model: nn.Module, made: Mapping[str, nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's state dict as it will be with layers in place."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    new_at = {id(modules[name]): new for name, new in made.items()}
-    inside = {name: new_at[id(old)] for name, old in modules.items() if id(old) in new_at}
-    state = {
-        key: value
-        for key, value in model.state_dict(keep_vars=True).items()
-        if not any(key.startswith(f"{name}.".lstrip(".")) for name in inside)
-    }
-    for name, new in inside.items():
-        state |= {
-            f"{name}.{key}".lstrip("."): value
-            for key, value in new.state_dict(keep_vars=True).items()
-        }
-    return {key: tuple(value.shape) for key, value in state.items() if isinstance(value, Tensor)}
 
 
 @torch.no_grad()
@@ -405,20 +362,13 @@ def fill_(
     """
     model.load_state_dict(dict(tensors), strict=True, assign=True)
     for name, first in tied.items():
-        _tie_(model, name, first)
+        (owner, _, key), (source, _, source_key) = (n.rpartition(".") for n in (name, first))
+        module, other = model.get_submodule(owner), model.get_submodule(source)
+        for kind in ("_parameters", "_buffers"):
+            known = getattr(other, kind)
+            if source_key in known and key in getattr(module, kind):
+                getattr(module, kind)[key] = known[source_key]
     still = set(frozen)
     for name, param in model.named_parameters():
-        param.requires_grad_(
-            name not in still and (param.is_floating_point() or param.is_complex())
-        )
-
-
-def _tie_(model: nn.Module, name: str, first: str) -> None:
-    """Register a parameter or buffer under another name too."""
-    owner, _, key = name.rpartition(".")
-    source, _, source_key = first.rpartition(".")
-    module, other = model.get_submodule(owner), model.get_submodule(source)
-    for kind in ("_parameters", "_buffers"):
-        known = getattr(other, kind)
-        if source_key in known and key in getattr(module, kind):
-            getattr(module, kind)[key] = known[source_key]
+        trains = param.is_floating_point() or param.is_complex()
+        param.requires_grad_(name not in still and trains)

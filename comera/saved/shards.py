@@ -1,7 +1,6 @@
 """Folders of weights read tensor by tensor, and files of weights written so."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,24 +10,28 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from comera.extras import listed
-from comera.files import replacing
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL",
 }  # fmt: skip
 """Names of dtypes in safetensors (https://github.com/huggingface/safetensors, its format)."""
 
 
 class Shards:
-    """The tensors of a folder, of which one at a time is in memory.
+    """The tensors of a folder, read one at a time.
 
     Args:
         folder: Holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that
             it names, as Hugging Face lays them out.
+
+    Attributes:
+        file_of: The file of each tensor.
 
     Raises:
         FileNotFoundError: If there is neither, or a file that the index names is missing.
@@ -39,7 +42,13 @@ class Shards:
         self.folder = Path(folder).expanduser()
         index, whole = self.folder / INDEX, self.folder / WHOLE
         if index.is_file():
-            self.file_of = _weight_map(index)
+            try:
+                found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                self.file_of = {str(name): str(file) for name, file in found.items()}
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ValueError(
+                    f"{index} is damaged: it has no weight_map of tensors to files"
+                ) from None
         elif whole.is_file():
             with _opened(whole) as file:
                 self.file_of = dict.fromkeys(file.keys(), WHOLE)
@@ -59,11 +68,7 @@ class Shards:
         return set(self.file_of.values())
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor, in memory of its own.
-
-        Raises:
-            ValueError: If its file is damaged or does not hold it.
-        """
+        """Read one tensor; errors are those of :func:`read_tensor`."""
         return read_tensor(self.folder / self.file_of[name], name)
 
 
@@ -75,17 +80,9 @@ def read_tensor(path: Path, name: str) -> Tensor:
     """
     with _opened(path) as file:
         try:
-            return file.get_tensor(name).clone()  # what is mapped from a file ends with it
+            return file.get_tensor(name).clone()  # a tensor mapped from a file ends with it
         except (SafetensorError, RuntimeError) as problem:
             raise ValueError(f"{path} is damaged or of another model: {problem}") from problem
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in found.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{index} is damaged: it has no weight_map of tensors to files") from None
 
 
 def _opened(path: Path) -> Any:
@@ -95,32 +92,47 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} is damaged: {problem}") from problem
 
 
-def write_by_tensor(
-    path: str | Path,
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+def bytes_of(tensor: Tensor) -> Any:
+    """Return the bytes of a tensor on the CPU."""
+    if not tensor.numel():
+        return b""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a file of safetensors of which one tensor at a time is in memory.
+    """Write a file of safetensors, with one tensor at a time in memory.
+
+    Equal tensors make equal bytes, which safetensors' own writer does not promise.
 
     Args:
-        path: Appears whole or not at all.
-        shapes: Dtypes and shapes by name, in the order of the file.
-        read: Returns the tensor of a name.
-        metadata: For the header.
+        path: The file.
+        tensors: Tensors of the dtypes and shapes by name, possibly on the ``meta`` device.
+        read: Returns the tensor of a name, on the CPU.
+        metadata: Metadata of the header.
 
     Raises:
+        ValueError: If safetensors has no such dtype.
         OSError: If the disk is full.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name, (dtype, shape) in shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    names = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # so that all are aligned
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not hold")
+        begin, end = end, end + tensor.nbytes
+        dtype, shape = _DTYPES[tensor.dtype], [*tensor.shape]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # numbers begin at a multiple of eight
-    with replacing(path) as temporary, temporary.open("wb") as file:
+    text = text.ljust(-(-len(text) // 8) * 8)
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for name in shapes:
-            file.write(read(name).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for name in names:
+            file.write(bytes_of(read(name)))

@@ -1,13 +1,10 @@
-"""Bring tensor trains into canonical form, in which ranks can be told apart by what they carry.
+"""Tensor trains brought into canonical form, in which ranks differ by what they carry.
 
-Cores may be multiplied by any matrix on one side of a bond and by its inverse on the other: what
-they stand for is the same, but a single rank of the bond then means something else. As a model
-trains, what a bond carries comes to be spread over all of its ranks, and each one that is cut takes
-some of everything with it. In canonical form the ranks of a bond are the singular vectors of the
-weight there, split between its left and its right modes: no choice of as many ranks loses less of
-the weight, and the loss depends on few of them (``docs/experiments.md``). The form is that of Vidal
-(quant-ph/0301063) and of the rounding of tensor trains (Oseledets, SIAM J. Sci. Comput. 33 (2011),
-algorithm 2).
+A bond may be multiplied by any matrix and its inverse, so during training its content spreads over
+all of its ranks. In canonical form the ranks of a bond are the singular vectors of the weight
+there, between its left and its right modes: no choice of as many ranks loses less of the weight
+(docs/experiments.md). The form is that of Vidal (quant-ph/0301063) and of the rounding of tensor
+trains (Oseledets, SIAM J. Sci. Comput. 33 (2011), algorithm 2).
 """
 
 from collections.abc import Sequence
@@ -45,11 +42,10 @@ def canonicalize_(
 
     Args:
         model: Its tensor-train layers are brought into canonical form.
-        optimizer: What it has gathered about cores and gates, such as momenta, belongs to ranks
-            that are no more: it starts anew, as do gradients. So must averages of weights that are
-            kept elsewhere.
-        process_group: Processes that hold the same model and call this together: all take over
-            what the first one has.
+        optimizer: Its state of cores and gates is reset, as are gradients. Averages of weights that
+            are kept elsewhere must be reset too.
+        process_group: Processes that hold the same model and call this together: all take the
+            result of the first one.
 
     Raises:
         ValueError: If the optimizer is an LBFGS that has stepped, or a tensor train is sharded, as
@@ -83,8 +79,7 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
 
     made, singular_values = found
     cores = [core.flatten(1, -2) for core in _scaled_as(gated, made)]  # already so of a chain
-    # Bonds may have become narrower than they are stored: what is beyond is zero and closed, so
-    # that parameters keep their shapes until truncate_ cuts them.
+    # Narrower bonds are filled with closed ranks: parameters keep their shapes until truncate_.
     for mine, core in zip(layer.cores, widened(cores, layer.ranks), strict=True):
         mine.copy_(core.reshape(mine.shape))
     for gate, carried in zip(layer.gates, singular_values, strict=True):
@@ -98,9 +93,9 @@ def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[T
 
     Args:
         cores: ``(left bond, mode, right bond)`` each, at least two.
-        split: Cores before it are to be orthonormal over everything but their right bond, the
-            others over everything but their left bond, times a factor each; singular values of
-            the bond between them are halved between both sides.
+        split: Cores before it become orthonormal over everything but their right bond, the others
+            over everything but their left bond, times a factor each; both sides of the bond between
+            them get the roots of its singular values.
 
     Returns:
         The cores, and for each bond its singular values, largest first. Bonds are no wider than
@@ -108,8 +103,8 @@ def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[T
     """
     left = _orthonormal_to_the_right(cores[:split])
     right = _mirrored(_orthonormal_to_the_right(_mirrored(cores[split:])))
-    # Both now end in a matrix that belongs to the middle bond, and all else is orthonormal towards
-    # it: the singular values of that matrix are those of the whole weight at this bond.
+    # All else is orthonormal towards the middle bond, so the singular values of this matrix are
+    # those of the whole weight there.
     middle = left.pop().flatten(1) @ right.pop(0).flatten(1)
     if not bool(middle.isfinite().all()) or not bool(middle.any()):
         return None

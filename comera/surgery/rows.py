@@ -20,19 +20,18 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     """Make the most frequent indices the hot rows of a table, in place and at any time of training.
 
     An index that becomes hot keeps its row: exactly where hot rows are dense, and as its projection
-    on their basis where they have a ``hot_rank``. It changes places with one that becomes cold,
-    whose row is what the tensor train has at that place. All other rows stay as they are, bit for
-    bit, and so does the optimizer's state of the rows that stay hot. Of new ones the state by which
+    on their basis where they have a ``hot_rank``. It changes places with one that becomes cold and
+    gets the row of the tensor train at that place. All other rows stay as they are, bit for bit,
+    and so does the optimizer's state of the rows that stay hot. State of new hot rows by which
     steps are divided is the mean of all rows, ASGD's average is the row, and the rest is zero.
 
-    An average of weights, such as ``torch.optim.swa_utils.AveragedModel`` keeps, is begun anew
-    afterwards: what it holds is of the rows before. Processes that train together give the same
-    counts, those of all of them added up.
+    Averages of weights, as of ``torch.optim.swa_utils.AveragedModel``, must be begun again.
+    Processes that train together give the same counts, added up over all of them.
 
     Args:
         table: A table with hot rows. A ``row_order`` is stored with it: four bytes for each row.
-        counts: ``(num_embeddings,)``, how often each index was read. Among equal ones those stay
-            hot that are.
+        counts: ``(num_embeddings,)``, how often each index was read. Among equal counts hot rows
+            stay hot.
         optimizer: That of the table, if it has taken a step.
 
     Returns:
@@ -74,27 +73,6 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     ranked = first[torch.argsort(counts.to(device)[first], descending=True, stable=True)]
     wanted = torch.zeros_like(is_hot)
     wanted[ranked[: table.hot_rows]] = True
-    _check_agreement(table, wanted)
-    entering = (wanted & ~is_hot).nonzero().flatten()
-    leaving = (is_hot & ~wanted).nonzero().flatten()
-    if not len(entering):
-        return 0
-    rows = table._rows(entering)
-    places = order[leaving].long()
-    order = order.clone()
-    order[entering], order[leaving] = order[leaving], order[entering]
-    table.keep_rows_at_(order)
-    if isinstance(table.hot, HotRows):
-        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        basis = table.hot.basis.to(wide.dtype)
-        _set_rows_(table.hot.cores[0], 1, places, wide @ torch.linalg.pinv(basis), unwrapped)
-    else:
-        _set_rows_(table.hot, 0, places, rows, unwrapped)
-    return len(entering)
-
-
-def _check_agreement(table: TTTable, wanted: Tensor) -> None:
-    """Raise ``ValueError`` if processes that average its gradients would choose other rows."""
     for wrapper in wrappers_of(table):
         votes, group = wanted.int(), wrapper.process_group
         dist.all_reduce(votes, group=group)
@@ -105,12 +83,32 @@ def _check_agreement(table: TTTable, wanted: Tensor) -> None:
                 "give each of them the counts of all, added up by "
                 "torch.distributed.all_reduce(counts)"
             )
+    entering = (wanted & ~is_hot).nonzero().flatten()
+    leaving = (is_hot & ~wanted).nonzero().flatten()
+    if not len(entering):
+        return 0
+    rows = table._rows(entering)
+    places = order[leaving].long()
+    order = order.clone()
+    order[entering], order[leaving] = order[leaving], order[entering]
+    table.keep_rows_at_(order)
+    if isinstance(table.hot, HotRows):
+        _set_rows_(table.hot.cores[0], 1, places, _coordinates(table.hot, rows), unwrapped)
+    else:
+        _set_rows_(table.hot, 0, places, rows, unwrapped)
+    return len(entering)
+
+
+def _coordinates(hot: HotRows, rows: Tensor) -> Tensor:
+    """Return the coordinates of rows in the basis of hot rows, in float32 or wider."""
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return wide @ torch.linalg.pinv(hot.basis.to(wide.dtype))
 
 
 def _set_rows_(
     param: nn.Parameter, dim: int, places: Tensor, rows: Tensor, optimizer: Optimizer | None
 ) -> None:
-    """Set rows of a parameter: nothing drives them yet, their steps are as large as others'."""
+    """Set rows of a parameter, and their state so that steps are as long as those of others."""
     moved = param.data.movedim(dim, 0)
     moved[places] = rows.to(param.dtype).view(len(places), *moved.shape[1:])
     if param.grad is not None:
@@ -126,7 +124,7 @@ def _set_rows_(
             value.index_copy_(dim, places, param.data.index_select(dim, places).to(value.dtype))
         elif key in FIRST_MOMENTS:
             value.index_fill_(dim, places, 0)
-        else:  # what steps are divided by: from zero the first ones would be far too large
+        else:  # steps are divided by it: from zero the first ones would be far too long
             mean = value.mean(dim, keepdim=True).expand_as(value)
             value.index_copy_(dim, places, mean.index_select(dim, places))
     pack_state_(optimizer, param)
@@ -134,14 +132,13 @@ def _set_rows_(
 
 @torch.no_grad()
 def append_rows_(table: TTTable, rows: Tensor) -> None:
-    """Append rows to a table, in place; before its optimizer is made.
+    """Append rows to a table and the tables tied to it, in place; before their optimizer is made.
 
-    New rows are hot ones, dense or as coordinates in the basis that hot rows share; those that were
-    there are read as before, bit for bit.
+    New rows are hot ones, dense or as coordinates in the basis that hot rows share; earlier rows
+    are read as before, bit for bit.
 
     Args:
-        table: And the tables that are tied to it. A ``row_order``, four bytes for each row, is
-            stored with them.
+        table: The table. A ``row_order``, four bytes for each row, is stored with it.
         rows: ``(more, embedding_dim)``. Where hot rows have a ``hot_rank``, their projections on
             the basis are kept.
 
@@ -166,22 +163,18 @@ def append_rows_(table: TTTable, rows: Tensor) -> None:
         places = torch.arange(old, device=table.cores[0].device)
     places = torch.where(places < hot, places, places + more)  # rows of the train come after
     new = torch.arange(hot, hot + more, device=places.device)
-    _append_hot_(table, rows.to(table.cores[0]))
+    rows = rows.to(table.cores[0])
+    if isinstance(table.hot, HotRows):
+        coordinates = table.hot.cores[0]
+        found = _coordinates(table.hot, rows).to(rows.dtype)
+        set_data_(coordinates, torch.cat([coordinates, found[None]], 1))
+        table.hot._modes = replace(table.hot._modes, in_modes=(hot + more,))
+    elif table.hot is None:
+        table.hot = nn.Parameter(rows.clone(), requires_grad=table.cores[0].requires_grad)
+    else:
+        set_data_(table.hot, torch.cat([table.hot, rows]))
     for each in (table, *table.twins):
         each.hot = table.hot
         each.num_embeddings, each.hot_rows = old + more, hot + more
         each.scatter_rows, each._step = False, None  # row_order says where all of them are
     table.keep_rows_at_(torch.cat([places, new]).to(torch.int32))
-
-
-def _append_hot_(table: TTTable, rows: Tensor) -> None:
-    if isinstance(table.hot, HotRows):
-        coordinates = table.hot.cores[0]
-        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        found = wide @ torch.linalg.pinv(table.hot.basis.to(wide.dtype))
-        set_data_(coordinates, torch.cat([coordinates, found.to(rows.dtype)[None]], 1))
-        table.hot._modes = replace(table.hot._modes, in_modes=(table.hot_rows + len(rows),))
-    elif table.hot is None:
-        table.hot = nn.Parameter(rows.clone(), requires_grad=table.cores[0].requires_grad)
-    else:
-        set_data_(table.hot, torch.cat([table.hot, rows]))

@@ -6,7 +6,7 @@ still hold it; its gradient and its state are cut in the same way.
 
 import gc
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,13 +33,13 @@ log = logging.getLogger("comera")
 def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
     """Find every ``DistributedDataParallel`` that holds a tensor-train layer of a model.
 
-    A model does not know what it is wrapped in, so all objects of this process are looked
-    through: a matter of milliseconds, for what happens once or twice in a run.
+    A model does not know its wrappers, so this takes milliseconds to search all objects of the
+    process.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
     layers = {id(layer) for layer in tensor_trains(model).values()}
-    gc.collect()  # one that was given up may live in a cycle
+    gc.collect()  # dropped ones may live in a cycle
     return [
         found
         for found in gc.get_objects()
@@ -52,9 +52,8 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
 def renew_(wrapper: DistributedDataParallel) -> None:
     """Rebuild the buffers of a ``DistributedDataParallel`` for the present shapes of parameters.
 
-    The wrapper sorts parameters into buffers when it is made, and holds an accumulator of the old
-    shape for each. Both are made again as in its own ``__setstate__``; all processes call this at
-    the same step.
+    Its buffers and gradient accumulators have the old shapes. Both are made again as in its own
+    ``__setstate__``; all processes call this at the same step.
     """
     # The old one first: accumulators of gradients live as long as it, on their old stream.
     del wrapper.reducer, wrapper.logger
@@ -71,10 +70,10 @@ def renew_(wrapper: DistributedDataParallel) -> None:
 
 
 FIRST_MOMENTS = {"exp_avg", "exp_avg_update", "momentum_buffer", "grad_avg", "prev"}
-"""State that says where a step goes; the other says how large it is."""
+"""State that gives the direction of a step; all other state gives its length."""
 
 AVERAGES = {"ax"}
-"""State that is an average of the parameter itself; only ASGD keeps one."""
+"""State that is an average of the parameter itself (ASGD)."""
 
 _GOES_WITH_GRADIENT = {"exp_avg", "momentum_buffer", "grad_avg", "exp_inf"}
 _GOES_WITH_SQUARE = {
@@ -92,22 +91,22 @@ def slice_state_(
     """Select rows of a parameter, of its gradient and of its optimizer state, in place.
 
     Args:
-        param: Changed in place to ``param[keep] * scale``; its identity stays.
+        param: Becomes ``param[keep] * scale``; it stays the same object.
         keep: The indices that stay, by dimension, int64 on the parameter's device.
-        scale: Factor applied after the cut, broadcast against it. A gradient, which is measured
-            per unit of the parameter, is divided by it, a second moment by its square, and an
-            average of the parameter multiplied. Where it is zero they become zero.
-        optimizer: The optimizer whose state for ``param`` is cut too, if there is one.
+        scale: Factor applied after the cut, broadcast against it. A gradient is divided by it, a
+            second moment by its square, and an average of the parameter multiplied. Where it is
+            zero they become zero.
+        optimizer: The optimizer whose state for ``param`` is cut too.
 
     Raises:
         ValueError: If the optimizer holds a state tensor that cannot be matched to the parameter.
     """
     old_shape = param.shape
-    inverse = None
+    factors: dict[int, Tensor] = {}  # by the power of the gradient in a tensor
     if scale is not None:
         inverse = torch.where(scale == 0, 0, 1 / scale)
-    # Some state has the parameter's dimensions only once it is unpacked, such as factors of it as a
-    # matrix, or eight-bit moments.
+        factors = {-1: scale, 1: inverse, 2: inverse**2}
+    # Some state has the parameter's dimensions only once it is unpacked, such as eight-bit moments.
     unpack_state_(optimizer, param)
     state = {} if optimizer is None else optimizer.state.get(param, {})
     # All is cut before anything is assigned: what cannot be matched raises with nothing changed.
@@ -117,16 +116,17 @@ def slice_state_(
         if _is_cut(value, param)
     }
     for key, value in cut_state.items():
-        power = _power_of_gradient(key, state)
-        if scale is not None and inverse is not None and power and _spans(value, inverse):
-            value = value * (scale if power < 0 else inverse**power)
+        factor = factors.get(_power_of_gradient(key, state))
+        # A factored moment lacks the dimension of some scales.
+        if factor is not None and torch.broadcast_shapes(value.shape, factor.shape) == value.shape:
+            value = value * factor
         state[key] = value.to(state[key].dtype)
     grad = param.grad
     new = _cut("the parameter", param.data, old_shape, keep)
     set_data_(param, new if scale is None else (new * scale).to(new.dtype))
     if grad is not None:
         grad = _cut("the gradient", grad, old_shape, keep)
-        param.grad = grad if inverse is None else (grad * inverse).to(grad.dtype)
+        param.grad = (grad * factors[1]).to(grad.dtype) if factors else grad
     pack_state_(optimizer, param)
 
 
@@ -137,29 +137,11 @@ def _power_of_gradient(key: str, state: Mapping[str, object]) -> int:
     return 2 * (key in _GOES_WITH_SQUARE) + (key in _GOES_WITH_GRADIENT) - (key in AVERAGES)
 
 
-def _spans(value: Tensor, scale: Tensor) -> bool:
-    """Return whether the scale fits: a factored moment lacks the dimension of some scales."""
-    return torch.broadcast_shapes(value.shape, scale.shape) == value.shape
-
-
 def follows(tensor: Tensor, shape: torch.Size) -> bool:
     """Return whether a tensor has the dimensions of a parameter, some of them of size one."""
     return tensor.dim() == len(shape) and all(
         mine in (1, theirs) for mine, theirs in zip(tensor.shape, shape, strict=True)
     )
-
-
-def check_state(params: Iterable[Tensor], optimizer: Optimizer | None) -> None:
-    """Raise ``ValueError`` for parameters whose state :func:`slice_state_` could not cut.
-
-    State that an optimizer packs in a way of its own is not looked at.
-    """
-    if optimizer is None or packs_state(optimizer):
-        return
-    for param in params:
-        for key, value in optimizer.state.get(param, {}).items():
-            if _is_cut(value, param):
-                _check_follows(_named(key, optimizer), value, param.shape)
 
 
 def _is_cut(value: object, param: Tensor) -> bool:
@@ -189,30 +171,25 @@ def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Te
 
 @torch.no_grad()
 def reset_state_(param: Tensor, optimizer: Optimizer | None = None) -> None:
-    """Start a parameter anew: its gradient goes, its state becomes what it began with, in place.
-
-    That is zero but for four of torch's optimizers; numbers of steps begin with zero too, by which
-    averages are corrected.
-    """
+    """Drop a parameter's gradient, and set its optimizer state to initial values, in place."""
     param.grad = None
+    if optimizer is None:
+        return
     unpack_state_(optimizer, param)
-    state = {} if optimizer is None else optimizer.state.get(param, {})
+    state = optimizer.state.get(param, {})
     for key, value in state.items():
-        if isinstance(value, Tensor):
-            value.fill_(_beginning(key, param, optimizer))
-        elif key == "step":
+        if key == "step" and not isinstance(value, Tensor):
             state[key] = 0
+        elif isinstance(value, Tensor):
+            first = 0
+            if key in ("step_size", "eta"):  # Rprop's, ASGD's
+                first = group_of(optimizer, param)["lr"]
+            elif key in ("mu", "mu_product"):
+                first = 1
+            elif key == "sum":  # Adagrad's
+                first = group_of(optimizer, param).get("initial_accumulator_value", 0)
+            value.fill_(first)
     pack_state_(optimizer, param)
-
-
-def _beginning(key: str, param: Tensor, optimizer: Any) -> Any:
-    """Return what state begins with."""
-    if key not in ("step_size", "eta", "mu", "mu_product", "sum"):
-        return 0
-    group = group_of(optimizer, param)
-    if key in ("step_size", "eta"):  # Rprop's, ASGD's
-        return group["lr"]
-    return group.get("initial_accumulator_value", 0) if key == "sum" else 1
 
 
 @torch.no_grad()
@@ -226,24 +203,23 @@ def truncate_(
     """Cut pruned ranks out of the cores, in place; the function of the model does not change.
 
     Parameters stay the same objects. Their gradients and the optimizer's state are cut with them,
-    so training goes on; averages of weights, as of ``AveragedModel``, must be made anew. A
-    ``DistributedDataParallel`` is told of the new shapes; all its processes make the same cut.
+    so training goes on; averages of weights, as of ``AveragedModel``, must be made again. A
+    ``DistributedDataParallel`` is renewed for the new shapes; all its processes make the same cut.
 
     Args:
         model: Its tensor-train layers are truncated.
-        optimizer: The one that holds their state, if any.
+        optimizer: The optimizer whose state is cut too.
         min_rank: 1 leaves a bond whose ranks are all pruned its largest one, at zero; 0 lets such
             a layer vanish and leave its bias.
         absorb: Multiply the gates into the cores and set them to one. False keeps their values.
 
     Returns:
-        Layer name to ranks before and after.
+        Ranks before and after, by name of the layer.
 
     Raises:
-        ValueError: If ``min_rank`` is neither 0 nor 1, or the optimizer is an LBFGS that has
-            stepped: its history is of all parameters together. Or its state has other shapes than
-            the parameters and cannot be cut with them. Or a tensor train is sharded, as by
-            ``fully_shard``. Or a layer holds what is not finite. Nothing is changed.
+        ValueError: If ``min_rank`` is neither 0 nor 1, the optimizer is an LBFGS that has stepped,
+            its state has other shapes than the parameters, a tensor train is sharded, as by
+            ``fully_shard``, or a layer is not finite. Nothing is changed.
     """
     check_min_rank(min_rank)
     check_unsharded(model, "truncate_")
@@ -251,7 +227,15 @@ def truncate_(
     check_finite(trains)
     unwrapped = check_can_be_cut(trains, optimizer)
     if unwrapped is not None:
-        _name_other_optimizers(trains, unwrapped)
+        held = {id(param) for group in unwrapped.param_groups for param in group["params"]}
+        training = [param for param in _cores_and_gates(trains) if param.requires_grad]
+        without = sum(id(param) not in held for param in training)
+        if without:
+            log.warning(
+                "the optimizer holds %d of %d cores and gates: if another one has stepped with the "
+                "rest, make it anew after this cut, since its state keeps the shapes of before",
+                len(training) - without, len(training),
+            )  # fmt: skip
     changed = {}
     for name, layer in trains.items():
         before = layer.ranks
@@ -279,20 +263,16 @@ def kept_ranks(layer: TensorTrainModule, min_rank: int) -> list[Tensor]:
 def _truncate_layer(
     layer: TensorTrainModule, optimizer: Optimizer | None, min_rank: int, absorb: bool
 ) -> None:
-    """Cut every core along both of its bonds, and every gate, with all that belongs to them."""
+    """Cut every core along both of its bonds, and every gate, with gradients and state."""
     keeps = kept_ranks(layer, min_rank)
     gates = list(layer.gates)
     open_gates = [torch.where(is_open(gate, layer.prune_below), gate, 0) for gate in gates]
-    bonds = [None, *keeps, None]
     for k, core in enumerate(layer.cores):
-        left, right = bonds[k], bonds[k + 1]
-        keep = {}
-        if left is not None:
-            keep[0] = left
-        if right is not None:
-            keep[core.dim() - 1] = right
-        # A gate is behind its core: it goes into the last dimension.
-        scale = open_gates[k][right].to(core.dtype) if absorb and right is not None else None
+        keep = {0: keeps[k - 1]} if k else {}
+        scale = None
+        if k < len(keeps):  # a gate is behind its core: it goes into the last dimension
+            keep[core.dim() - 1] = keeps[k]
+            scale = open_gates[k][keeps[k]].to(core.dtype) if absorb else None
         slice_state_(core, keep, scale, optimizer)
     for gate, value, kept in zip(gates, open_gates, keeps, strict=True):
         # Divided by what its core was multiplied by: it becomes one, and its moments fit that.
@@ -302,35 +282,30 @@ def _truncate_layer(
             gate.fill_(1)
 
 
-def _name_other_optimizers(named: Mapping[str, TensorTrainModule], optimizer: Optimizer) -> None:
-    """Warn where another optimizer than the one whose state is cut may hold some parameters."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    training = [param for param in cores_and_gates(named) if param.requires_grad]
-    without = sum(id(param) not in held for param in training)
-    if without:
-        log.warning(
-            "the optimizer holds %d of %d cores and gates: if another one has stepped with the "
-            "rest, make it anew after this cut, since its state keeps the shapes of before",
-            len(training) - without, len(training),
-        )  # fmt: skip
-
-
 def check_can_be_cut(
     named: Mapping[str, TensorTrainModule], optimizer: AnyOptimizer | None
 ) -> Optimizer | None:
-    """Return the optimizer that holds the state, sure that its state can be cut with the ranks."""
+    """Return the optimizer that holds the state of layers.
+
+    Raises:
+        ValueError: If its state cannot be cut with the ranks. State that an optimizer packs in a
+            way of its own is not checked.
+    """
     unwrapped = unwrap_separable(optimizer)
-    check_state(cores_and_gates(named), unwrapped)
+    if unwrapped is not None and not packs_state(unwrapped):
+        for param in _cores_and_gates(named):
+            for key, value in unwrapped.state.get(param, {}).items():
+                if _is_cut(value, param):
+                    _check_follows(_named(key, unwrapped), value, param.shape)
     return unwrapped
 
 
-def cores_and_gates(named: Mapping[str, TensorTrainModule]) -> list[Tensor]:
-    """List all parameters that a cut may change."""
+def _cores_and_gates(named: Mapping[str, TensorTrainModule]) -> list[Tensor]:
     return [param for layer in named.values() for param in (*layer.cores, *layer.gates)]
 
 
 def check_finite(named: Mapping[str, TensorTrainModule]) -> None:
-    """Raise ``ValueError`` for layers that hold what is not finite: NaN would count as closed."""
+    """Raise ``ValueError`` for layers that are not finite: a gate of NaN would count as closed."""
     for name, layer in named.items():
         for what, params in (("cores", layer.cores), ("gates", layer.gates)):
             if not all(bool(param.isfinite().all()) for param in params):
@@ -338,7 +313,7 @@ def check_finite(named: Mapping[str, TensorTrainModule]) -> None:
 
 
 def not_finite(name: str, what: str) -> ValueError:
-    """Make the error for a layer whose cores or gates hold what is not finite."""
+    """Return the error for a layer whose cores or gates are not finite."""
     return ValueError(
         f"the {what} of {name or 'the layer'} hold numbers that are not finite: there is no "
         "telling its ranks apart. Go back to a checkpoint from before"
@@ -346,6 +321,6 @@ def not_finite(name: str, what: str) -> ValueError:
 
 
 def check_min_rank(min_rank: Any) -> None:
-    """Raise ``ValueError`` for what is neither 0 nor 1."""
+    """Raise ``ValueError`` unless it is 0 or 1."""
     if min_rank not in (0, 1):
         raise ValueError(f"min_rank={min_rank!r} must be 0 (layers may vanish) or 1")

@@ -1,5 +1,7 @@
 """Adapters of peft on tensor-train layers: they train alone, are saved, and merge."""
 
+import copy
+
 import pytest
 import torch
 
@@ -60,3 +62,14 @@ def test_an_adapter_is_saved_alone_and_fits_a_base_that_is_loaded(tmp_path):
     again = peft.get_peft_model(small, settings(["q_proj"], task_type="CAUSAL_LM"))
     peft.set_peft_model_state_dict(again, peft.utils.load_peft_weights(str(tmp_path / "adapter")))
     assert torch.equal(again.eval()(WORDS).logits, adapted(WORDS).logits)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_an_adapter_is_not_merged_into_cores_that_do_not_change(safe):
+    dense = torch.nn.Sequential(comera.TTLinear(32, 32, rank=4))
+    model = peft.get_peft_model(dense, settings(["0"], init_lora_weights=False))
+    before = copy.deepcopy(model)(x := torch.randn(3, 32))
+    with pytest.raises(RuntimeError, match="densify_"):
+        model.merge_and_unload(safe_merge=safe)
+    comera.densify_(model)
+    torch.testing.assert_close(model.merge_and_unload(safe_merge=safe)(x), before)

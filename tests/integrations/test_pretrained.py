@@ -258,22 +258,30 @@ def test_trained_through_both_stages_it_is_evaluated_in_a_fresh_process(tmp_path
     assert list(map(float, found)) == wanted
 
 
-# ── what is refused ──────────────────────────────────────────────────────────────────────────────
-
-
 def test_only_models_of_transformers_are_attached():
     with pytest.raises(TypeError, match="save_model saves any model"):
         hf.attach_(torch.nn.Linear(2, 2))
 
 
-def test_a_folder_of_a_newer_version_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda described: described.update(version=99), "newer comera"),
+        (
+            lambda described: next(iter(described["layers"].values())).update(ranks="many"),
+            "described wrongly",
+        ),
+    ],
+    ids=["version", "entry"],
+)
+def test_a_folder_that_cannot_be_read_is_refused(damage, message, tmp_path):
     model = hf.attach_(bert())
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"]["described"]["version"] = 99
+    damage(config["quantization_config"]["described"])
     path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="newer comera"):
+    with pytest.raises(ValueError, match=message):
         type(model).from_pretrained(tmp_path)
 
 
@@ -285,18 +293,6 @@ def test_a_model_that_has_none_of_the_layers_is_refused(tmp_path):
     other.quantization_config = config.quantization_config
     with pytest.raises(ValueError, match="LlamaModel has none of them"):
         transformers.LlamaModel.from_pretrained(tmp_path, config=other)
-
-
-def test_a_damaged_entry_is_refused(tmp_path):
-    model = hf.attach_(bert())
-    model.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    layers = config["quantization_config"]["described"]["layers"]
-    layers[next(iter(layers))]["ranks"] = "many"
-    path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="described wrongly"):
-        type(model).from_pretrained(tmp_path)
 
 
 @pytest.mark.slow
@@ -320,3 +316,18 @@ def test_a_state_that_is_given_is_what_is_written(tmp_path):
     assert same(model, type(model).from_pretrained(tmp_path / "own"))
     zeros.save_pretrained(tmp_path / "again", state_dict=model.state_dict())
     assert same(model, type(model).from_pretrained(tmp_path / "again"))
+
+
+def test_tied_weights_over_shared_cores_are_saved_without_attach(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    comera.tensorize_(model, comera.TTConfig(rank=4, tied="share"))
+    model.save_pretrained(tmp_path)
+    model.tie_weights()
+    assert model.lm_head.embedding.cores is model.model.embed_tokens.cores
+    comera.densify_(model)
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight

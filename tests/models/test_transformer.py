@@ -7,6 +7,7 @@ import comera
 from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.nn import fused
 from comera.nn.module import tensor_trains
+from tests.train.counting import Launches
 
 
 def encoder(norm="pre", segments=0) -> Encoder:
@@ -144,3 +145,11 @@ def test_segments_are_read_as_by_an_index(monkeypatch):
     want, grad_by_index = run()
     assert torch.equal(out, want)
     torch.testing.assert_close(grad, grad_by_index)
+
+
+def test_an_encoder_reads_no_table_by_an_index():
+    """Which takes a GPU longest of all that a step does, where a table has two rows."""
+    tokens = torch.ones(2, 5, dtype=torch.long)
+    with Launches() as counter:
+        encoder(segments=2)(tokens, tokens).sum().backward()
+    assert not [name for name in counter.log if name in ("index", "_index_put_impl_", "index_put")]

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import comera
 from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
+from comera.ops.context import static_shapes
 
 TABLES = {
     "plain": {},
@@ -332,3 +333,11 @@ def test_a_table_can_be_looked_at_without_numbers():
 def test_a_table_without_rows_is_refused():
     with pytest.raises(ValueError, match="num_embeddings=0 must be at least 1"):
         TTEmbedding(0, 8)
+
+
+def test_compiling_a_look_up_of_a_captured_step_warns_of_nothing():
+    torch._dynamo.reset()
+    torch._dynamo.utils.warn_once_cache.clear()
+    lookup = torch.compile(TTEmbedding(24, 36, rank=5), backend="eager")
+    with static_shapes():
+        assert lookup(torch.tensor([1, 2])).shape == (2, 36)

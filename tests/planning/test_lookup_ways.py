@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -5,15 +6,9 @@ import pytest
 import torch
 
 from comera.ops.table.tt_embedding import ttm_to_dense
-from comera.planning.lookup_ways import (
-    Lookup,
-    from_factors,
-    only_zeros,
-    torch_embedding,
-)
+from comera.planning.lookup_ways import Lookup, from_factors, only_zeros, torch_embedding
 from comera.planning.machine import default_machine
 from comera.shapes import TTMShape
-from tests.planning.closed_forms import tt_embedding_cost
 from tests.planning.running import count
 
 CPU = default_machine("cpu")
@@ -45,10 +40,6 @@ class Runner:
         self.made = {f"core{k}": core for k, core in enumerate(squeezed)}
         self.multiplied = 0
 
-    def digits(self, rows):
-        """The row number split over the row modes, one array a core."""
-        return np.unravel_index(rows, self.shape.row_modes)
-
     def side(self, name):
         """The row and column modes of a half: a leading A or core0, or the other one."""
         at = self.shape.split
@@ -58,7 +49,7 @@ class Runner:
 
     def number(self, name, rows):
         first, row_modes, _ = self.side(name)
-        digits = self.digits(rows)
+        digits = np.unravel_index(rows, self.shape.row_modes)
         at = self.shape.split
         return np.ravel_multi_index(digits[:at] if first else digits[at:], row_modes)
 
@@ -85,9 +76,8 @@ class Runner:
     def run(self, steps):
         for step in steps:
             if step.product is not None:
-                operands = [
-                    self.operand(*pair) for pair in zip(step.reads, _sides(step), strict=True)
-                ]
+                sides = step.what.split("->")[0].split(",")
+                operands = [self.operand(*pair) for pair in zip(step.reads, sides, strict=True)]
                 self.multiplied += count(step.what, *operands)
                 self.made[step.result] = np.einsum(step.what, *operands)
             elif step.what.startswith("gather"):
@@ -113,40 +103,22 @@ class Runner:
 
     def gather(self, step):
         source = step.reads[0]
-        if step.result == "y":
-            self.made["y"] = self.made[source][self.inverse]
-        elif step.result.startswith("slices of"):
-            rows = self.rows if self.unique else INDICES
-            self.made[step.result] = self.made[source][self.number(source, rows)]
-        else:
-            k = int(source.removeprefix("core"))
-            picked = self.cores[k][:, self.digits(INDICES)[k]].swapaxes(0, 1)
-            picked = picked[:, 0] if k == 0 else picked
-            self.made[step.result] = picked[..., 0] if k == len(self.cores) - 1 else picked
+        rows = self.rows if self.unique else INDICES
+        rows = self.inverse if step.result == "y" else self.number(source, rows)
+        self.made[step.result] = self.made[source][rows]
 
     def scatter(self, step):
         source = self.made[step.reads[0]]
         if step.result == "grad(rows)":
             total = np.zeros((len(self.rows), *source.shape[1:]))
             np.add.at(total, self.inverse, source)
-        elif "slices of" in step.reads[0]:
+        else:
             name = step.result.removeprefix("grad(").removesuffix(")")
             total = np.zeros_like(self.made[name])
             rows = self.rows if self.unique else INDICES
             np.add.at(total, self.number(name, rows), source)
-        else:
-            k = int(step.result.removeprefix("grad(core").removesuffix(")"))
-            core = self.cores[k]
-            slices = np.zeros((core.shape[1], core.shape[0], *core.shape[2:]))
-            picked = source.reshape(len(INDICES), core.shape[0], *core.shape[2:])
-            np.add.at(slices, self.digits(INDICES)[k], picked)
-            total = slices.swapaxes(0, 1)
         assert step.size == total.size
         self.made[step.result] = total
-
-
-def _sides(step):
-    return step.what.split("->")[0].split(",")
 
 
 @pytest.mark.parametrize("name", ["unique", "factors"])
@@ -172,12 +144,11 @@ def test_every_strategy_gives_rows_and_gradients(shape, name):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_closed_forms_agree(shape):
-    asked = lookup(shape)
-    made, closed = from_factors(asked, CPU, "float32", unique=False), tt_embedding_cost(shape, 7)
-    assert sum(step.operations for step in made.forward) == closed.forward
-    assert made.operations == closed.total
-    assert made.saved_bytes == 4 * (closed.saved + 7)  # an index takes two numbers
+def test_indices_and_factors_are_saved(shape):
+    made = from_factors(lookup(shape), CPU, "float32", unique=False)
+    sizes, at = shape.slice_sizes, shape.split
+    factors = shape.ranks[at - 1] * (math.prod(sizes[:at]) + math.prod(sizes[at:]))
+    assert made.saved_bytes == 4 * (2 * len(INDICES) + factors)  # an index takes two numbers
 
 
 def test_repeated_rows_are_made_once():

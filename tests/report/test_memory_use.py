@@ -7,8 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
+from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.transformer import Encoder, SequenceClassifier
 from comera.optim.state_layout import stored_bytes
+from comera.report.memory_use import state_bytes
 from tests.peers import peer
 
 KINDS = {
@@ -115,6 +117,36 @@ def test_eight_bits_of_torchao_are_counted(galore):
             kind = comera.GaLoreAdamW8bit if galore else ao.AdamW8bit
             report = check(model, kind(groups(model, galore)))
     assert report.total.state < report.total.weights
+
+
+def share(optimizer):
+    """State over that of AdamW, which keeps two float32 moments."""
+    states = state_bytes(optimizer)
+    return sum(states.values()) / (8 * sum(param.numel() for param in states))
+
+
+def llama(layers):
+    with torch.device("meta"):
+        return CausalLanguageModel(Decoder(32_000, 4096, layers, 32, 11_008), 32_000)
+
+
+@pytest.mark.slow
+def test_galore_keeps_a_third_of_adam_of_llama_7b():
+    model = llama(32)
+    assert sum(p.numel() for p in model.parameters()) == 6_738_415_616
+    assert share(comera.GaLoreAdamW(comera.galore_param_groups(model, 1e-2, 1024))) < 0.35
+
+
+@pytest.mark.slow
+def test_galore_in_eight_bits_keeps_a_sixth():
+    peer("torchao.optim")
+    assert share(comera.GaLoreAdamW8bit(comera.galore_param_groups(llama(2), 1e-2, 1024))) < 0.18
+
+
+def test_came_keeps_half_and_an_eighth():
+    params = list(llama(2).parameters())
+    assert share(comera.CAME(params)) < 0.51
+    assert share(comera.CAME(params, state_dtype="8bit")) < 0.13
 
 
 def test_another_default_dtype_changes_no_count():

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import shutil
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 import comera
 from comera.nn.linear import TTLinear
 from comera.saved.description import register_kind
-from comera.saved.model_folder import DESCRIPTION, WEIGHTS, load_model, read_description, save_model
+from comera.saved.model_folder import DESCRIPTION, WEIGHTS, load_model, save_model
 
 
 def dense() -> nn.Sequential:
@@ -174,7 +173,7 @@ def test_any_byte_that_changed(folder, tmp_path):
     path = folder / WEIGHTS
     whole = path.read_bytes()
     reference = load_model(folder, dense())
-    for place in range(0, len(whole), max(1, len(whole) // 1500)):
+    for place in range(0, len(whole), max(1, len(whole) // 750)):
         for flip in (1, 128):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
             try:
@@ -225,10 +224,3 @@ def test_layers_of_others_can_be_registered(tmp_path):
     assert torch.equal(loaded[0].weight, model[0].weight)
     with pytest.raises(ValueError, match=r"'tests\.Scaled' is the name of Scaled"):
         register_kind("tests.Scaled", nn.Linear)
-
-
-def test_reading_only_what_was_written_of_a_model(folder):
-    assert read_description(folder)["layers"]["1"]["kind"] == "TTLinear"
-    shutil.rmtree(folder)
-    with pytest.raises(FileNotFoundError):
-        read_description(folder)

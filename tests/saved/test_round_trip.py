@@ -15,7 +15,6 @@ from torch import nn
 import comera
 from comera.extras import MissingPackageError
 from comera.nn.tied import TiedTTLinear
-from comera.saved.model_folder import read_description
 from tests.mixtures import CONFIGS, DTYPES, ROWS, TIES, Mixture, draw_mixture
 
 
@@ -34,6 +33,10 @@ def check_equal(loaded: nn.Module, saved: nn.Module) -> None:
     trained = [(n, p.requires_grad) for n, p in saved.named_parameters()]
     assert [(n, p.requires_grad) for n, p in loaded.named_parameters()] == trained
     assert repr(loaded) == repr(saved)
+
+
+def described_in(folder):
+    return json.loads((folder / "comera.json").read_text())
 
 
 def ties_of(model: nn.Module) -> list[list[str]]:
@@ -64,7 +67,7 @@ def test_any_mixture_comes_back(tmp_path_factory, config, tie, dtype, frozen, da
     check_equal(loaded, model)
     indices = torch.randint(ROWS, (2, 5))
     assert torch.equal(loaded(indices), model(indices))
-    assert comera.TTConfig.from_dict(read_description(folder)["tensorized"]) == config
+    assert comera.TTConfig.from_dict(described_in(folder)["tensorized"]) == config
 
 
 def test_a_dense_model_is_one_too(tmp_path):
@@ -135,7 +138,7 @@ def test_the_description_is_for_people_too(tmp_path):
     config = comera.TTConfig(rank=3, target_modules=["0"])
     model = comera.tensorize_(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)), config)
     comera.save_model(model, tmp_path, config=config)
-    described = json.loads((tmp_path / "comera.json").read_text())
+    described = described_in(tmp_path)
     assert described["model"] == {"class": "torch.nn.modules.container.Sequential"}
     assert described["tensorized"]["rank"] == 3
     assert list(described["layers"]) == ["0"]

@@ -509,3 +509,15 @@ def test_on_a_cpu_it_says_that_it_runs_eagerly(caplog):
     with caplog.at_level(logging.WARNING, "comera"):
         make_step(graph=True)
     assert "graph=True captures a CUDA graph, but the model is on cpu" in caplog.text
+
+
+def test_steps_after_a_failed_capture_stay_on_its_stream(tapes, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("cannot be captured")
+
+    monkeypatch.setattr(tapes, "record", fails)
+    step = make_step()
+    for number in range(WARM_UP + 5):
+        step(get_batch(number))
+    assert "cannot be captured" in step.describe().why
+    assert tapes.eager == WARM_UP + 5

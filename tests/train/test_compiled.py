@@ -186,3 +186,12 @@ def test_what_changes_is_compiled_anew():
         step.ranks.finish_(step.optimizer)
     assert_equal_steps(steps, [pairs(4), pairs(5, rows=2)])
     assert_graphs(4)  # of any number of rows from the third on
+
+
+def test_compiling_products_of_float32_on_a_card_does_not_fail_tests(monkeypatch):
+    """torch advises tf32 there, once a process."""
+    from torch._inductor import compile_fx  # with it come seconds of other imports
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    compile_fx._warn_tf32_disabled.__wrapped__()

@@ -80,14 +80,9 @@ class Task(ABC):
         test: Callable[[], Iterable[Batch]] | None,
         per_epoch: int | None = None,
     ) -> None:
-        """Set the attributes of a task whose data are read.
+        """Set the attributes by the reader of the data and functions that return batches.
 
-        Args:
-            data: Their reader, which has their digests.
-            get_batch: Function from a step number to the batch of all processes.
-            valid: Function that returns the batches of an evaluation.
-            test: The same for the test.
-            per_epoch: Steps of an epoch; None for data without an end.
+        ``per_epoch`` is the number of steps of an epoch, None for data without an end.
         """
         self.steps = self.count_steps(per_epoch)
         self.record = DataRecord(data.digests, data.prepared)
@@ -96,11 +91,7 @@ class Task(ABC):
         self.test = None if test is None else lambda model: self._measure(model, test())
 
     def count_steps(self, per_epoch: int | None) -> int:
-        """Return the optimizer steps of a run, given those of an epoch for data with an end.
-
-        Raises:
-            ValueError: If there is not one.
-        """
+        """Return the optimizer steps of a run; raises ``ValueError`` if there is not one."""
         train = self.config.train
         if per_epoch == 0:
             raise ValueError(f"train.batch_size={train.batch_size} exceeds the training rows")
@@ -118,13 +109,10 @@ class Task(ABC):
 
     @abstractmethod
     def planned_sizes(self) -> Mapping[str, Any]:
-        """Return the sizes of the dense model; data are read only if they alone tell them.
+        """Return the sizes of the dense model; data are read only if they alone determine them.
 
         ``vocab_size`` of text; of a click log ``table_sizes`` by the names of fields, and
-        ``num_continuous``.
-
-        Raises:
-            ValueError: If data are needed and not there.
+        ``num_continuous``. Raises ``ValueError`` if data are needed and missing.
         """
 
     @abstractmethod
@@ -158,11 +146,7 @@ class Task(ABC):
 
     @abstractmethod
     def predict(self, model: nn.Module, line: str, new_tokens: int) -> dict[str, Any]:
-        """Return a prediction for a line.
-
-        Raises:
-            ValueError: If the line is not what is expected.
-        """
+        """Return a prediction for a line; raises ``ValueError`` for one that is not as expected."""
 
     def _own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Move the batches that this process evaluates to the device, one by one."""
@@ -202,14 +186,7 @@ def prepare_task(
     digests: Digests = None,
     processes: Processes | None = None,
 ) -> Task:
-    """Return the task of a run with its data; raises what the readers raise.
-
-    Args:
-        config: The run.
-        device: The device of the batches.
-        digests: Those of ``config.data.digests()``, if they are known already.
-        processes: Those that train the model together; None for this one alone.
-    """
+    """Return the task of a run with its data; raises what the readers raise."""
     task = task_of(config, device, processes)
     task.prepare(digests)
     return task
