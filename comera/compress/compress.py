@@ -15,10 +15,9 @@ from comera.compress.allocate import CompressedLayers, parse_budget
 from comera.compress.layer_moments import Layer, LossFn, linear_targets, own_loss, weight_OI
 from comera.compress.sensitivity import LayerSensitivity, Sensitivity, look_at
 from comera.nn.embedding import TTEmbedding
-from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.linear import TTLinear
 from comera.nn.module import check_model
-from comera.nn.swap import swap_layers_
+from comera.nn.swap import evaluation_mode, swap_layers_
 from comera.params import model_size
 from comera.planning.printing import Report, Table, show_bytes
 from comera.shapes import TTShape
@@ -195,11 +194,7 @@ def check_unused(loss_fn: object, targets: object, exclude: object, keep: object
 
 
 def measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
-    """Return the loss that ``evaluate`` gives, without gradients.
-
-    Raises:
-        ValueError: If it is no finite number.
-    """
+    """Return the loss that ``evaluate`` gives, without gradients; ValueError if not finite."""
     with torch.no_grad():
         loss = float(evaluate(model))
     if not math.isfinite(loss):

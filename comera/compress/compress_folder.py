@@ -28,7 +28,7 @@ from comera.compress.layer_moments import Layer, linear_targets
 from comera.compress.sensitivity import look_at
 from comera.extras import listed
 from comera.files import replacing
-from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
+from comera.nn.swap import evaluation_mode, every_layer_called
 from comera.params import checksum, model_size
 from comera.planning.printing import with_bar
 from comera.saved.description import describe

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.compress.layer_moments import training_only
-from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.module import TensorTrainModule, check_model
+from comera.nn.swap import evaluation_mode
 
 log = logging.getLogger("comera")
 

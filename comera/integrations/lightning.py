@@ -1,8 +1,4 @@
-"""Rank learning inside a ``Trainer`` of Lightning: both stages, the cut, and resumed runs.
-
-Importing this module imports ``lightning.pytorch``, or ``pytorch_lightning`` where that is
-installed instead.
-"""
+"""Rank learning inside a ``Trainer`` of ``lightning.pytorch`` or ``pytorch_lightning``."""
 
 import logging
 from typing import Any
@@ -32,26 +28,20 @@ class RankCallback(Callback):
     """Callback of Lightning that learns the ranks of a model.
 
     The loss that ``training_step`` returns is differentiated together with the terms of ``ranks``;
-    what the module logs stays the loss alone. When ``ranks`` is due, ranks and the optimizer's
-    state are cut, before checkpoints of that step are written, and training goes on. Checkpoints
-    hold where rank learning was, and the random state of the host and of GPUs:
-    ``trainer.fit(module, ckpt_path=...)``, with everything made as the first time, goes on as if it
-    had not been interrupted, where the data loader does. Of several processes, by
-    ``strategy="ddp"``, each then has the random state of the first. ``configure_optimizers`` makes
-    its groups by :func:`comera.param_groups`, or the gates would be decayed: a line of the log says
-    so.
+    the logged loss is unchanged. When ``ranks`` is due, ranks and the optimizer's state are cut,
+    before checkpoints of that step are written. Checkpoints hold the state of rank learning and
+    the random state of the host and of GPUs: ``trainer.fit(module, ckpt_path=...)``, with
+    everything made as the first time, resumes exactly if the data loader does. With
+    ``strategy="ddp"`` each resumed process has the random state of the first.
+    ``configure_optimizers`` should use :func:`comera.param_groups`; decayed gates are logged.
 
     Args:
         ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of the module, or
             of a part of it; its steps are optimizer steps.
 
-    Attributes:
-        ranks: The same.
-
     Raises:
         ValueError: By ``trainer.fit``: if ``ranks`` is of another model, the checkpoint holds no
-            state of it, or the trainer trains in a way in which parameters cannot change their
-            shapes or steps cannot be counted: sharded, by hand, with several optimizers, or with
+            state of it, or the trainer is sharded, has manual optimization, several optimizers or
             ``precision="16-mixed"``.
 
     Example::
@@ -64,8 +54,8 @@ class RankCallback(Callback):
     def __init__(self, ranks: RankLearning) -> None:
         self.ranks = ranks
         self._steps = RankSteps(ranks)
-        self._taken = 0  # optimizer steps of the trainer that have been seen
-        self._random: dict[str, Any] | None = None  # of a checkpoint, until training goes on
+        self._taken = 0  # optimizer steps counted
+        self._random: dict[str, Any] | None = None  # of a checkpoint, until training starts
 
     @property
     def outcome(self) -> dict[str, Any] | None:
@@ -73,16 +63,16 @@ class RankCallback(Callback):
         return self._steps.outcome
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the state in a checkpoint."""
         return {"ranks": self.ranks.state_dict(), "random": random_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Load the state from a checkpoint."""
         self.ranks.load_state_dict(state_dict["ranks"])
         self._random = state_dict["random"]
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint):
-        """Refuse to train on from what knows nothing of ranks."""
+        """Raise if a checkpoint to resume from holds no state of rank learning."""
         if trainer.state.fn == "fit" and self.state_key not in checkpoint.get("callbacks", {}):
             raise ValueError(
                 "the checkpoint holds no state of rank learning: it was written by a trainer "
@@ -90,19 +80,47 @@ class RankCallback(Callback):
             )
 
     def on_fit_start(self, trainer, pl_module):
-        """Check that ranks can be learned in this way."""
+        """Check the model, the trainer and the optimizer; restore the random state."""
         check_model(self.ranks, pl_module)
-        _check(trainer, pl_module)
-        _name_decayed_gates(trainer.optimizers[0], pl_module)
+        kind = type(trainer.strategy).__name__
+        if kind in _SHARDED:
+            raise ValueError(
+                f"ranks are learned of whole parameters, and {kind} cuts them into shards: take "
+                'strategy="ddp" or one device'
+            )
+        if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
+            how = f"{len(trainer.optimizers)} optimizers"
+            if not pl_module.automatic_optimization:
+                how = "automatic_optimization=False"
+            raise ValueError(
+                "RankCallback counts the steps of one optimizer that Lightning takes, and the "
+                f"module has {how}: call ranks.objective, ranks.step and ranks.finish_ in "
+                "training_step"
+            )
+        if trainer.precision == "16-mixed":
+            raise ValueError(
+                'precision="16-mixed" skips steps whose gradients are not finite, and RankCallback '
+                'would count them: take precision="bf16-mixed"'
+            )
+        gates = {id(gate) for layer in tensor_trains(pl_module).values() for gate in layer.gates}
+        for group in trainer.optimizers[0].param_groups:
+            decay = group.get("weight_decay", 0.0)
+            if decay and any(id(param) in gates for param in group["params"]):
+                log.warning(
+                    "the optimizer decays gates by weight_decay=%g, which closes ranks whatever "
+                    "they are worth: let configure_optimizers hand over "
+                    "comera.param_groups(self, lr)",
+                    decay,
+                )
+                break
         if self._random is not None:  # before the data loader draws the order of an epoch
             set_random_state(self._random)
             self._random = None
 
     def on_train_start(self, trainer, pl_module):
-        """Differentiate the objective from now on."""
+        """Override ``strategy.backward`` to differentiate the objective."""
         self._taken = trainer.global_step
-        left = trainer.estimated_stepping_batches - trainer.global_step
-        self._steps.begin(left)
+        self._steps.begin(trainer.estimated_stepping_batches - trainer.global_step)
         backward = trainer.strategy.backward
 
         def of_objective(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -113,7 +131,7 @@ class RankCallback(Callback):
         trainer.strategy.backward = of_objective
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        """Count an optimizer step, if this batch ended one, and cut ranks when it is time."""
+        """Count an optimizer step, if this batch ended one, and cut ranks if they are due."""
         if trainer.global_step == self._taken:
             return
         self._taken = trainer.global_step
@@ -123,49 +141,10 @@ class RankCallback(Callback):
             pl_module.log_dict({f"ranks_{key}": float(value) for key, value in outcome.items()})
 
     def on_train_end(self, trainer, pl_module):
-        """Leave the trainer as it was."""
-        _leave(trainer)
+        """Restore the trainer."""
+        self.on_exception(trainer, pl_module, None)
         self._steps.end()
 
     def on_exception(self, trainer, pl_module, exception):
-        """Leave the trainer as it was."""
-        _leave(trainer)
-
-
-def _leave(trainer: Any) -> None:
-    vars(trainer.strategy).pop("backward", None)
-
-
-def _check(trainer: Any, module: Any) -> None:
-    kind = type(trainer.strategy).__name__
-    if kind in _SHARDED:
-        raise ValueError(
-            f"ranks are learned of whole parameters, and {kind} cuts them into shards: take "
-            'strategy="ddp" or one device'
-        )
-    if not module.automatic_optimization or len(trainer.optimizers) != 1:
-        how = f"{len(trainer.optimizers)} optimizers"
-        if not module.automatic_optimization:
-            how = "automatic_optimization=False"
-        raise ValueError(
-            f"RankCallback counts the steps of one optimizer that Lightning takes, and the module "
-            f"has {how}: call ranks.objective, ranks.step and ranks.finish_ in training_step"
-        )
-    if trainer.precision == "16-mixed":
-        raise ValueError(
-            'precision="16-mixed" skips steps whose gradients are not finite, and RankCallback '
-            'would count them: take precision="bf16-mixed"'
-        )
-
-
-def _name_decayed_gates(optimizer: Any, module: Any) -> None:
-    gates = {id(gate) for layer in tensor_trains(module).values() for gate in layer.gates}
-    for group in optimizer.param_groups:
-        decay = group.get("weight_decay", 0.0)
-        if decay and any(id(param) in gates for param in group["params"]):
-            log.warning(
-                "the optimizer decays gates by weight_decay=%g, which closes ranks whatever they "
-                "are worth: let configure_optimizers hand over comera.param_groups(self, lr)",
-                decay,
-            )
-            return
+        """Restore the trainer."""
+        vars(trainer.strategy).pop("backward", None)

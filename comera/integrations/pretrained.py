@@ -1,8 +1,7 @@
 """Compressed models in the folders of transformers: ``save_pretrained`` and ``from_pretrained``.
 
-The description of a model's layers is the ``quantization_config`` in ``config.json``, the place
-where transformers keeps how weights are held; a registered quantizer puts the layers in place
-before the weights are loaded. ``resize_token_embeddings`` works on tables that are tensor trains.
+The description of a model's layers is the ``quantization_config`` in ``config.json``; a registered
+quantizer builds the layers before the weights are loaded.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from comera.extras import listed, needed_by
 from comera.nn.convert import densify_, tensorize_
@@ -39,17 +38,11 @@ METHOD = "comera"
 def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTrainedModel:
     """Prepare a compressed model of transformers for ``save_pretrained``, in place.
 
-    Its ``resize_token_embeddings`` can then append rows to tables that are tensor trains.
-    ``AutoModel.from_pretrained(folder)`` and its like then make it again, with the ranks that it
-    has when it is saved, where ``comera.integrations.transformers`` is imported.
-    :func:`~comera.integrations.transformers.learn_ranks_` calls this too.
+    ``AutoModel.from_pretrained(folder)`` then loads it with the ranks it was saved with, if
+    ``comera.integrations.transformers`` is imported, and ``resize_token_embeddings`` appends rows
+    to tensor-train tables. :func:`~comera.integrations.transformers.learn_ranks_` calls this.
 
-    Args:
-        model: With its tensor-train layers in place.
-        config: How it was compressed, kept in ``config.json`` for people.
-
-    Returns:
-        The model.
+    ``config``, how it was compressed, is for readers of ``config.json``. Returns the model.
 
     Raises:
         TypeError: If it is no model of transformers.
@@ -82,13 +75,11 @@ class TensorTrainConfig(QuantizationConfigMixin):
     dense model once it is loaded.
 
     Args:
-        config: How to compress it; ``TTConfig(init="svd")`` if neither is given.
-        described: Of a model that is compressed already: what its layers are, see
+        config: How to compress it; ``TTConfig(init="svd")`` if neither is given. An unknown setting
+            raises ``ValueError``.
+        described: Description of a compressed model, see
             :func:`comera.saved.description.describe`.
-        quant_method: That of the file, always ``"comera"``.
-
-    Raises:
-        ValueError: If a setting in ``config`` is none.
+        quant_method: Always ``"comera"``.
     """
 
     def __init__(
@@ -104,7 +95,7 @@ class TensorTrainConfig(QuantizationConfigMixin):
         self.described = described
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``config.json`` holds of it."""
+        """Return the entry in ``config.json``."""
         config = None if self.config is None else self.config.to_dict()
         held = {"quant_method": METHOD, "config": config, "described": self.described}
         return {key: value for key, value in held.items() if value is not None}
@@ -114,43 +105,49 @@ class TensorTrainConfig(QuantizationConfigMixin):
 class TensorTrainQuantizer(HfQuantizer):
     """Quantizer that transformers calls while it loads and saves a model with tensor trains.
 
-    Loaded, it counts as a model that is not quantized: it is trained, cast and moved like others.
+    A loaded model counts as not quantized, so that it can be trained, cast and moved.
     """
 
     quantization_config: TensorTrainConfig
     _dtype: torch.dtype | None = None
     given: Mapping[str, Any] | None = None
 
-    @property
-    def is_trainable(self) -> bool:
-        """All of it is trained."""
-        return True
+    is_trainable = True  # type: ignore[assignment]
 
     def is_serializable(self) -> bool:
-        """It can be saved."""
+        """Return True."""
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Take note of the dtype to load in, which is told nowhere else."""
+        """Record the dtype to load in, which no other method is given."""
         self._dtype = dtype
         return dtype
 
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Describe layers as they are now: ``save_pretrained`` writes ``config.json`` after this.
-
-        Of a model that is dense again nothing is said.
-        """
+        """Describe the present layers, if any; ``save_pretrained`` writes ``config.json`` next."""
         described = describe(model)
         del described["model"]  # config.json is about it
-        described["layers"] |= _other_names(model, described["layers"])
+        # Further names of a layer too, of which a resized table in T5 has two.
+        layers = dict(described["layers"])
+        name_of = {id(model.get_submodule(name)): name for name in layers}
+        inside = tuple(f"{name}." for name in layers)
+        for name, module in model.named_modules(remove_duplicate=False):
+            lead = name_of.get(id(module))
+            if lead is not None and name not in layers and not name.startswith(inside):
+                described["layers"][name] = {**layers[lead], "works_on": lead}
         self.quantization_config.described = described
         if described["layers"]:
             model.config.quantization_config = self.quantization_config
         else:
             vars(model.config).pop("quantization_config", None)
-        return _buffers_apart(model, self.given), {}
+        # Parameters of several names are written once and tied when loaded, but transformers ties
+        # no buffers, such as the row order of a tied table.
+        state = model.state_dict() if self.given is None else self.given
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        apart = {name: state[name].clone() for name in buffers if name in state}
+        return {**state, **apart}, {}
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
@@ -159,7 +156,11 @@ class TensorTrainQuantizer(HfQuantizer):
             apart = _names_in(model, described["split_experts"])
             with experts_apart(model, apart.values()):
                 layers = _as_in(model, described["layers"], where)
-            rebuild_(model, {name: _cast(entry, self._dtype) for name, entry in layers.items()})
+            dtype = str(self._dtype).removeprefix("torch.")  # that of the whole model
+            for name, entry in layers.items():
+                if entry.get("dtype") is not None:  # else an output layer without a bias
+                    layers[name] = {**entry, "dtype": dtype}
+            rebuild_(model, layers)
             for name in _names_in(model, described["served"]).values():
                 refuse_training_(model.get_submodule(name))
         return model
@@ -180,22 +181,8 @@ class TensorTrainQuantizer(HfQuantizer):
         return densify_(model).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
-def _other_names(model: PreTrainedModel, layers: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Describe layers that have several names by the others too.
-
-    T5 puts a table that was resized where it has two more; made anew, the model has three.
-    """
-    name_of = {id(model.get_submodule(name)): name for name in layers}
-    inside = tuple(f"{name}." for name in layers)
-    return {
-        name: {**layers[name_of[id(module)]], "works_on": name_of[id(module)]}
-        for name, module in model.named_modules(remove_duplicate=False)
-        if id(module) in name_of and name not in layers and not name.startswith(inside)
-    }
-
-
 def _set_methods_(model: Any) -> None:
-    """Set methods of a model that save the state they are given, and let tensor trains grow."""
+    """Override methods of a model, to save a given state and to resize tensor trains."""
     model.save_pretrained = partial(_save_pretrained, model)
     model._get_resized_embeddings = partial(_resized_table, model)
     model._get_resized_lm_head = partial(_resized_head, model)
@@ -209,7 +196,7 @@ def _save_pretrained(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Do what the method does, which asks the quantizer for a state and forgets the given one."""
+    """Save the given state too, which the method of the class ignores if there is a quantizer."""
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, TensorTrainQuantizer):
         quantizer.given = state_dict
@@ -221,30 +208,10 @@ def _save_pretrained(
             quantizer.given = None
 
 
-def _buffers_apart(model: PreTrainedModel, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a state of the model with a copy of each buffer for each of its names.
-
-    Parameters that have several are written once, and tied when they are loaded. transformers ties
-    no buffers, such as where a tied table keeps its rows.
-    """
-    state = model.state_dict() if given is None else given
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    apart = {name: state[name].clone() for name in buffers if name in state}
-    return {**state, **apart}
-
-
-def _cast(entry: Entry, dtype: torch.dtype | None) -> Entry:
-    """Describe the same layer in the dtype of the whole model; gates stay wide by themselves."""
-    if entry.get("dtype") is None:  # an output layer without a bias
-        return entry
-    return {**entry, "dtype": str(dtype).removeprefix("torch.")}
-
-
 def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Entry]:
-    """Return layers by the names that they have in a model with or without the saved one's head.
+    """Return the layers that a model has, by its names, which lack or gain the prefix of a head.
 
-    ``bert.encoder`` of a classifier is ``encoder`` of the model beneath, and the other way round.
-    Layers that the model has not, such as those of a head, are left out.
+    ``bert.encoder`` of a classifier is ``encoder`` of the model beneath.
     """
     new_name = _names_in(model, layers)
     if layers and not new_name:
@@ -263,7 +230,7 @@ def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Ent
 
 
 def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return, of each name that a module has with or without the model's prefix, that name."""
+    """Map saved names to those of the model's modules, with or without its prefix."""
     there = dict(model.named_modules(remove_duplicate=False))
     prefix = f"{model.base_model_prefix}."
     found, taken = {}, set[int]()
@@ -277,9 +244,6 @@ def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-# ── tables that grow ─────────────────────────────────────────────────────────────────────────────
-
-
 def _resized_table(
     model: Any,
     old: nn.Module,
@@ -287,9 +251,7 @@ def _resized_table(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> nn.Module:
-    """Replace transformers' ``_get_resized_embeddings``: append rows to a tensor-train table,
-    and leave dense ones to the original.
-    """
+    """Append rows to a tensor-train table, for ``_get_resized_embeddings``."""
     if not isinstance(old, TTTable):
         dense = type(model)._get_resized_embeddings
         return dense(model, old, new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -304,17 +266,15 @@ def _resized_table(
             "dense first with comera.densify_(model)"
         )
     if more:
-        append_rows_(old, _new_rows(model, old, more, mean_resizing))
+        with torch.no_grad():
+            if mean_resizing:
+                rows = old.dense_weight().float().mean(0).expand(more, -1)
+            else:
+                std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+                rows = std * torch.randn(more, old.embedding_dim, device=old.cores[0].device)
+        append_rows_(old, rows)
         rename_tied_weights_(model)
     return old
-
-
-@torch.no_grad()
-def _new_rows(model: Any, table: TTTable, more: int, mean_resizing: bool) -> Tensor:
-    if mean_resizing:
-        return table.dense_weight().float().mean(0).expand(more, -1)
-    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
-    return std * torch.randn(more, table.embedding_dim, device=table.cores[0].device)
 
 
 def _resized_head(
@@ -324,10 +284,7 @@ def _resized_head(
     transposed: bool = False,
     mean_resizing: bool = True,
 ) -> nn.Module:
-    """Do what the method does; a head on the cores of a table has grown with it but for its bias.
-
-    The new entries of that are the mean of the others.
-    """
+    """Extend the bias of a head tied to a grown table by its mean, for ``_get_resized_lm_head``."""
     if isinstance(old, CompressedLinear) and new_num_tokens not in (None, old.out_features):
         raise ValueError(
             f"the output layer is a tensor train of {old.out_features} rows that share their "

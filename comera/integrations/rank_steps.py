@@ -1,4 +1,4 @@
-"""Rank learning inside the training loop of another library, one optimizer step after the other."""
+"""Rank learning inside the training loop of another library."""
 
 import logging
 from typing import Any
@@ -13,25 +13,20 @@ log = logging.getLogger("comera")
 
 
 class RankSteps:
-    """The common part of callbacks of other libraries, in the order of their calls.
+    """The common part of callbacks of other libraries; methods in the order of their calls.
 
-    Args:
-        ranks: Rank learning of the model that is trained.
-
-    Attributes:
-        ranks: The same.
-        outcome: What :meth:`~comera.TwoStage.finish_` has returned; None before ranks are cut.
+    ``outcome`` is the result of :meth:`~comera.TwoStage.finish_`; None before ranks are cut.
     """
 
     def __init__(self, ranks: RankLearning) -> None:
         self.ranks = ranks
         self.outcome: dict[str, Any] | None = None
-        self._seen: Tensor | None = None  # the loss of the optimizer step that is under way
-        self._parts = 0, 0  # of it that came, and of a whole step
+        self._seen: Tensor | None = None  # loss of the present optimizer step
+        self._parts = 0, 0  # number of its parts so far, and of a whole step
         self._group: Any = None
 
     def begin(self, steps_left: float) -> None:
-        """Begin or go on, with so many optimizer steps to come; warn where they are too few."""
+        """Begin or resume; warn if the remaining optimizer steps are too few to cut ranks."""
         self._seen, self._parts = None, (0, 0)
         given = self.ranks.process_group
         self._group = processes_of(self.ranks.model) if given == "auto" else given
@@ -43,13 +38,7 @@ class RankSteps:
             )  # fmt: skip
 
     def objective(self, loss: Tensor, parts: int) -> Tensor:
-        """Return what to differentiate instead of a loss that is one of the parts of a step's.
-
-        Args:
-            loss: Divided by the number of parts, or weighed by tokens, so that the sum of all is
-                the loss of the step.
-            parts: How many there are.
-        """
+        """Return the objective of one of the parts whose losses sum to that of a step."""
         if self.ranks.stage == "done":
             return loss
         seen = mean_over(self._group, loss.detach() * parts)
@@ -60,12 +49,12 @@ class RankSteps:
         return objective
 
     def end_step(self, optimizer: Any, skipped: bool = False) -> None:
-        """Count an optimizer step, unless there was no loss, or gradients were not finite."""
+        """Count an optimizer step; ``skipped`` is one whose gradients were not finite."""
         seen, self._seen = self._seen, None
         (came, parts), self._parts = self._parts, (0, 0)
         if seen is None:
             return
-        if came < parts:  # an epoch ended before
+        if came < parts:  # the epoch ended
             seen = seen * (parts / came)
         if skipped:
             self.ranks.discard_()
@@ -73,7 +62,7 @@ class RankSteps:
             self.ranks.step(seen, unwrap(optimizer))
 
     def cut_if_due(self, optimizer: Any) -> dict[str, Any] | None:
-        """Cut ranks when it is time, and return what came of it; None at all other times."""
+        """Cut ranks if they are due, and return the outcome, else None."""
         if not self.ranks.due:
             return None
         self.outcome = self.ranks.finish_(unwrap(optimizer))
@@ -89,11 +78,7 @@ class RankSteps:
 
 
 def check_model(ranks: RankLearning, model: Any) -> None:
-    """Check that ranks are those of a model or of a part of it.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Raise ``ValueError`` unless ranks are those of a model or of a part of it."""
     there = {id(param) for param in model.parameters()}
     if not any(id(gate) in there for gate in ranks.size.gates):
         raise ValueError(

@@ -1,6 +1,7 @@
 """Contract the cores of all linear layers of a model to their factors in a few calls."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -18,36 +19,29 @@ from comera.nn.module import (
     tensor_trains,
     versions_of,
 )
-from comera.ops.contract_cores import contract_groups, layout_of
+from comera.ops.contract_cores import contract_groups
+from comera.ops.cores import Chains
 from comera.ops.dispatch import is_eager, shapes_are_static
 
 
 class BatchedContraction:
     """A context in which the linear layers of a model contract their cores together.
 
-    By itself every :class:`~comera.TTLinear` contracts its own cores to a left and a right factor
-    in each forward pass: some dozen small operations a layer, whatever the batch. While this
-    context is open, the cores of layers of equal shape are contracted in one batch, and a forward
-    pass uses the cached factors. Gradients are the same. ``comera.TrainStep`` enters it in each
-    step. The gates of all layers are one vector meanwhile, which a rank objective reads too.
+    A :class:`~comera.TTLinear` by itself contracts its cores to a left and a right factor in each
+    forward pass. While this context is open, the cores of layers of equal shape are contracted in
+    one batch, and forward passes use the cached factors; the gates of all layers are parts of one
+    vector. Gradients are the same. ``comera.TrainStep`` enters it in each step.
 
-    Args:
-        model: The model, whose layers are found once, here; their ranks may change between two
-            uses.
-        autocast: Dtype in which the layers will be used: the factors are made in it, for layers
-            that are called while autocast is on; one that is called outside contracts its own.
-
-    Raises:
-        ValueError: If a tensor train is sharded, as by ``fully_shard``.
+    Ranks may change between two uses. ``autocast`` is the dtype of the factors, for layers called
+    under autocast. A tensor train that is sharded, as by ``fully_shard``, raises ``ValueError``.
 
     Note:
-        Call ``backward`` once for each time it is entered; inside, where activation checkpointing
-        is used. A parameter that is written to inside, by an optimizer or ``load_state_dict``, is
-        noticed, and everything is contracted anew; not by a compiled model, and not where it is
-        written to through ``.data``, replaced, or brought to another dtype or device: leave the
-        context for that.
-        The gates of a layer that no gradient reaches get one of zeros, not None, where they are
-        part of one vector with others; in a CUDA graph its cores do, too.
+        Call ``backward`` once for each time it is entered, and inside with activation
+        checkpointing. If an optimizer or ``load_state_dict`` writes to a parameter inside, the
+        cores are contracted again, except in a compiled model. Leave the context to write through
+        ``.data``, replace a parameter, or change its dtype or device.
+        The gates of a layer that no gradient reaches get zeros instead of None; in a CUDA graph its
+        cores do, too.
 
     Example::
 
@@ -64,11 +58,16 @@ class BatchedContraction:
         self._trains = list(tensor_trains(model).values())
         self._key: object = None
         self._params: list[tuple[Tensor, ...]] = []
-        self._calls: list[tuple[list[list[TTLinear]], tuple[Any, ...]]] = []
+        self._calls: list[tuple[list[list[TTLinear]], list[Chains]]] = []
 
     def __enter__(self) -> "BatchedContraction":
         layers = [train for train in self._trains if isinstance(train, TTLinear)]
-        key = [_identity(layer) for layer in layers]
+        key = []  # changes if a parameter is replaced, resized, frozen or moved
+        for layer in layers:
+            cores, gates = params_of(layer.cores), layer.gates._parameters.values()
+            ids = map(id, (*cores, *gates, layer._parameters.get("bias")))
+            kinds = [(core.shape, core.requires_grad) for core in cores]
+            key.append((*ids, kinds, cores[0].dtype, cores[0].device, layer.prune_below))
         if key != self._key:
             check_unsharded(self._model, "BatchedContraction")  # it may have been sharded since
             self._key, self._calls = key, _calls(layers, self._autocast)
@@ -84,13 +83,23 @@ class BatchedContraction:
         return self
 
     def _share(self) -> None:
-        """Concatenate the gates and contract the cores of all layers, which cache the results."""
+        """Concatenate the gates and contract the cores of all layers; set both on the layers."""
         for train, params in zip(self._trains, self._params, strict=True):
             vars(train)["shared"] = Shared(params, versions_of(params), self._share)
-        _share_gates(self._trains)
-        for groups, (cores, *rest) in self._calls:
-            gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
-            factors = contract_groups(cores, gates, *rest)
+        gates = [gate for train in self._trains for gate in train.gates]
+        alike = {(gate.dtype, gate.device, gate.requires_grad) for gate in gates}
+        if len(alike) == 1:  # else one may be frozen, and must get no gradient
+            flat, start = torch.cat(gates), 0
+            parts = iter(flat.split([gate.shape[0] for gate in gates]))
+            for train in self._trains:
+                own = tuple(islice(parts, len(train.gates)))
+                vars(train)["shared_gates"] = SharedGates(flat, start, own)
+                start += sum(part.shape[0] for part in own)
+        for groups, chains in self._calls:
+            gates = [[gate for layer in of for gate in layer.bond_gates()] for of in groups]
+            factors = contract_groups(
+                [replace(one, gates=of) for one, of in zip(chains, gates, strict=True)]
+            )
             for layers, pairs in zip(groups, _unbind_factors(groups, factors), strict=True):
                 for layer, pair in zip(layers, pairs, strict=True):
                     vars(layer)["shared_factors"] = pair
@@ -101,30 +110,13 @@ class BatchedContraction:
             vars(train).pop("shared_factors", None)
 
 
-def _identity(layer: TTLinear) -> tuple[object, ...]:
-    """Return the key of a layer: it changes when a parameter is replaced, resized, frozen or
-    moved, not when its values do.
-    """
-    cores, gates = params_of(layer.cores), layer.gates._parameters.values()
-    kind = [(core.shape, core.requires_grad) for core in cores], cores[0].dtype, cores[0].device
-    params = (*cores, *gates, layer._parameters.get("bias"))
-    return *map(id, params), *kind, layer.prune_below
-
-
 def _calls(
     layers: Sequence[TTLinear], autocast: torch.dtype | None
-) -> list[tuple[list[list[TTLinear]], tuple[Any, ...]]]:
+) -> list[tuple[list[list[TTLinear]], list[Chains]]]:
     """Group layers by shape, and groups by call: trained layers stay apart from frozen ones.
 
-    A layer whose bias is computed from parameters, as by a hook of ``prune``, contracts its own
-    cores.
-
-    Args:
-        layers: The layers.
-        autocast: Dtype of the factors, except those of float64; None for that of the cores.
-
-    Returns:
-        The groups of each call, and the arguments of ``contract_groups`` with no gates among them.
+    A layer whose bias is computed, as by a hook of ``prune``, is left out. Returns the groups of
+    each call, and the argument of ``contract_groups`` without their gates.
     """
     alike: dict[object, list[TTLinear]] = {}
     for layer in layers:
@@ -137,38 +129,19 @@ def _calls(
         together.setdefault((core.dtype, core.device, trained), []).append(group)
     calls = []
     for groups in together.values():
-        cores: list[Tensor] = []
-        biases: list[Tensor] = []
-        layout: list[int] = []
+        chains = []
         for group in groups:
-            of_group = [core for layer in group for core in layer.cores]
-            gates = [gate for layer in group for gate in layer.gates]
-            added = [layer.bias for layer in group if layer.bias is not None]
-            dtype = None if of_group[0].dtype == torch.float64 else autocast
-            split = group[0].shape.split
-            layout += layout_of(of_group, gates, added, len(group), split, dtype=dtype)
-            cores += of_group
-            biases += added
-        calls.append((groups, (cores, biases, layout, [group[0].prune_below for group in groups])))
+            cores = [core for layer in group for core in layer.cores]
+            biases = [layer.bias for layer in group if layer.bias is not None]
+            split, threshold = group[0].shape.split, group[0].prune_below
+            dtype = None if cores[0].dtype == torch.float64 else autocast
+            chains.append(Chains(cores, [], biases, len(group), split, threshold, dtype=dtype))
+        calls.append((groups, chains))
     return calls
 
 
-def _share_gates(trains: Sequence[TensorTrainModule]) -> None:
-    """Concatenate the gates of all modules; each module caches its part of the vector."""
-    gates = [gate for train in trains for gate in train.gates]
-    alike = {(gate.dtype, gate.device, gate.requires_grad) for gate in gates}
-    if len(alike) != 1:  # such as a frozen gate, which is to get no gradient
-        return
-    flat, start = torch.cat(gates), 0
-    parts = iter(flat.split([gate.shape[0] for gate in gates]))
-    for train in trains:
-        own = tuple(islice(parts, len(train.gates)))
-        vars(train)["shared_gates"] = SharedGates(flat, start, own)
-        start += sum(part.shape[0] for part in own)
-
-
 def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
-    """Return all gates in one vector, the shared one if it holds just these."""
+    """Return all gates in one vector: the shared one if it consists of them."""
     gates = [gate for train in trains for gate in train.gates]
     for train in trains:
         train.renew_shared()
@@ -186,16 +159,10 @@ def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
 def _unbind_factors(
     groups: Sequence[Sequence[nn.Module]], factors: Sequence[Tensor]
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return the factors of each layer of each group, ``(I, R)`` and ``(R, O)``.
+    """Split factors ``(G, I, R)`` and ``(G, R, O)`` of each group of G layers into those of layers.
 
-    With ``Tensor.unbind`` a layer that no gradient reaches, as behind ``detach()`` or under
-    ``no_grad``, would get a gradient of zeros, with which optimizers go on moving it. It does where
-    graphs are captured or functions transformed; else it gets none, as it does by itself.
-
-    Args:
-        groups: The layers that were contracted in one call.
-        factors: The left factors ``(G, I, R)`` and the right factors ``(G, R, O)`` of the first
-            group of G layers, then those of the second, and so on.
+    After ``Tensor.unbind`` a layer that no gradient reaches would get zeros, with which optimizers
+    still move it. It does in captured graphs and transformed functions; else it gets None.
     """
     plain = (
         not (factors[0].requires_grad and is_eager())
@@ -212,7 +179,7 @@ def _unbind_factors(
 
 
 class _Unbind(torch.autograd.Function):
-    """Unbind all factors; one node of all groups, since those behind it share one, too."""
+    """Unbind the factors of all groups in one node, as they were contracted in one."""
 
     @staticmethod
     def forward(
@@ -226,8 +193,23 @@ class _Unbind(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         flat = iter(grads)
         apart = [list(islice(flat, len(layers))) for layers in ctx.groups for _ in range(2)]
-        if any(grad is None for grad in grads):
-            _keep_none(ctx.groups, apart)
+        without = [
+            param
+            for layers, lefts, rights in zip(ctx.groups, apart[::2], apart[1::2], strict=True)
+            for layer, left, right in zip(layers, lefts, rights, strict=True)
+            if left is None and right is None
+            for param in layer.parameters()
+            if param.requires_grad and param.grad is None
+        ]
+
+        def drop_zeros() -> None:
+            for param in without:
+                if param.grad is not None and not param.grad.any():
+                    param.grad = None
+
+        if without:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(drop_zeros)  # after this backward pass
         return None, *map(_stacked, apart)
 
 
@@ -236,26 +218,3 @@ def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
     if like is None:
         return None
     return torch.stack([torch.zeros_like(like) if grad is None else grad for grad in grads])
-
-
-def _keep_none(
-    groups: Sequence[Sequence[nn.Module]], apart: Sequence[Sequence[Tensor | None]]
-) -> None:
-    """Reset the zero gradients of layers that no gradient reaches, after this backward pass."""
-    without = [
-        param
-        for layers, lefts, rights in zip(groups, apart[::2], apart[1::2], strict=True)
-        for layer, left, right in zip(layers, lefts, rights, strict=True)
-        if left is None and right is None
-        for param in layer.parameters()
-        if param.requires_grad and param.grad is None
-    ]
-
-    def drop_zeros() -> None:
-        for param in without:
-            if param.grad is not None and not param.grad.any():
-                param.grad = None
-
-    if without:
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(drop_zeros)

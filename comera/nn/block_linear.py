@@ -28,24 +28,14 @@ class BTTLinear(CompressedLinear):
     ``2 R (in c + out a)`` operations for ``a`` blocks of the input and ``c`` of the output.
 
     Args:
-        in_features: Width of the input.
-        out_features: Width of the output.
-        bias: Whether to add a bias.
         rank: Rank R of the blocks; 2 if no size is given.
         shape: ``((a, b), (c, d))``: blocks of a side and the numbers in each, e.g.
             ``((24, 32), (48, 64))`` for 768 to 3072, or a :class:`~comera.BTTShape`; about the root
             of the width in blocks if None. Modes may multiply to more than the width.
         compression: Instead of ``rank``: how many times fewer parameters than the dense weight.
             There are few sizes to choose from; fewer blocks make smaller layers.
-        prune_below: A gate at or below this is a pruned rank.
-        device: Device of the parameters; ``"meta"`` allocates nothing.
-        dtype: Type of the cores and the bias; the gate is float32 or wider.
 
-    Shapes:
-        input ``(*, in_features)``, output ``(*, out_features)``.
-
-    Raises:
-        ValueError: If modes or the rank do not fit the widths.
+    Other arguments are those of :class:`~comera.TTLinear`, except ``order``.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Many embedding bags, such as those of a recommendation model, looked up together."""
+"""Embedding bags, such as those of a recommendation model, looked up together."""
 
 import contextlib
 import math
@@ -14,12 +14,11 @@ from comera.nn.fused import is_plain
 from comera.nn.table import HotRows
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
-from comera.ops.table.lookup import Lookup
-from comera.ops.table.table_factors import Request, read_factors
-from comera.ops.table.tt_embedding import places, tt_embedding_bags
+from comera.ops.table.distinct_rows import Lookup
+from comera.ops.table.tt_embedding import Request, places, read_factors, tt_embedding_bags
 
 _RANKS_ALIKE = 8
-"""Ranks within so many of each other are padded to one."""
+"""Ranks are padded to multiples of this."""
 
 _FORWARD = TTEmbeddingBag.forward
 
@@ -27,26 +26,21 @@ Bags = Tensor | Mapping[str, Any] | Sequence[Any]
 
 
 class TTEmbeddingBagCollection(nn.ModuleDict):
-    """Embedding bags by name, dense ones and tensor trains, whose tensor trains are read at once.
+    """Embedding bags by name, dense ones and tensor trains.
 
-    A lookup is some twenty small operations a table. Those tables are read together whose rows
-    are made alike, which those of one width and nearly one rank are; dense tables, those of mode
-    ``max`` or with a ``hot_rank`` are read one by one. :func:`~comera.tensorize_` turns the bags
-    within into tensor trains as it does everywhere.
+    Tensor trains of one width and nearly one rank are looked up in one call; dense tables, those of
+    mode ``max`` or with a ``hot_rank`` one by one.
 
     Args:
         tables: :class:`torch.nn.EmbeddingBag` and :class:`~comera.TTEmbeddingBag` by name.
 
     Shapes:
-        For every table, by name or in order: ``(bags, entries)`` integers, or what its ``forward``
-        takes as a tuple ``(indices (N,), offsets (bags,))``, with ``per_sample_weights`` as a third
-        if need be. A tensor ``(bags, tables)`` asks each table for one entry a bag. The output is
+        For every table, by name or in order: ``(bags, entries)`` integers, or the arguments of its
+        ``forward`` as a tuple ``(indices (N,), offsets (bags,))``, with ``per_sample_weights`` if
+        need be. A tensor ``(bags, tables)`` has one entry a bag for each table. The output is
         ``(bags, width)`` by name.
 
-    Raises:
-        TypeError: If ``tables`` are not by name.
-        ValueError: If other tables are asked for than there are, or offsets do not fit.
-        IndexError: If an index is no row; says of which table.
+    Errors of a table name it.
 
     Example::
 
@@ -67,20 +61,6 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         self._at: dict[tuple[str, ...], tuple[Any, Tensor]] = {}  # see _places
 
     def forward(self, bags: Bags) -> dict[str, Tensor]:
-        request = self._by_name(bags)
-        groups: dict[Any, list[str]] = {}
-        for name, table in self.items():
-            groups.setdefault(_kind(table) or name, []).append(name)
-        found: dict[str, Tensor] = {}
-        for names in groups.values():
-            if len(names) == 1:
-                with _named(names[0]):
-                    found[names[0]] = self.get_submodule(names[0])(*request[names[0]])
-            else:
-                found |= self._together(names, request)
-        return {name: found[name] for name in self}
-
-    def _by_name(self, bags: Bags) -> dict[str, tuple[Any, ...]]:
         if isinstance(bags, Tensor):
             if bags.dim() != 2 or bags.shape[1] != len(self):
                 raise ValueError(
@@ -94,15 +74,26 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
             bags = dict(zip(self, bags, strict=True))
         if bags.keys() != set(self):
             raise ValueError(f"the tables are {sorted(self)}, got bags of {sorted(bags)}")
-        return {
+        request = {
             name: (given,) if isinstance(given, Tensor) else tuple(given)
             for name, given in bags.items()
         }
+        groups: dict[Any, list[str]] = {}
+        for name, table in self.items():
+            groups.setdefault(_kind(table) or name, []).append(name)
+        found: dict[str, Tensor] = {}
+        for names in groups.values():
+            if len(names) == 1:
+                with _named(names[0]):
+                    found[names[0]] = self.get_submodule(names[0])(*request[names[0]])
+            else:
+                found |= self._together(names, request)
+        return {name: found[name] for name in self}
 
     def _together(
         self, names: list[str], request: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, Tensor]:
-        """Read tables that :func:`_kind` groups together."""
+        """Look up tables that :func:`_kind` groups together."""
         requests = []
         for name in names:
             table = self[name]
@@ -117,13 +108,12 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         return dict(zip(names, sums, strict=True))
 
     def _places(self, parts: Mapping[str, Lookup]) -> Tensor:
-        """Return the rows at which each table stands among all of them, as a tensor.
+        """Return the first row of each table among all, cached: a CUDA graph copies no host data.
 
-        It is kept from batch to batch, for a CUDA graph can hold no copy from the host. Tables of
-        which slices are contracted stand elsewhere with every batch; that is on a CPU alone.
+        Only on a CPU, where slices are contracted, do they change with the batch.
         """
         at, names = places(list(parts.values())), tuple(parts)
-        device = parts[names[0]].factors.left_VPR.device
+        device = parts[names[0]].left_VPR.device
         kept_at, kept = self._at.get(names, (None, None))
         if kept is not None and kept_at == (at, device):
             return kept
@@ -143,7 +133,7 @@ def _named(table: str) -> Iterator[None]:
 
 
 def _kind(table: nn.Module) -> Any:
-    """Return what tables must agree in to be read together; None for one that cannot be."""
+    """Return a key that tables looked up together share; None for one that is looked up alone."""
     if type(table) is not TTEmbeddingBag or table.mode == "max" or not is_plain(table, _FORWARD):
         return None
     if isinstance(table.hot, HotRows) or any(p.numel() == 0 for p in table.cores):

@@ -1,7 +1,4 @@
-"""Swap the layers of an existing model for tensor-train layers, and back.
-
-Shape suffixes: N = rows, I = input width, O = output width.
-"""
+"""Swap the layers of an existing model for tensor-train layers, and back."""
 
 import logging
 import statistics
@@ -14,11 +11,10 @@ from torch import Tensor, nn
 from comera.extras import listed
 from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
-from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
 from comera.nn.forms import as_torch, experts_apart, form_of, from_torch, fuse_experts_
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model
-from comera.nn.swap import swap_layers_
+from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     TTConfig,
@@ -56,34 +52,29 @@ def tensorize_(
 ) -> Model:
     """Replace the targeted linear and embedding layers by tensor trains, in place.
 
-    Build the optimizer afterwards: the parameters are new. Cores are drawn anew, to be trained,
-    unless ``init="svd"`` approximates the present weights: a line on the ``comera`` logger says so.
-    What must not be swapped, is frozen, or would not become smaller, is left alone and named in one
-    line there. What is predicted to be slower or to take more memory than dense is converted, and
-    named as well.
-
-    Registered feed-forward parts keep nothing of the hidden width from then on, see
-    :mod:`comera.nn.feed_forward_parts`.
-
-    Experts that transformers holds in one parameter get a layer each, of names such as
-    ``experts.up.0`` and ``experts.down.0``, where some of them are converted.
+    Build the optimizer afterwards: the parameters are new. Cores are drawn at random unless
+    ``init="svd"`` approximates the present weights. The ``comera`` logger names the layers that
+    stay dense, because they cannot be swapped, are frozen or would not become smaller, and those
+    predicted to be slower or larger than dense. Registered feed-forward parts are fused, see
+    :mod:`comera.nn.feed_forward_parts`. Experts that transformers holds in one parameter get a
+    layer each, such as ``experts.up.0``, if some of them are converted.
 
     Args:
         model: Any model; on the ``meta`` device nothing is allocated.
         config: Which layers, and how; ``TTConfig()`` if None.
         filter_fn: Called with each targeted module and its name; returns whether to convert it.
-        calibration: With ``init="svd"``, batches for which the line says by how much outputs of
-            linear layers will be off: mappings are given to the model as keywords, tuples and lists
-            as arguments, anything else alone. :func:`~comera.compress_` does more with such data.
+        calibration: With ``init="svd"``, batches on which the error of outputs of linear layers is
+            measured and logged: mappings are keywords of the model, tuples and lists arguments,
+            anything else the only argument. :func:`~comera.compress_` does more with such data.
 
     Returns:
-        The model; if it is itself a targeted layer, the layer that replaces it.
+        The model, or the layer that replaces it.
 
     Raises:
-        ValueError: If no module matches, or a rank or shape does not fit one; the message names
-            the module. Or if ``calibration`` is given without ``init="svd"``, is empty, or misses
-            a targeted layer. The model is then unchanged.
-        TypeError: If ``model`` is no module, or ``config`` something else.
+        ValueError: If no module matches, or a rank or shape does not fit one, which is named; or if
+            ``calibration`` is given without ``init="svd"``, is empty, or misses a targeted layer.
+            The model is then unchanged.
+        TypeError: If ``model`` is no module, or ``config`` no :class:`~comera.TTConfig`.
     """
     check_model(model)
     config = TTConfig() if config is None else config
@@ -141,23 +132,29 @@ def _tensorized(
         )
     elif config.init == "svd":
         _warn_of_approximations(model, targets, made, calibration)
-    if speed_log.isEnabledFor(logging.WARNING):
-        _warn_of_slower_layers(made, config.tokens or _TOKENS)
+    alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
+    for name, layer in made.items():
+        if isinstance(layer, CompressedLinear) and speed_log.isEnabledFor(logging.WARNING):
+            alike.setdefault(layer.kind(), []).append((name, layer))
+    for members in alike.values():
+        layer = members[0][1]
+        setting = layer.planner_setting()
+        found = break_even(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
+        if found.worst > _WORST_RATIO:
+            slower = found.loses_time or (found.eager_ratio or 0) > 1
+            guess = "" if setting["machine"].measured else _GUESS
+            which = listed([name for name, _ in members], most=2)
+            speed_log.log(logging.WARNING if slower else logging.INFO, _LOSES, which, found, guess)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
-    return cast(Model, converted)  # but for a single layer, whose place another takes
+    return cast(Model, converted)  # or the layer in its place
 
 
 def densify_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by the torch layer it stands for, in place.
 
-    Layers that share one set of cores share one dense weight afterwards.
-
-    Returns:
-        The model; if it is itself a tensor-train layer, the dense layer that replaces it.
-
-    Raises:
-        TypeError: If ``model`` is no module.
+    Layers that share cores share the dense weight. Returns the model, or the dense layer that
+    replaces it. Raises ``TypeError`` if ``model`` is no module.
     """
     check_model(model)
     replacements: dict[int, nn.Module] = {}
@@ -189,16 +186,16 @@ def _warn_of_approximations(
     batches: Iterable[Any] | None,
 ) -> None:
     """Warn of approximated weights: a small error of a weight may be a large one of an output."""
-    linear = {
-        name: layer
+    weights: dict[str, Tensor] = {
+        name: layer.weight
         for name, new in made.items()
         if isinstance(new, CompressedLinear)
         and isinstance(layer := as_torch(old[name]), nn.Linear)
         and _holds_numbers(new)
     }
-    if not linear:
+    if not weights:
         return
-    names = listed(list(linear), most=2)
+    names = listed(list(weights), most=2)
     if batches is None:
         log.warning(
             "tensorize_ approximates the weights of %s; how far off that makes their outputs it "
@@ -207,46 +204,44 @@ def _warn_of_approximations(
             names,
         )
         return
-    watched = {name: old[name] for name in linear}
-    moments = _input_moments(model, watched, batches)  # type: ignore[arg-type]
-    errors = [
-        _output_error(layer.weight, made[name].dense_weight(), moments[name])  # type: ignore[operator]
-        for name, layer in linear.items()
-    ]
-    worst = list(linear)[errors.index(max(errors))]
+    errors = _output_errors(
+        model, {name: (old[name], weight, made[name]) for name, weight in weights.items()}, batches
+    )
     log.warning(
         "tensorize_ approximates the weights of %s: their outputs will be off by %.1f %% (median; "
         "%.1f %% of %s), relative error on the calibration batches; comera.compress_ makes such "
         "errors where they do least harm",
-        names, 100 * statistics.median(errors), 100 * max(errors), worst,
+        names, 100 * statistics.median(errors.values()), 100 * max(errors.values()),
+        max(errors, key=lambda name: errors[name]),
     )  # fmt: skip
 
 
 @torch.no_grad()
-def _input_moments(
-    model: nn.Module, layers: Mapping[str, nn.Linear], batches: Iterable[Any]
-) -> dict[str, Tensor]:
-    """Run batches forward and sum ``x x^T`` of what each layer is given, ``(I, I)``, by name.
+def _output_errors(
+    model: nn.Module, layers: Mapping[str, tuple[Any, Tensor, Any]], batches: Iterable[Any]
+) -> dict[str, float]:
+    """Run batches in evaluation mode; return the relative Frobenius error of each layer's outputs.
 
-    Args:
-        model: Is in evaluation mode meanwhile.
-        layers: Those of it to watch.
-        batches: What the model takes: a mapping as keywords, a tuple or list as arguments, anything
-            else as the only one.
-
-    Raises:
-        ValueError: If there is no batch, or a layer is given nothing.
+    ``layers`` holds the present layer, its dense weight, and the layer that will replace it. Raises
+    ``ValueError`` if there is no batch, or a layer has no input.
     """
-    found: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
 
-    def watch(name: str):
+    def watch(name: str, weight: Tensor, new: Any) -> Callable[..., None]:
+        exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        error = new.dense_weight().to(exact.dtype) - exact
+
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-            x_NI = args[0].flatten(0, -2).to(torch.promote_types(args[0].dtype, torch.float32))
-            found[name] = found[name] + x_NI.T @ x_NI if name in found else x_NI.T @ x_NI
+            x = args[0].to(exact.dtype)
+            squares = [(x @ each.T).double().square().sum() for each in (error, exact)]
+            sums[name] = sums.get(name, 0) + torch.stack(squares)
 
         return before
 
-    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    handles = [
+        old.register_forward_pre_hook(watch(name, weight, new))
+        for name, (old, weight, new) in layers.items()
+    ]
     count = 0
     try:
         with evaluation_mode(model), every_layer_called():
@@ -261,43 +256,20 @@ def _input_moments(
     finally:
         for handle in handles:
             handle.remove()
-    idle = [name for name in layers if name not in found]
+    idle = [name for name in layers if name not in sums]
     if not count or idle:
         what = f"reaches no {', '.join(idle[:3])}" if count else "has no batch"
         raise ValueError(f"calibration {what}: the error of outputs cannot be told")
-    return found
-
-
-@torch.no_grad()
-def _output_error(old_OI: Tensor, new_OI: Tensor, moments_II: Tensor) -> float:
-    """Return the relative Frobenius error of outputs whose inputs have these second moments."""
-    wide, moments = old_OI.to(moments_II.dtype), moments_II
-    error = new_OI.to(wide) - wide
-    off, whole = ((one @ moments * one).sum().clamp_min(0) for one in (error, wide))
-    return float((off / whole).sqrt()) if whole > 0 else 0.0
-
-
-def _warn_of_slower_layers(layers: Mapping[str, nn.Module], tokens: int) -> None:
-    """Log a line for each kind of layer that is predicted to be slower or larger than dense."""
-    alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
-    for name, layer in layers.items():
-        if isinstance(layer, CompressedLinear):
-            alike.setdefault(layer.kind(), []).append((name, layer))
-    for members in alike.values():
-        layer = members[0][1]
-        setting = layer.planner_setting()
-        found = break_even(layer.at(tokens, together=len(members)), **setting)
-        if found.worst > _WORST_RATIO:
-            slower = found.loses_time or (found.eager_ratio or 0) > 1
-            guess = "" if setting["machine"].measured else _GUESS
-            names = listed([name for name, _ in members], most=2)
-            speed_log.log(logging.WARNING if slower else logging.INFO, _LOSES, names, found, guess)
+    return {
+        name: float((off / whole).sqrt()) if whole > 0 else 0.0
+        for name, (off, whole) in sums.items()
+    }
 
 
 def _convert(
     name: str, module: nn.Module, config: TTConfig, feature_dim: int = -1
 ) -> TensorTrainModule | str:
-    """Make the layer that replaces ``module``, or say why it should not be replaced."""
+    """Make the layer that replaces ``module``, or return why it stays dense."""
     form = form_of(module)
     if form is not None:
         made = _convert(name, form.to_torch(module), config, form.feature_dim)
@@ -311,90 +283,63 @@ def _convert(
         return "max_norm scales single rows, and the rows of a tensor train share their cores"
     if getattr(module, "scale_grad_by_freq", False):
         return "scale_grad_by_freq is not supported"
-    settings = _settings(name, module, config)
     if config.linear_format == "btt" and isinstance(module, nn.Linear):
         if feature_dim != -1:
             return 'linear_format="btt" is for layers whose features are last'
         least = BTTShape.fit(module.in_features, module.out_features, rank=1).num_params
-        if settings["shape"] is None and least >= module.weight.numel():
+        if _first(config.shape_pattern, name) is None and least >= module.weight.numel():
             return f"as a block tensor train it would hold {least} numbers or more"
     try:
-        new = _build(module, settings, config, feature_dim)
+        new = _build(name, module, config, feature_dim)
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     if new.num_stored >= new.num_dense:
-        made = "block tensor train" if isinstance(new, BTTLinear) else "tensor train"
+        made = "tensor train" if new.is_chain else "block tensor train"
         return f"as a {made} it would hold {new.num_stored} numbers for {new.num_dense}"
     return new
-
-
-def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:
-    """Collect constructor keywords for one module: the general ones, then what patterns say."""
-    is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    rank = config.rank
-    if is_table:
-        rank = config.embedding_rank
-        if rank is None and isinstance(config.rank, int) and config.linear_format == "tt":
-            rank = config.rank
-    settings: dict[str, Any] = {
-        "rank": rank,
-        "shape": _first(config.shape_pattern, name),
-        "order": config.embedding_order if is_table else config.order,
-        "compression": config.compression,
-        "prune_below": config.prune_below,
-    }
-    own_rank = _first(config.rank_pattern, name)
-    if own_rank is not None:
-        settings |= {"rank": own_rank, "compression": None}
-    if is_table:
-        hot = _first(config.hot_pattern, name) or (config.hot_rows, config.hot_rank)
-        settings |= dict(zip(("hot_rows", "hot_rank"), hot, strict=True))
-        if config.init != "svd":
-            settings["scatter_rows"] = config.scatter_rows
-    elif config.linear_format == "btt":
-        del settings["order"]
-    if config.init == "svd":
-        settings["tolerance"] = config.tolerance if own_rank is None else None
-    return settings
 
 
 def _first(patterns: Mapping[str, Any], name: str) -> Any:
     return next((value for key, value in patterns.items() if matches(name, key)), None)
 
 
-def _build(
-    module: Any, settings: dict[str, Any], config: TTConfig, feature_dim: int
-) -> TensorTrainModule:
-    """Make the layer that replaces a torch layer, of its weight or with new cores."""
-    weight, init = module.weight, config.init or "orthogonal"
-    is_linear = isinstance(module, nn.Linear)
-    linear_class: Any = TTLinear if feature_dim == -1 else TTPointwise
-    if config.linear_format == "btt":
-        linear_class = BTTLinear
-    new: Any
-    if init == "svd" and not weight.is_meta:
-        if is_linear:
-            new = linear_class.from_linear(module, **settings)
-        elif isinstance(module, nn.Embedding):
-            new = TTEmbedding.from_embedding(module, **settings)
-        else:
-            new = TTEmbeddingBag.from_embedding_bag(module, **settings)
+def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> TensorTrainModule:
+    """Make the layer that replaces a torch layer, from its weight or with random cores."""
+    own_rank = _first(config.rank_pattern, name)
+    settings: dict[str, Any] = {
+        "rank": own_rank or config.rank,
+        "shape": _first(config.shape_pattern, name),
+        "compression": None if own_rank else config.compression,
+        "prune_below": config.prune_below,
+    }
+    is_linear, is_btt = isinstance(module, nn.Linear), config.linear_format == "btt"
+    kind: Any
+    if is_linear and is_btt:
+        kind = BTTLinear
+    elif is_linear:
+        kind = TTLinear if feature_dim == -1 else TTPointwise
+        settings["order"] = config.order
     else:
-        settings = {key: value for key, value in settings.items() if key != "tolerance"}
+        kind = TTEmbedding if isinstance(module, nn.Embedding) else TTEmbeddingBag
+        rank = config.rank if isinstance(config.rank, int) and not is_btt else None
+        hot = _first(config.hot_pattern, name) or (config.hot_rows, config.hot_rank)
+        settings["rank"] = own_rank or config.embedding_rank or rank
+        settings |= {"order": config.embedding_order, "hot_rows": hot[0], "hot_rank": hot[1]}
+    weight, init = module.weight, config.init or "orthogonal"
+    if init == "svd" and not weight.is_meta:
+        settings["tolerance"] = None if own_rank else config.tolerance
+        new = (kind.from_linear if is_linear else kind.from_embedding)(module, **settings)
+    else:
         settings |= {"device": weight.device, "dtype": weight.dtype}
         if is_linear:
             sizes = module.in_features, module.out_features
-            new = linear_class(*sizes, module.bias is not None, **settings)
+            settings["bias"] = module.bias is not None
         else:
             sizes = module.num_embeddings, module.embedding_dim
-            settings |= {"padding_idx": module.padding_idx, "sparse": module.sparse}
-            if init == "svd":
-                settings["scatter_rows"] = False
-            if isinstance(module, nn.Embedding):
-                new = TTEmbedding(*sizes, **settings)
-            else:
-                ends = module.include_last_offset
-                new = TTEmbeddingBag(*sizes, mode=module.mode, include_last_offset=ends, **settings)
+            own = ("padding_idx", "sparse", *kind._own_settings)
+            settings |= {key: getattr(module, key) for key in own}
+            settings["scatter_rows"] = config.scatter_rows if init != "svd" else False
+        new = kind(*sizes, **settings)
         if not weight.is_meta:
             with torch.no_grad():  # the scale that the model's own initialisation gave the weight
                 new.reset_parameters(float(weight.float().square().mean().sqrt()), init)
@@ -410,7 +355,7 @@ def _build(
 def _convert_tied(
     names: list[str], modules: list[nn.Module], config: TTConfig
 ) -> dict[int, nn.Module]:
-    """Convert the table of a tied group, and let the other members work on its cores."""
+    """Convert the table of a tied group, whose cores the other members share."""
     tables = [k for k, module in enumerate(modules) if not isinstance(module, nn.Linear)]
     first = tables[0] if tables else 0
     lead = _convert(names[first], modules[first], config)

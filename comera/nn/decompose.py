@@ -18,12 +18,6 @@ _RANDOMISED_BELOW = 0.2
 """Ranks below this share of the smaller side are found by a randomised method."""
 
 
-def relative_error(made: Tensor, weight: Tensor) -> float:
-    """Return the Frobenius norm of the difference, relative to the weight's if that is not zero."""
-    exact = weight.double()
-    return float((made.double() - exact).norm()) / (float(exact.norm()) or 1.0)
-
-
 def decompose_matrix(
     weight: Tensor, shape: TTShape, tolerance: float | None = None
 ) -> list[Tensor]:
@@ -81,6 +75,7 @@ def tt_svd(
     Raises:
         ValueError: If an entry is not finite.
     """
+    check_tolerance(tolerance)
     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError("a weight with NaN or infinite entries cannot be decomposed")

@@ -1,4 +1,4 @@
-"""The dense weight of a tensor train as a tensor that can be read and not written."""
+"""The dense weight of a tensor train as a read-only tensor."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,20 +10,17 @@ from comera.ops.dispatch import is_eager
 
 
 class DenseWeight(Tensor):
-    """A weight that was computed from cores, which an edit in place would not reach.
+    """A weight computed from cores, which an edit in place would not change.
 
-    It reads like any tensor; what is computed from it is an ordinary tensor again, except what
-    shares its memory (``.data``, ``detach()``, views), which refuses edits like itself. As an
-    ``nn.Parameter`` it belongs to whoever made it one, and may be written.
-
-    Raises:
-        RuntimeError: When it is written in place, by a method, an ``out=`` argument, assignment
-            to ``.data`` or a list function of an optimizer.
+    Any write raises ``RuntimeError``: by a method, an ``out=`` argument, assignment to ``.data`` or
+    a list function of an optimizer. Tensors that share its memory (``.data``, ``detach()``, views)
+    are read-only too; other results are ordinary tensors. An ``nn.Parameter`` made from it may be
+    written.
     """
 
     _remedy = ""
     _is_hf_initialized = True
-    """By this mark transformers knows, as it loads a model, what it must not draw anew."""
+    """Mark by which transformers does not initialise it when a model is loaded."""
 
     @property
     def _is_param(self) -> bool:
@@ -31,7 +28,7 @@ class DenseWeight(Tensor):
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
-        """Become what ``nn.Parameter(weight)`` makes of it; torch sets this flag there."""
+        """Become an ``nn.Parameter``: torch sets this flag when it makes one."""
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -45,7 +42,7 @@ class DenseWeight(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():  # those called here, this one included
+        with torch._C.DisableTorchFunctionSubclass():
             found = _tensors((args, kwargs.values()))
             guarded = [tensor for tensor in found if isinstance(tensor, cls)]
             if func == Tensor.data.__set__ and guarded:  # type: ignore[attr-defined]
@@ -70,16 +67,12 @@ class WeightByAssignment(nn.Module):
 
 
 def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
-    """Compute a weight and have it refuse edits in place.
+    """Compute a weight as a :class:`DenseWeight` whose error is ``remedy``.
 
-    While a graph is compiled, in a transform of ``torch.func``, and where it is of another
-    library's type, it comes as an ordinary tensor.
-
-    Args:
-        compute: Makes the weight.
-        remedy: What the error says: why there is no edit in place, and what to do instead.
+    It is an ordinary tensor while a graph is compiled, in a transform of ``torch.func``, and for
+    another library's type.
     """
-    if torch.is_inference_mode_enabled():  # torch does not count how often those tensors change
+    if torch.is_inference_mode_enabled():  # where torch counts no versions
         with torch.inference_mode(False), torch.no_grad():
             weight = compute()
     else:
@@ -116,13 +109,12 @@ def _guard_views(result: Any, guarded: list[Any]) -> Any:
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """Return what is equal for tensors of one storage, an empty one too, as on ``meta``."""
+    """Return a key of a tensor's storage, if it has one."""
     has_storage = tensor.layout == torch.strided and not _is_transformed(tensor)
     return tensor.untyped_storage()._cdata if has_storage else None
 
 
 def _tensors(parts: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield all tensors among arguments, those in lists too."""
     for part in parts:
         if isinstance(part, Tensor):
             yield part

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from comera.nn.table import TTTable
 from comera.ops.dispatch import is_eager, may_read_values
 from comera.ops.table.distinct_rows import check_integers, check_range
-from comera.ops.table.tt_embedding import tt_embedding_bag
+from comera.ops.table.tt_embedding import Request, tt_embedding
 
 
 class TTEmbedding(TTTable):
@@ -68,18 +68,10 @@ class TTEmbeddingBag(TTTable):
     compiled, there must be none.
 
     Args:
-        num_embeddings: Number of rows.
-        embedding_dim: Width of a row.
-        max_norm: Not supported: rows share cores, so one row cannot be renormalised.
-        norm_type: Without effect, for torch's positional order.
-        scale_grad_by_freq: Not supported.
         mode: ``"sum"``, ``"mean"`` or ``"max"`` of the rows of a bag.
-        sparse: Without effect: the gradients of the cores are small and dense.
         include_last_offset: Whether the last offset is the end of the last bag.
         padding_idx: A row whose entries are left out of their bags.
-        device: Device of the parameters.
-        dtype: Type of the cores; gates are float32 or wider.
-        table: Keywords ``rank`` to ``prune_below`` of :class:`TTEmbedding`.
+        table: Keywords of :class:`TTEmbedding`, whose other arguments are the same.
 
     Shapes:
         output ``(bags, embedding_dim)``.
@@ -87,9 +79,7 @@ class TTEmbeddingBag(TTTable):
     Raises:
         ValueError: If offsets decrease, do not begin at 0 or pass the end of the input (on the
             CPU), weights do not fit the input, or there are entries and no bags.
-        TypeError: If indices are no whole numbers.
         IndexError: If an index is no row (on the CPU).
-        NotImplementedError: For ``per_sample_weights`` in another mode than ``"sum"``.
     """
 
     __constants__ = (
@@ -132,8 +122,9 @@ class TTEmbeddingBag(TTTable):
         flat, starts, weights = self._request(input, offsets, per_sample_weights)
         if self.mode == "max":
             return self._maxima(flat, starts)
-        rows, train = self._kept_at(flat), self._train()
-        return tt_embedding_bag(rows, starts, weights, **train, checked=is_eager())
+        rows, train, checked = self._kept_at(flat), self._train(), is_eager()
+        bags = Request(rows, **train, weights_N=weights, offsets_B=starts, checked=checked)
+        return tt_embedding(bags)
 
     def _request(
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None

@@ -1,9 +1,8 @@
 """A registry of feed-forward parts, each run as one operation if its layers are tensor trains.
 
 Layer by layer autograd keeps three or four tensors of the hidden width for a feed-forward part; as
-one operation none (:mod:`comera.nn.fused`). :func:`~comera.tensorize_` finds the registered parts
-of a model. Models of any other class call the functions of :mod:`comera.nn.fused`, or register
-theirs.
+one operation none. :func:`~comera.tensorize_` finds the registered parts of a model; other models
+call the functions of :mod:`comera.nn.fused`.
 """
 
 import functools
@@ -27,7 +26,7 @@ from comera.ops.operator import is_concrete, is_traced
 log = logging.getLogger("comera")
 
 _FEWEST_ROWS = 16
-"""Rows below which layers by themselves are faster, and keep next to nothing."""
+"""Rows below which layers by themselves are faster."""
 
 _FUNCTIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 _ACTIVATIONS: dict[Any, str] = {
@@ -50,7 +49,7 @@ class Layout(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The modules of a part; in ``after`` None adds the input."""
+    """The modules of a part, see :func:`register_feed_forward`."""
 
     layers: Sequence[Any]
     activation: str
@@ -76,27 +75,22 @@ def register_feed_forward(
 ) -> None:
     """Register a class whose modules compute a feed-forward part of their one input.
 
-    From then on :func:`~comera.tensorize_` runs such modules as one operation, which computes
+    :func:`~comera.tensorize_` then runs such modules as one operation, which computes
     ``after(second(between(activation(first(before(x))))))``, or with three layers
-    ``after(down(silu(gate(before(x))) * up(before(x))))``. All names are those of attributes, with
-    dots for modules inside modules. Subclasses count if they inherit the method.
+    ``after(down(silu(gate(before(x))) * up(before(x))))``. All names are attributes, with dots for
+    modules inside modules. Subclasses count if they inherit the method.
 
     Args:
-        kind: The class; or its module and name with a dot between, so that nothing is imported.
+        kind: The class, or its module and name with a dot between.
         layers: Names of the first and the second layer, or of gate, up and down projection.
         activation: Name of the module or function; or one of ``F.gelu``, ``F.relu`` and ``F.silu``
-            where the method calls it directly. Other activations run layer by layer.
-        before: Names of the modules called on the input, such as a norm.
-        between: Names of ``nn.Dropout`` on the hidden activation. While one is active, the part
-            runs layer by layer.
-        after: Names of the modules called on the result, such as dropout; None adds the input.
-        inside: The class of each module whose own forward pass is skipped, as its layers are used
-            directly.
+            if the method calls it directly. Others run layer by layer.
+        before: Names of modules called on the input, such as a norm.
+        between: Names of ``nn.Dropout`` on the hidden activation; an active one runs layer by
+            layer.
+        after: Names of modules called on the result, such as dropout; None adds the input.
+        inside: The class of each module whose own forward pass is skipped, by name.
         method: The method that computes the part.
-
-    Raises:
-        TypeError: If a class is neither a class nor a name.
-        ValueError: If there are not two or three layers, or the activation is another function.
 
     Example::
 
@@ -114,11 +108,7 @@ def register_feed_forward(
 
 
 def path_of(kind: type | str) -> str:
-    """Return the module and name of a class, with a dot between.
-
-    Raises:
-        TypeError: If it is neither a class nor such a name.
-    """
+    """Return the module and name of a class with a dot between; ``TypeError`` for anything else."""
     if isinstance(kind, str):
         return kind
     if not isinstance(kind, type):
@@ -129,16 +119,11 @@ def path_of(kind: type | str) -> str:
 def fuse_feed_forwards_(model: nn.Module) -> list[str]:
     """Run the registered feed-forward parts of a model as one operation each, in place.
 
-    A part whose layers are all :class:`~comera.TTLinear`, and every ``nn.Sequential`` of such a
-    layer, an activation and another such layer, gets an attribute in the place of its method.
-    Outputs and gradients stay the same, and nothing of the hidden width is kept. It runs layer by
-    layer as before for fewer than 16 rows, under ``torch.compile``, ``torch.func`` and other
-    tracing, while dropout acts on the hidden activation, and where a hook, or anything that was
-    changed inside it, would be skipped. :func:`~comera.tensorize_` calls this. A line of level INFO
-    on the ``comera`` logger names the parts.
-
-    Returns:
-        The names of the parts.
+    An attribute replaces the method of each part whose layers are all :class:`~comera.TTLinear`,
+    and of every ``nn.Sequential`` of such a layer, an activation and another such layer. Outputs
+    and gradients stay the same. The part still runs layer by layer for fewer than 16 rows, under
+    ``torch.compile``, ``torch.func`` and other tracing, while dropout acts on the hidden
+    activation, and if a hook or patched module inside would be skipped. Returns the parts' names.
     """
     unfuse_feed_forwards_(model)
     names = []
@@ -169,11 +154,7 @@ def _bind(module: Any, method: str) -> None:
 
 
 class _Bound:
-    """A function of a module that is an attribute of it: copies and pickles have their own.
-
-    A method of the module's class would be looked up there, and a closure would keep the module
-    alive.
-    """
+    """A function stored on a module, with a weak reference to it; copies get their own."""
 
     def __init__(self, module: nn.Module, method: str) -> None:
         self._module, self._method = weakref.ref(module), method
@@ -187,7 +168,7 @@ class _Bound:
 
 
 class _OneOperation(_Bound):
-    """The method of a part: one operation if nobody can tell, else the method of the class."""
+    """The method of a part: one operation, or the method of the class if a user could tell."""
 
     @property
     def __wrapped__(self) -> Any:
@@ -196,7 +177,7 @@ class _OneOperation(_Bound):
 
     @property
     def __code__(self) -> types.CodeType:
-        return self.__wrapped__.__code__  # torch.export reads it of every module's forward
+        return self.__wrapped__.__code__  # torch.export reads it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
@@ -235,7 +216,7 @@ def _may_fuse(x: Any) -> bool:
 
 
 def _part_of(module: nn.Module) -> _Part | None:
-    """Return the part that a module computes now; None if none, or if a hook would be skipped."""
+    """Return the part that a module computes, if fusing it would skip no hook."""
     if type(module) is nn.Sequential:
         return _part_of_sequential(module)
     kind: Any = type(module)
@@ -281,14 +262,13 @@ def _part_of_sequential(module: nn.Sequential) -> _Part | None:
 
 
 def _inside(module: Any, name: str) -> Any:
-    """Return a module or a function inside a module, faster than by ``get_submodule``."""
     for part in name.split("."):
         module = vars(module)[part] if part in vars(module) else module._modules[part]
     return module
 
 
 def _activation_of(found: Any) -> str | None:
-    """Return the name of the function of torch that is found, or that a module found computes."""
+    """Return the name of a known function, or of the one that a known module computes."""
     for name, function in _FUNCTIONS.items():
         if found is function:
             return name if getattr(F, name) is function else None  # it may be patched
@@ -321,7 +301,7 @@ def _own(kind: type, method: str) -> Any:
 
 @functools.cache
 def _layout_of(kind: type) -> tuple[Layout | None, Any]:
-    """Return the layout registered for a class or one of its bases, and the method of that."""
+    """Return the layout registered for a class or a base of it, and that class's method."""
     for each in kind.__mro__:
         layout = LAYOUTS.get(path_of(each))
         if layout is not None:

@@ -1,9 +1,8 @@
 """Torch layers in the forms of other packages: turned weights, convolutions, fused experts.
 
-From version 5 on transformers holds the experts of a mixture in ``gate_up_proj`` (or ``up_proj``)
-and ``down_proj``, ``(experts, out, in)`` each. Flags that ``transformers.integrations.moe`` sets on
-such a module define what it computes, whatever its class. Here they are taken apart into one linear
-layer for each expert and matrix, which can be a tensor train, and put together again.
+transformers 5 holds the experts of a mixture in ``gate_up_proj`` (or ``up_proj``) and
+``down_proj``, ``(experts, out, in)`` each, and flags set by ``transformers.integrations.moe``
+define the computation. Here they are split into a linear layer for each expert and matrix.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,7 @@ from comera.nn.swap import swap_layers_
 
 
 class Form(NamedTuple):
-    """Conversion of a class of layers to and from torch layers, see :func:`register_layer`."""
+    """Conversion of a class of layers to and from torch's, see :func:`register_layer`."""
 
     name: str
     to_torch: Callable[[Any], nn.Module]
@@ -41,27 +40,18 @@ def register_layer(
 ) -> None:
     """Register layers of another class for :func:`~comera.tensorize_` and :func:`~comera.densify_`.
 
-    Such a layer computes what a torch layer does, on the same input, and holds its numbers in a
-    parameter ``weight``. It is then picked, shaped, trained, saved and made dense again like that.
-    ``Conv1D`` of transformers, the linear layer of GPT-2, is known from the start, and so are
-    ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` of kernel 1, stride 1, one group and no padding.
+    Such a layer computes the same as a torch layer and holds its numbers in a parameter
+    ``weight``. Known are ``Conv1D`` of transformers, and ``nn.Conv1d``, ``nn.Conv2d`` and
+    ``nn.Conv3d`` of kernel 1, stride 1, one group and no padding.
 
     Args:
-        dense_class: The class itself, not those derived from it; or its module and name with a dot
-            between, so that nothing has to be imported.
-        to_torch: Returns, of such a layer, an ``nn.Linear``, ``nn.Embedding`` or
-            ``nn.EmbeddingBag`` that computes the same; of a layer on the ``meta`` device, too. Its
-            parameters need gradients as those of the layer do.
-        from_torch: Returns, of such a torch layer, one of the class that computes the same.
-        feature_dim: Dimension of the features in input and output, counted from the last, which is
-            -1; another one is for layers that are an ``nn.Linear`` along it, such as -3 for
-            pictures ``(N, C, H, W)``.
-        fits: Returns whether a layer of the class is one of these: others stay as they are. All
-            are if None.
-
-    Raises:
-        TypeError: If the first is no class and no name, or one of the others no function.
-        ValueError: If ``feature_dim`` is no whole number below zero.
+        dense_class: The class, without derived ones; or its module and name with a dot between.
+        to_torch: Converts such a layer, on the ``meta`` device too, to an ``nn.Linear``,
+            ``nn.Embedding`` or ``nn.EmbeddingBag`` with the same ``requires_grad``.
+        from_torch: Converts such a torch layer back.
+        feature_dim: Dimension of the features in input and output, counted from the last, -1; such
+            as -3 for pictures ``(N, C, H, W)``.
+        fits: Returns whether a layer of the class can be converted; None for all.
 
     Example::
 
@@ -81,23 +71,19 @@ def register_layer(
 
 
 def form_of(layer: nn.Module) -> Form | None:
-    """Return in which form a layer is a torch layer; None for torch's own and unknown ones."""
+    """Return the registered form of a layer; None for torch's own and unknown ones."""
     form = _FORMS.get(path_of(type(layer)))
     return form if form is None or form.fits is None or form.fits(layer) else None
 
 
 def as_torch(layer: nn.Module) -> Any:
-    """Return the torch layer that a registered layer is in another form; others as they are."""
+    """Return a registered layer as a torch layer; others unchanged."""
     form = form_of(layer)
     return layer if form is None else form.to_torch(layer)
 
 
 def from_torch(dense: nn.Module, name: str | None) -> nn.Module:
-    """Return a torch layer in the form that has a name, if any.
-
-    Raises:
-        ValueError: If none of that name is registered here.
-    """
+    """Return a torch layer in a registered form; raise ``ValueError`` if the name is unknown."""
     if name is None:
         return dense
     if name not in _FORMS:
@@ -108,12 +94,10 @@ def from_torch(dense: nn.Module, name: str | None) -> nn.Module:
     return _FORMS[name].from_torch(dense).train(dense.training)
 
 
-# ── Conv1D of transformers, y = x W + b ──────────────────────────────────────────────────────────
-
-
-def _linear_of_conv1d(layer: Any) -> nn.Linear:
-    linear = nn.Linear(layer.nx, layer.nf, device="meta")
-    linear.weight = nn.Parameter(layer.weight.detach().T, layer.weight.requires_grad)
+def _as_linear(weight: Tensor, layer: Any) -> nn.Linear:
+    """Make a linear layer from a weight ``(out, in)`` on the memory of a layer's."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+    linear.weight = nn.Parameter(weight, layer.weight.requires_grad)
     linear.bias = layer.bias
     return linear.train(layer.training)
 
@@ -128,25 +112,11 @@ def _conv1d_of_linear(linear: nn.Linear) -> Any:
     return layer
 
 
-register_layer("transformers.pytorch_utils.Conv1D", _linear_of_conv1d, _conv1d_of_linear)
-
-
-# ── convolutions that are a linear layer at every position ───────────────────────────────────────
-
-
 def _is_pointwise(conv: Any) -> bool:
     ones = (1,) * len(conv.kernel_size)
     # with a kernel of one "same" and "valid" pad nothing
     padded = not isinstance(conv.padding, str) and any(conv.padding)
     return conv.kernel_size == conv.stride == ones and conv.groups == 1 and not padded
-
-
-def _linear_of_conv(conv: Any) -> nn.Linear:
-    linear = nn.Linear(conv.in_channels, conv.out_channels, device="meta")
-    weight = conv.weight.detach().flatten(1)
-    linear.weight = nn.Parameter(weight, conv.weight.requires_grad)
-    linear.bias = conv.bias
-    return linear.train(conv.training)
 
 
 def _conv_of_linear(conv_class: Any, spatial: int, linear: nn.Linear) -> nn.Module:
@@ -159,10 +129,15 @@ def _conv_of_linear(conv_class: Any, spatial: int, linear: nn.Linear) -> nn.Modu
     return conv
 
 
+register_layer(
+    "transformers.pytorch_utils.Conv1D",
+    lambda layer: _as_linear(layer.weight.detach().T, layer),
+    _conv1d_of_linear,
+)
 for _spatial, _conv in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):
     register_layer(
         _conv,
-        _linear_of_conv,
+        lambda conv: _as_linear(conv.weight.detach().flatten(1), conv),
         partial(_conv_of_linear, _conv, _spatial),
         feature_dim=-1 - _spatial,
         fits=_is_pointwise,
@@ -173,10 +148,7 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_
 
 
 class SplitExperts(nn.Module):
-    """Experts with linear layers of their own, in the place of experts that are one parameter.
-
-    Args:
-        fused: Experts for which :func:`is_fused` holds. The new layers read the same memory.
+    """Experts with a linear layer each, on the memory of experts that are one parameter.
 
     Shapes:
         hidden_states ``(tokens, width)``, top_k_index ``(tokens, k)`` integers, top_k_weights
@@ -190,16 +162,17 @@ class SplitExperts(nn.Module):
         self.num_experts = len(fused.down_proj)
         self.up = nn.ModuleList(_linears(fused, _up_name(fused)))
         self.down = nn.ModuleList(_linears(fused, "down_proj"))
-        # What is between the two, and what is put back; no child, which would be initialised anew
-        # and has nothing to save.
-        self._fused = (_emptied(fused),)
+        for name in list(fused._parameters):
+            fused.register_parameter(name, None)
+        # It computes the activation and takes the weights back. In a tuple, as it is no child.
+        self._fused = (fused,)
         self.train(fused.training)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         (fused,) = self._fused
         between = fused._apply_gate if fused.has_gate else fused.act_fn
         output = torch.zeros_like(hidden_states)
-        # Where there are gradients an expert nobody asks has one of zeros; a graph has no ifs.
+        # With gradients, an expert without tokens gets zeros; a graph has no branches.
         may_skip = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
             tokens, places = torch.where(top_k_index == expert)
@@ -216,7 +189,7 @@ class SplitExperts(nn.Module):
         return all(type(layer) is nn.Linear for layer in (*self.up, *self.down))
 
     def fuse(self) -> nn.Module:
-        """Return the experts as one module of their first class again; its layers are dense."""
+        """Return experts with dense layers as the module they were made from."""
         (fused,) = self._fused
         parts: dict[str, Any] = {_up_name(fused): self.up, "down_proj": self.down}
         for name, layers in parts.items():
@@ -241,17 +214,12 @@ def is_fused(module: Any) -> bool:
 
 @contextmanager
 def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[None]:
-    """Take fused experts inside a model apart, so that their layers can be replaced, in place.
+    """Split fused experts of a model in place, so that their layers can be replaced.
 
-    After an error they are put together again.
+    After an error all are fused again.
 
-    Args:
-        model: What it computes stays the same.
-        names: Of the experts. If None, all that can be, and those of which no layer has been
-            replaced are put together again in the end.
-
-    Raises:
-        ValueError: If a name is not that of fused experts; the model is then unchanged.
+    Without ``names`` of experts all are split, and fused again if their layers are all dense in the
+    end. A name without fused experts raises ``ValueError``; the model is then unchanged.
     """
     found = {name: module for name, module in model.named_modules() if name and is_fused(module)}
     lost = [name for name in names or () if name not in found]
@@ -275,30 +243,25 @@ def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Itera
                 for name, param in held.items():
                     fused.register_parameter(name, param)
                 back[id(split)] = fused
-            elif names is None:
-                _leave_shared_memory_(split)
+            elif names is None:  # dense layers get their own memory, so that the whole can be freed
+                for layer in (*split.up, *split.down):
+                    for name, param in list(layer._parameters.items()):
+                        if param is not None and param.untyped_storage().nbytes() > param.nbytes:
+                            own = param.detach().clone(memory_format=torch.contiguous_format)
+                            layer.register_parameter(name, nn.Parameter(own, param.requires_grad))
         if back:
             swap_layers_(model, back)
 
 
 def fuse_experts_(model: nn.Module) -> nn.Module:
-    """Put experts together whose layers are all dense, in place; return the model."""
+    """Fuse experts whose layers are all dense, in place; return the model."""
     apart = [m for m in model.modules() if isinstance(m, SplitExperts) and m.is_dense]
     return swap_layers_(model, {id(split): split.fuse() for split in apart})
 
 
 def split_names(model: nn.Module) -> list[str]:
-    """Return the names of experts that have been taken apart."""
+    """Return the names of experts that are split."""
     return [name for name, module in model.named_modules() if isinstance(module, SplitExperts)]
-
-
-def _leave_shared_memory_(split: SplitExperts) -> None:
-    """Give layers that stay dense memory of their own: that of all experts can be freed then."""
-    for layer in (*split.up, *split.down):
-        for name, param in list(layer._parameters.items()):
-            if param is not None and param.untyped_storage().nbytes() > param.nbytes:
-                own = param.detach().clone(memory_format=torch.contiguous_format)
-                layer.register_parameter(name, nn.Parameter(own, param.requires_grad))
 
 
 def _up_name(fused: Any) -> str:
@@ -306,7 +269,7 @@ def _up_name(fused: Any) -> str:
 
 
 def _linears(fused: Any, name: str) -> Iterator[nn.Linear]:
-    """Yield a layer for each expert, on the memory of the parameter of that name."""
+    """Yield a layer for each expert, on the memory of a parameter."""
     weights = getattr(fused, name)
     biases = getattr(fused, f"{name}_bias") if fused.has_bias else None
     for expert in range(len(weights)):
@@ -319,7 +282,7 @@ def _linears(fused: Any, name: str) -> Iterator[nn.Linear]:
 
 
 def _turned(fused: Any, weight: Tensor) -> Tensor:
-    """Return a matrix as ``nn.Linear`` has it, or from there as the experts do."""
+    """Transpose a matrix between the layouts of ``nn.Linear`` and of the experts."""
     return weight.T if fused.is_transposed else weight
 
 
@@ -327,9 +290,3 @@ def _stacked(tensors: Iterable[Tensor]) -> nn.Parameter:
     tensors = list(tensors)
     whole = torch.stack([tensor.detach() for tensor in tensors])
     return nn.Parameter(whole, any(tensor.requires_grad for tensor in tensors))
-
-
-def _emptied(fused: nn.Module) -> nn.Module:
-    for name in list(fused._parameters):
-        fused.register_parameter(name, None)
-    return fused

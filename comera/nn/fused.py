@@ -1,9 +1,7 @@
-"""Several layers in one operation, where they are tensor trains; one after the other elsewhere.
+"""Several layers in one operation if all are :class:`~comera.TTLinear`, else one after the other.
 
-A model written with these functions runs with layers of any kind. Where they are
-:class:`~comera.TTLinear`, the batch is read once instead of once for each layer, and the wide
-hidden activation of a feed-forward part is never kept. A layer that is hooked, patched or
-overridden runs by itself.
+Fused layers read the batch once, and keep no hidden activation of a feed-forward part. Layers that
+are hooked, patched or overridden run by themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ from torch.nn import functional as F
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
-from comera.ops.dispatch import Case, Times, Ways
+from comera.ops.dispatch import Case, Way, Ways
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
 from comera.ops.linear.tt_linear import factorized_linears, times_left
@@ -43,14 +41,9 @@ def is_plain(module: nn.Module, forward: Any) -> bool:
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """Compute ``[layer(x) for layer in layers]``, in one pass over x where the layers allow it.
+    """Compute ``[layer(x) for layer in layers]``, in one pass over x if the layers allow it.
 
-    Args:
-        x: ``(*, in_features)``.
-        layers: Layers of one input, such as the query, key and value projections of an attention.
-
-    Returns:
-        ``(*, out_features)`` of each layer.
+    Such as for the query, key and value projections of an attention.
     """
     layers = list(layers)
     trains = _factorized_layers(x, layers)
@@ -63,17 +56,8 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str) -> Tensor:
     """Compute ``second(activation(first(x)))``; tensor trains keep nothing of the hidden width.
 
-    They compute the hidden activation again in the backward pass: about a fifth more work in the
-    feed-forward part, for three hidden-width tensors less.
-
-    Args:
-        x: ``(*, in_features)``.
-        first: The layer from the width of x to the hidden width.
-        second: The layer from the hidden width to the output width.
-        activation: ``"gelu"``, ``"relu"`` or ``"silu"``.
-
-    Raises:
-        ValueError: If the activation is another one.
+    They compute the hidden activation again in the backward pass. ``activation`` is ``"gelu"``,
+    ``"relu"`` or ``"silu"``; another one raises ``ValueError``.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
@@ -86,13 +70,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
 def gated_feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """Compute ``down(silu(gate(x)) * up(x))``; tensor trains keep nothing of the hidden width.
 
-    They compute both hidden activations again in the backward pass, as :func:`feed_forward` does.
-
-    Args:
-        x: ``(*, in_features)``.
-        gate: The layer from the width of x to the hidden width whose output opens and closes.
-        up: The layer from the width of x to the hidden width of what passes.
-        down: The layer from the hidden width to the output width.
+    They compute both hidden activations again in the backward pass.
     """
     trains = _factorized_layers(x, [gate, up, down])
     if trains is None or products_are_fp8():
@@ -113,23 +91,11 @@ def self_attention(
 ) -> Tensor:
     """Compute multi-head self-attention, its projections included.
 
-    Where all four projections are tensor trains of a middle bond below the width of a head, the
-    sequence never leaves that bond: with ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a
-    head are ``(x A_q) (B_q B_k^T) (x A_k)^T``, and the middle factor is small. Likewise for the
-    values and the output. That is fewer operations than forming q, k and v, and exactly the same
-    function.
-
-    Args:
-        x_BTD: ``(B, T, D)``.
-        query: Projection from D to D.
-        key: Projection from D to D.
-        value: Projection from D to D.
-        out: Projection from D to D, of the heads side by side.
-        num_heads: Divides D.
-        keep_BT: Which positions may be attended to, or what
-            :func:`~comera.ops.attention.score_bias` has made of it, once for all layers. None for
-            all positions: on a GPU, attention without a mask takes less time.
-        dropout: Probability of dropping an attention weight.
+    If all four projections, each from D to D, are tensor trains of a middle bond below the width of
+    a head, attention stays in that bond: with ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of
+    a head are ``(x A_q) (B_q B_k^T) (x A_k)^T``. Likewise for the values and the output. That takes
+    fewer operations than forming q, k and v. ``keep_BT`` are the positions that may be attended to,
+    or the bias that :func:`~comera.ops.attention.score_bias` made of them; None for all.
 
     Raises:
         ValueError: If ``num_heads`` does not divide the width, ``keep_BT`` has another shape than
@@ -152,15 +118,12 @@ def _sample_layers(new: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _case(x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int, *_: Any) -> Case | None:
-    """Time depends on the positions, on the bond, and on the width of a head."""
+    """Return what the time depends on: positions, bond, and width of a head."""
     first = layers[0]
     if type(first) is not TTLinear:
         return None
     sizes = x_BTD.shape[1], first.factor_width, x_BTD.shape[2] // num_heads
     return x_BTD, autocast_dtype(x_BTD), sizes
-
-
-_SPACE = Ways("self_attention", _sample_layers, Times("attention_space", _case))
 
 
 def _not_in_ranks(
@@ -176,7 +139,6 @@ def _not_in_ranks(
     return None
 
 
-@_SPACE.way("in the space of ranks", _not_in_ranks, timed_as="ranks")
 def _factored_attention(
     x_BTD: Tensor,
     trains: Sequence[TTLinear],
@@ -184,10 +146,7 @@ def _factored_attention(
     keep_BT: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Attend within the bonds of factorized projections.
-
-    Heads share keys and values, which are ``x A_k`` and ``x A_v``, of the width of a bond.
-    """
+    """Attend within the bonds: heads share the keys ``x A_k`` and the values ``x A_v``."""
     batch, length, width = x_BTD.shape
     pairs = [train.factors() for train in trains]
     bias, scale = trains[0].bias is not None, (width // num_heads) ** -0.5
@@ -203,7 +162,6 @@ def _factored_attention(
     return affine(t_o, rights[3]).unflatten(0, (batch, length))
 
 
-@_SPACE.way("in the space of heads", timed_as="heads")
 def _attention_of_heads(
     x_BTD: Tensor,
     layers: Sequence[nn.Module],
@@ -220,8 +178,15 @@ def _attention_of_heads(
     return out(mixed_BHTE.transpose(1, 2).flatten(-2))
 
 
+_SPACE = Ways(
+    "self_attention", "attention_space", _case, _sample_layers,
+    Way("in the space of ranks", _factored_attention, _not_in_ranks, named="ranks"),
+    Way("in the space of heads", _attention_of_heads, named="heads"),
+)  # fmt: skip
+
+
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
-    """Return the layers if all are tensor trains, better left factorized and not hooked."""
+    """Return the layers if all are plain tensor trains that are faster factorized, else None."""
     trains = [layer for layer in layers if type(layer) is TTLinear and is_plain(layer, _FORWARD)]
     if not trains or len(trains) < len(layers):
         return None

@@ -27,13 +27,7 @@ from comera.shapes import LinearShape, TTShape, only_one, padded_rank
 
 
 class CompressedLinear(TensorTrainModule):
-    """Base of the linear formats, drop-ins for :class:`torch.nn.Linear`: cores, gates and a bias.
-
-    Attributes:
-        in_features: Width of the input.
-        out_features: Width of the output.
-        bias: ``(out_features,)``, or None.
-    """
+    """Base of the linear formats, drop-ins for :class:`torch.nn.Linear`: cores, gates, a bias."""
 
     __constants__ = ("in_features", "out_features")
     bias: nn.Parameter | None
@@ -68,11 +62,9 @@ class CompressedLinear(TensorTrainModule):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None, init: Init = "orthogonal") -> None:
-        """Draw new cores; the dense weight they stand for has standard deviation ``std``.
+        """Draw new cores for a dense weight of standard deviation ``std``, by default as torch's.
 
-        Args:
-            std: By default ``1 / sqrt(3 * in_features)``, that of :class:`torch.nn.Linear`.
-            init: ``"orthogonal"`` or ``"normal"``, see :class:`~comera.TTConfig`.
+        ``init`` is ``"orthogonal"`` or ``"normal"``, see :class:`~comera.TTConfig`.
         """
         self._init_cores_(1 / math.sqrt(3 * self.in_features) if std is None else std, init)
         if self.bias is not None:
@@ -88,12 +80,9 @@ class CompressedLinear(TensorTrainModule):
         )  # fmt: skip
 
     def at(self, tokens: int, *, together: int = 1) -> Layer:
-        """Describe this layer at a batch to the planner.
+        """Describe this layer to the planner at a batch of ``tokens`` rows.
 
-        Args:
-            tokens: Rows of the batch.
-            together: How many layers of this kind contract their cores in the same calls. Only
-                chains do.
+        ``together`` is the number of layers of this kind whose cores are contracted in one call.
         """
         return Layer(
             self.shape, tokens, self.in_features, self.out_features, self.bias is not None,
@@ -145,15 +134,9 @@ class CompressedLinear(TensorTrainModule):
     ) -> Self:
         """Approximate the weight of a dense layer by TT-SVD, or block by block; copy the bias.
 
-        Args:
-            linear: Any module with ``weight (out, in)`` and ``bias``.
-            rank: As for the constructor.
-            shape: As for the constructor.
-            compression: Instead of a rank: how many times fewer parameters than the dense weight.
-            tolerance: Instead of a rank: bound on the relative Frobenius error. Trained weights
-                come out smallest with ``order=1``.
-            prune_below: A gate at or below this is a pruned rank.
-            fit: The ``order`` of a :class:`~comera.TTLinear`.
+        ``linear`` is any module with ``weight (out, in)`` and ``bias``. Other arguments are those
+        of the constructor, and ``tolerance`` instead of a rank: a bound on the relative Frobenius
+        error. Trained weights come out smallest with ``order=1``.
 
         Raises:
             ValueError: If more than one of rank, compression and tolerance is given.
@@ -178,11 +161,7 @@ class CompressedLinear(TensorTrainModule):
         cores: Sequence[Tensor],
         prune_below: float = PRUNE_BELOW,
     ) -> Self:
-        """Make a layer of these cores, with the bias, dtype, device and mode of a dense one.
-
-        Raises:
-            ValueError: If the sizes of the cores are not ``shape.core_shapes``.
-        """
+        """Make a layer of these cores, with the bias, dtype, device and mode of a dense one."""
         sizes = [tuple(core.shape) for core in cores]
         if sizes != list(shape.core_shapes):
             raise ValueError(f"cores of {sizes} are given, and {shape} has {shape.core_shapes}")
@@ -359,13 +338,9 @@ _dense_from._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class TTPointwise(TTLinear):
     """A :class:`~comera.TTLinear` along the dimension ``feature_dim``, counted from the last.
 
-    Args:
-        feature_dim: Where the features are in input and output; below zero.
-        linear: Arguments of :class:`~comera.TTLinear`.
-
     Shapes:
-        for -3: input ``(*, in_features, H, W)``, output ``(*, out_features, H, W)``, contiguous
-        where the input is.
+        for -3: input ``(*, in_features, H, W)``, output ``(*, out_features, H, W)``, contiguous if
+        the input is.
     """
 
     _settings = (*TTLinear._settings, "feature_dim")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import check_tolerance, relative_error
+from comera.nn.decompose import check_tolerance
 from comera.nn.dense_weight import WeightByAssignment, read_only
 from comera.nn.init import Init, init_
 from comera.ops.context import machine_of
@@ -247,7 +247,8 @@ class TensorTrainModule(WeightByAssignment):
             self._decompose_(exact, tolerance)
             if tolerance is not None:
                 self.start_ranks = self.ranks
-            return relative_error(self.dense_weight(), exact)
+            wide = exact.double()
+            return float((self.dense_weight() - wide).norm()) / (float(wide.norm()) or 1.0)
 
     def _as_read(self, weight: Tensor) -> Tensor:
         """Return a dense weight without the entries that the module cannot hold."""
@@ -306,11 +307,7 @@ class TensorTrainModule(WeightByAssignment):
             gate.fill_(1)
 
     def resize_ranks_(self, ranks: Sequence[int]) -> None:
-        """Resize cores and gates to other ranks, contents undefined; the same objects.
-
-        Raises:
-            ValueError: If there is not one rank for each bond.
-        """
+        """Resize cores and gates to other ranks, contents undefined; they stay the same objects."""
         sizes = self._modes.of_ranks(ranks).core_shapes
         for mine, size in zip(self.cores, sizes, strict=True):
             resize_(mine, size)

@@ -1,12 +1,14 @@
-"""Layers in the place of others, in a model that exists."""
+"""Replacement of layers in an existing model, and its evaluation."""
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from comera.extras import listed
@@ -19,23 +21,14 @@ log = logging.getLogger("comera")
 def swap_layers_(
     model: nn.Module, replacements: Mapping[int, nn.Module], *, biases: bool = True
 ) -> nn.Module:
-    """Put layers in the place of others, whose hooks they take over, in place.
+    """Replace layers of a model in place; new layers take over the hooks of the old.
 
-    Forward passes that the old ones have of their own are lost, and named in the log.
+    A patched forward pass is lost, and named in the log. Layers inside lists, tuples, dicts, sets
+    and dataclasses that are attributes of modules are replaced too, and so are their bound methods;
+    other objects and closures keep the old layer. Registered feed-forward parts are fused.
 
-    Lists, tuples, dicts, sets and dataclasses that a module of the model keeps as attributes hold
-    the new ones, too, however deep, and methods of a layer become those of the new one. Other
-    objects that hold a layer, and functions that have closed over it, go on with the old one.
-
-    Feed-forward parts of linear tensor trains cache nothing of the hidden width from then on.
-
-    Args:
-        model: The model.
-        replacements: New layers by the ``id`` of those that they replace.
-        biases: Whether they take over the biases too.
-
-    Returns:
-        The model; if it is itself replaced, the layer that replaces it.
+    ``replacements`` are new layers by the ``id`` of the old; with ``biases`` they take over the
+    biases. Returns the model, or the layer that replaces it.
     """
     lost = [
         name
@@ -76,12 +69,9 @@ def _is_patched_train(kind: Any) -> bool:
 
 
 def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) -> Any:
-    """Return what a module is to keep as an attribute: all but tuples are changed in place.
+    """Replace layers inside an attribute: all but tuples in place.
 
-    Args:
-        value: The attribute.
-        replacements: New layers by the ``id`` of those that they replace.
-        seen: Receives the ``id`` of each container, which may hold itself.
+    ``seen`` collects the ``id`` of each container, which may hold itself.
     """
     if id(value) in replacements:
         return replacements[id(value)]
@@ -123,7 +113,29 @@ _HOOKS = (
 
 
 def _with_hooks_of(old: nn.Module, new: nn.Module) -> nn.Module:
-    """Return the new layer with the hooks of the old one."""
     for name in _HOOKS:
         setattr(new, name, getattr(old, name))  # the same dicts: handles still remove from them
     return new
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore the mode of each module afterwards."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was
+
+
+@contextmanager
+def every_layer_called() -> Iterator[None]:
+    """Disable the fast path of ``nn.TransformerEncoder``, which calls no layer, zeroing padding."""
+    was = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was)

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import check_tolerance, decompose_at, decompose_table, widened
+from comera.nn.decompose import decompose_at, decompose_table, widened
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, whole_numbers
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
 from comera.ops.table.distinct_rows import check_range
-from comera.ops.table.tt_embedding import tt_embedding, ttm_to_dense
+from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
 from comera.shapes import TTMShape, TTShape, only_one
 
 
@@ -103,10 +103,9 @@ class TTTable(TensorTrainModule):
         "num_embeddings", "embedding_dim", "padding_idx", "sparse", "hot_rows", "hot_rank",
         "scatter_rows", "prune_below",
     )  # fmt: skip
-
     _dense_class: ClassVar[Any]
-    """Class of torch's table, and the settings it has beside those of nn.Embedding."""
     _own_settings: ClassVar[tuple[str, ...]] = ()
+    """Class of torch's table, and the settings it has beside those of ``nn.Embedding``."""
 
     def __init__(
         self,
@@ -132,8 +131,7 @@ class TTTable(TensorTrainModule):
         super().__init__()
         if num_embeddings < 1:
             raise ValueError(f"num_embeddings={num_embeddings} must be at least 1")
-        refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
-        for name, value in refused.items():
+        for name, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
             if value not in (None, False):
                 raise NotImplementedError(
                     f"{type(self).__name__} does not support {name}={value}: rows share their "
@@ -167,8 +165,9 @@ class TTTable(TensorTrainModule):
                 raise ValueError(f"hot_rank={hot_rank} is of hot rows: give hot_rows too")
             self.hot = HotRows(hot_rows, embedding_dim, hot_rank, prune_below, device, dtype)
         elif hot_rows:
-            rows = torch.empty(hot_rows, embedding_dim, device=device, dtype=dtype)
-            self.hot = nn.Parameter(rows)
+            self.hot = nn.Parameter(
+                torch.empty(hot_rows, embedding_dim, device=device, dtype=dtype)
+            )
         else:
             self.register_parameter("hot", None)
         self.reset_parameters()
@@ -184,10 +183,10 @@ class TTTable(TensorTrainModule):
     def _rows(self, indices: Tensor) -> Tensor:
         """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
         checked = check_range(indices, self.num_embeddings)
-        return tt_embedding(self._kept_at(indices), **self._train(), checked=checked)
+        return tt_embedding(Request(self._kept_at(indices), **self._train(), checked=checked))
 
     def _train(self) -> dict[str, Any]:
-        """Return the arguments of :func:`~comera.ops.table.tt_embedding.tt_embedding`."""
+        """Return attributes of a :class:`~comera.ops.table.tt_embedding.Request`."""
         train = {
             "cores": list(self.cores), "num_embeddings": self.num_embeddings,
             "embedding_dim": self.embedding_dim, "gates": self.bond_gates(),
@@ -204,9 +203,8 @@ class TTTable(TensorTrainModule):
             raise ValueError(f"a table of {self.hot_rows} hot rows cannot share rows of {lead!r}")
         super().share_parameters_(lead)
         self.hot = lead.hot  # type: ignore[assignment]
-        group = (lead, *lead.twins)
-        self.twins = group
-        for table in group:
+        self.twins = (lead, *lead.twins)
+        for table in self.twins:
             table.twins = (*table.twins, self)
 
     def keep_rows_at_(self, places: Tensor) -> None:
@@ -280,11 +278,7 @@ class TTTable(TensorTrainModule):
         return torch.tensor(self._step or 1)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Set the distance between neighbours, of any dtype.
-
-        Raises:
-            ValueError: If it is neither 1 nor that of a table of so many rows.
-        """
+        """Set that distance, of any dtype; raise ``ValueError`` if no such table has it."""
         if state.is_meta:
             return
         golden = _golden_step(self.num_embeddings)
@@ -340,21 +334,10 @@ class TTTable(TensorTrainModule):
         hot_rank: int | None = None,
         prune_below: float = PRUNE_BELOW,
     ) -> Self:
-        """Approximate a dense table by TT-SVD, every index at its own row.
+        """Approximate a dense table by TT-SVD, every index at its own row; the padding row is zero.
 
-        The padding row reads as zeros afterwards, whatever it held.
-
-        Args:
-            embedding: ``nn.Embedding``, or ``nn.EmbeddingBag`` for a :class:`TTEmbeddingBag`.
-            rank: As for the constructor; so are ``shape``, ``order`` and the hot rows.
-            shape: See there.
-            order: See there.
-            compression: Instead of a rank: how many times fewer parameters than the dense rows.
-            tolerance: Instead of a rank: bound on the relative Frobenius error of the rows that are
-                not hot.
-            hot_rows: See there.
-            hot_rank: See there.
-            prune_below: A gate at or below this is a pruned rank.
+        Arguments are those of the constructor, and ``tolerance`` instead of a rank: a bound on the
+        relative Frobenius error of the rows that are not hot.
 
         Raises:
             ValueError: If more than one of rank, compression and tolerance is given, or modes or
@@ -363,7 +346,6 @@ class TTTable(TensorTrainModule):
             NotImplementedError: If it has a ``max_norm`` or ``scale_grad_by_freq``.
         """
         only_one(rank=rank, compression=compression, tolerance=tolerance)
-        check_tolerance(tolerance)
         if not isinstance(embedding, cls._dense_class):
             raise TypeError(f"nn.{cls._dense_class.__name__} is needed, not {embedding!r}")
         weight = embedding.weight
@@ -374,20 +356,13 @@ class TTTable(TensorTrainModule):
         cores = decompose_table(weight[hot_rows:], fitted, tolerance)
         make: Any = cls
         layer = make(
-            *weight.shape,
-            max_norm=embedding.max_norm,
-            scale_grad_by_freq=embedding.scale_grad_by_freq,
-            sparse=embedding.sparse,
-            device="meta",  # nothing is drawn there
-            dtype=weight.dtype,
-            padding_idx=embedding.padding_idx,
+            *weight.shape, max_norm=embedding.max_norm,
+            scale_grad_by_freq=embedding.scale_grad_by_freq, sparse=embedding.sparse,
+            device="meta", dtype=weight.dtype, padding_idx=embedding.padding_idx,  # nothing drawn
             shape=replace(fitted, ranks=tuple(core.shape[-1] for core in cores[:-1])),
-            hot_rows=hot_rows,
-            hot_rank=hot_rank,
-            scatter_rows=False,
-            prune_below=prune_below,
+            hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=False, prune_below=prune_below,
             **{name: getattr(embedding, name) for name in cls._own_settings},
-        ).to_empty(device=weight.device)
+        ).to_empty(device=weight.device)  # fmt: skip
         layer._set_rows_(weight, cores)
         layer.freeze_like_(embedding)
         return layer.train(embedding.training)

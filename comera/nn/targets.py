@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
@@ -35,16 +35,15 @@ class TTConfig:
     """Settings of :func:`tensorize_`: which layers it converts, and to which shapes.
 
     Args:
-        rank: Bound on the bonds of linear layers: one int, or a list of all inner bonds, which
-            every targeted linear layer must then fit. 32 if neither this nor ``compression`` is
-            given.
+        rank: Bound on the bonds of linear layers: one int, or a list of all inner bonds that every
+            targeted linear layer must fit. 32 if neither this nor ``compression`` is given.
         embedding_rank: Bound on the bonds of embeddings; if None, ``rank`` if that is an int, but
-            32 with ``linear_format="btt"``, whose ranks are no measure of theirs.
+            32 with ``linear_format="btt"``.
         compression: Instead of ``rank``: how many times smaller each layer becomes.
         tolerance: Instead of both, with ``init="svd"``: relative Frobenius error of each weight.
         linear_format: ``"tt"`` makes linear layers tensor trains (:class:`~comera.TTLinear`), whose
             weights are of low rank; ``"btt"`` block tensor trains (:class:`~comera.BTTLinear`),
-            whose blocks are. With ``"btt"`` the rank is one small number, 2 if none is given.
+            whose blocks are, with one small rank, 2 by default.
         order: How many modes each side of a linear layer is split into, with ``"tt"``.
         embedding_order: How many cores an embedding has.
         target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
@@ -54,26 +53,24 @@ class TTConfig:
         rank_pattern: Regular expression over the whole module name, to a rank that replaces
             ``rank`` there. The first match counts.
         shape_pattern: Regular expression to a pair of mode lists, like ``rank_pattern``.
-        hot_rows: Rows of every targeted embedding that stay out of the tensor train, counted from
-            row 0: dense rows.
-        hot_rank: Hold those rows as so many coordinates each in one shared basis, instead of dense.
+        hot_rows: The first rows of every targeted embedding, which stay dense.
+        hot_rank: Hold hot rows as so many coordinates each in one shared basis, instead of dense.
         hot_pattern: Regular expression over the whole module name, to ``[hot_rows, hot_rank]`` that
             replace both there, like ``rank_pattern``; the rank may be null.
-        scatter_rows: Whether embeddings keep indices that follow each other far apart, see
+        scatter_rows: Whether embeddings put neighbouring indices far apart, see
             :class:`~comera.TTEmbedding`; by default those without hot rows, and with ``init="svd"``
             none.
         min_size: Layers whose weight has fewer entries stay dense.
-        init: ``"orthogonal"`` draws new cores that give the dense weight the root mean square it
-            has now and equal singular values, ``"normal"`` independent normal ones of that
-            spread; where that weight is zero, the last core alone is, so that all can train;
-            ``"svd"`` approximates the present weight by TT-SVD. None is ``"orthogonal"``, and a
-            line in the log says that the weights which were there are gone.
-        tied: What to do with a weight that two targeted modules share: ``"skip"`` leaves both
-            dense, ``"share"`` keeps them tied over one set of cores, ``"untie"`` converts each.
+        init: ``"orthogonal"`` draws cores that give the dense weight its present root mean square
+            and equal singular values, ``"normal"`` independent normal ones of that spread; for a
+            weight of zeros the last core alone is zero; ``"svd"`` approximates the present weight
+            by TT-SVD. None is ``"orthogonal"`` with a warning that present weights are lost.
+        tied: How to convert a weight that two targeted modules share: ``"skip"`` leaves both
+            dense, ``"share"`` ties them over one set of cores, ``"untie"`` converts each.
         prune_below: A gate at or below this is a pruned rank.
         tokens: Rows of a training batch, that is batch size times length; 4096 if None, and in a
-            run what it has. Layers that are predicted to be slower or larger than dense at this
-            batch are named in the log, with a rank that would not be.
+            run its own. Layers that are predicted to be slower or larger than dense at this batch
+            are named in the log, with a rank that would not be.
     """
 
     rank: Rank | None = None
@@ -109,13 +106,24 @@ class TTConfig:
                 "shape_pattern says how many"
             )
         for name in ("target_modules", "exclude_modules"):
-            _check_names(name, getattr(self, name))
+            given = getattr(self, name)
+            if name == "exclude_modules" and given is None:
+                continue
+            if not isinstance(given, Collection) or any(not isinstance(end, str) for end in given):
+                raise ValueError(
+                    f"{name}={given!r} must be a string or a list of names of layers; kinds of "
+                    'layers are "all-linear" and "all-embedding"'
+                )
         for name in ("rank_pattern", "shape_pattern", "hot_pattern"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be a dict of patterns; {{}} for none"
                 )
-        for name, rank in self._ranks():
+        ranks = {name: getattr(self, name) for name in ("rank", "embedding_rank", "hot_rank")}
+        ranks |= {f"rank_pattern[{key!r}]": rank for key, rank in self.rank_pattern.items()}
+        for name, rank in ranks.items():
+            if rank is None and not name.startswith("rank_pattern"):
+                continue
             try:
                 bonds = [whole_number(bond) for bond in ([rank] if isinstance(rank, int) else rank)]
             except TypeError:
@@ -127,18 +135,6 @@ class TTConfig:
                 raise ValueError(
                     f"hot_pattern[{pattern!r}]={hot} must be two numbers, hot_rows and hot_rank"
                 )
-        self._check_numbers()
-        if self.scatter_rows and self.init == "svd":
-            raise ValueError('scatter_rows=True: with init="svd" every row keeps its place')
-        if self.tolerance is not None and self.init != "svd":
-            raise ValueError(
-                f"tolerance={self.tolerance} is an error against the present weight: "
-                f'it needs init="svd", not init={self.init or "orthogonal"!r}'
-            )
-        only_one(rank=self.rank, compression=self.compression, tolerance=self.tolerance)
-
-    def _check_numbers(self) -> None:
-        """Raise for a number that no layer can have."""
         times, gate = self.compression, self.prune_below
         if times is not None and not (is_number(times) and times > 1):
             raise ValueError(
@@ -153,18 +149,22 @@ class TTConfig:
                 check_whole_numbers(**{name: value})
                 if value < least:
                     raise ValueError(f"{name}={value} must be at least {least}")
+        if self.scatter_rows and self.init == "svd":
+            raise ValueError('scatter_rows=True: with init="svd" every row keeps its place')
+        if self.tolerance is not None and self.init != "svd":
+            raise ValueError(
+                f"tolerance={self.tolerance} is an error against the present weight: "
+                f'it needs init="svd", not init={self.init or "orthogonal"!r}'
+            )
+        only_one(rank=self.rank, compression=self.compression, tolerance=self.tolerance)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings as numbers, strings, lists and dicts, which JSON can hold."""
+        """Return all settings for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """Make a configuration of what :meth:`to_dict` has returned, or a part of it.
-
-        Raises:
-            ValueError: If a name is no setting, or a value does not fit.
-        """
+        """Make a configuration from settings by name; raise ``ValueError`` for an unknown name."""
         known = [each.name for each in fields(cls)]
         for name in settings:
             if name not in known:
@@ -172,29 +172,9 @@ class TTConfig:
                 raise ValueError(f"{name!r} is not a setting of {cls.__name__}{guess}")
         return cls(**settings)
 
-    def _ranks(self) -> Iterator[tuple[str, Rank]]:
-        """Yield every rank that is set, under the name of its setting."""
-        for name in ("rank", "embedding_rank", "hot_rank"):
-            if getattr(self, name) is not None:
-                yield name, getattr(self, name)
-        for pattern, rank in self.rank_pattern.items():
-            yield f"rank_pattern[{pattern!r}]", rank
-
-
-def _check_names(name: str, given: object) -> None:
-    """Raise if the setting is no string and no list of names, such as a class."""
-    names = [] if name == "exclude_modules" and given is None else given
-    if isinstance(names, str):
-        return
-    if not isinstance(names, Collection) or not all(isinstance(each, str) for each in names):
-        raise ValueError(
-            f"{name}={given!r} must be a string or a list of names of layers; kinds of layers are "
-            '"all-linear" and "all-embedding"'
-        )
-
 
 _LARGE_SHARE = 0.1
-"""Share of a model's parameters in layers that cannot be converted above which they are named."""
+"""Layers that cannot be converted are named above this share of all parameters."""
 
 _NAMED_TARGETS: dict[str, tuple[type[nn.Module], ...]] = {
     "all": (nn.Linear, nn.Embedding, nn.EmbeddingBag),
@@ -219,13 +199,10 @@ def find_targets(
     filter_fn: Callable[[nn.Module, str], bool] | None,
     caller: str | None,
 ) -> dict[str, nn.Module]:
-    """Find the modules to convert by name, each once however many names it has.
+    """Find the modules to convert by name, each once.
 
-    Layers that were asked for and stay dense are named in the log, as left so by ``caller``, the
-    function that the user called; without one nothing is logged.
-
-    Raises:
-        ValueError: If there is none.
+    The log names selected layers that stay dense, and ``caller``, the public function; without a
+    caller nothing is logged. Raises ``ValueError`` if there is no module to convert.
     """
     inside_attention = {
         id(part)
@@ -233,6 +210,7 @@ def find_targets(
         if isinstance(module, nn.MultiheadAttention)
         for part in module.modules()
     }
+    wanted, excluded = config.target_modules, config.exclude_modules
     known: list[str] = []
     chosen: dict[str, nn.Module] = {}
     dense: dict[str, list[str]] = {_IN_ATTENTION: [], _SUBCLASS: [], _COMPUTED: []}
@@ -242,13 +220,21 @@ def find_targets(
         if not isinstance(layer, _NAMED_TARGETS["all"]):
             continue
         known.append(name)
-        if not _selected(name, layer, config) or (filter_fn and not filter_fn(module, name)):
+        if isinstance(wanted, str) and wanted in _NAMED_TARGETS:
+            selected = isinstance(layer, _NAMED_TARGETS[wanted])
+        else:
+            selected = matches(name, wanted)
+        if not selected or (excluded and matches(name, excluded)):
+            continue
+        if filter_fn and not filter_fn(module, name):
             continue
         if id(module) in inside_attention:
             dense[_IN_ATTENTION].append(name)
         elif type(layer) not in _NAMED_TARGETS["all"]:
             dense[_SUBCLASS].append(name)
-        elif _is_computed(module):
+        elif "weight" not in module._parameters or (
+            isinstance(getattr(module, "bias", None), Tensor) and "bias" not in module._parameters
+        ):
             dense[_COMPUTED].append(name)
         elif module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
             small = True
@@ -257,15 +243,20 @@ def find_targets(
     for reason, names in dense.items():
         if names and caller:
             log.warning("%s leaves %s dense: %s", caller, listed(names), reason)
-    if caller:
-        _warn_of_unused_exclusions(config.exclude_modules, known, caller)
-    if caller and config.target_modules in ("all", "all-linear"):
-        _name_other_kinds(model, caller)
+    entries = [excluded] if isinstance(excluded, str) else [[end] for end in excluded or ()]
+    for entry in entries:  # one configuration may serve models that lack a layer
+        if caller and not any(matches(name, entry) for name in known):
+            log.warning(
+                "%s: exclude_modules %r matches no linear or embedding layer: %s",
+                caller, entry if isinstance(entry, str) else entry[0],
+                listed(known) or "there is none",
+            )  # fmt: skip
+    if caller and wanted in ("all", "all-linear"):
+        _warn_of_other_kinds(model, caller)
     if not chosen:
         already = list(tensor_trains(model))
         raise ValueError(
-            f"target_modules={config.target_modules!r} with "
-            f"exclude_modules={config.exclude_modules!r}"
+            f"target_modules={wanted!r} with exclude_modules={excluded!r}"
             f"{' and filter_fn' if filter_fn else ''} matches no layer that can be converted"
             f"{f' and has min_size={config.min_size} entries' if small else ''}; "
             f"the model's linear and embedding layers are {listed(known) or 'none at all'}"
@@ -274,14 +265,7 @@ def find_targets(
     return chosen
 
 
-def _is_computed(module: nn.Module) -> bool:
-    """Return whether the weight or the bias is no parameter, but computed from some."""
-    if isinstance(getattr(module, "bias", None), Tensor) and "bias" not in module._parameters:
-        return True
-    return "weight" not in module._parameters
-
-
-def _name_other_kinds(model: nn.Module, caller: str) -> None:
+def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:
     """Warn of large modules that cannot be targets, such as experts in one parameter."""
     skip = {
         id(part)
@@ -310,11 +294,7 @@ def _name_other_kinds(model: nn.Module, caller: str) -> None:
 
 
 def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
-    """Check that every pattern fits a target: one that does not is most likely misspelt.
-
-    Raises:
-        ValueError: If one does not.
-    """
+    """Raise ``ValueError`` if a pattern matches no target: it is most likely misspelt."""
     names = list(targets)
     for setting in ("rank_pattern", "shape_pattern", "hot_pattern"):
         for pattern in getattr(config, setting):
@@ -331,32 +311,8 @@ def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
                 )
 
 
-def _warn_of_unused_exclusions(
-    exclude: str | list[str] | None, known: Sequence[str], caller: str
-) -> None:
-    """Warn of exclusions that fit no layer; one configuration may serve models that lack it."""
-    entries = [exclude] if isinstance(exclude, str) else [[end] for end in exclude or ()]
-    for entry in entries:
-        if not any(matches(name, entry) for name in known):
-            log.warning(
-                "%s: exclude_modules %r matches no linear or embedding layer: %s",
-                caller,
-                entry if isinstance(entry, str) else entry[0],
-                listed(known) or "there is none",
-            )
-
-
-def _selected(name: str, module: nn.Module, config: TTConfig) -> bool:
-    wanted = config.target_modules
-    if isinstance(wanted, str) and wanted in _NAMED_TARGETS:
-        hit = isinstance(module, _NAMED_TARGETS[wanted])
-    else:
-        hit = matches(name, wanted)
-    return hit and not (config.exclude_modules and matches(name, config.exclude_modules))
-
-
 def matches(name: str, pattern: str | Sequence[str]) -> bool:
-    """Match a regular expression with the whole name, or any of a list of names or their ends."""
+    """Return whether a regular expression fits the whole name, or a list holds it or its end."""
     if not isinstance(pattern, str):
         return any(name == end or name.endswith(f".{end}") for end in pattern)
     try:
@@ -368,7 +324,7 @@ def matches(name: str, pattern: str | Sequence[str]) -> bool:
 def tied_groups(
     targets: Mapping[str, nn.Module],
 ) -> list[tuple[list[str], list[nn.Module]]]:
-    """Group targets by the weight they hold, in order; most groups have one member."""
+    """Group targets by the weight they hold, in order."""
     groups: dict[int, tuple[list[str], list[nn.Module]]] = {}
     for name, module in targets.items():
         weight: object = module.weight
@@ -379,7 +335,7 @@ def tied_groups(
 
 
 def other_holders(model: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
-    """Find the names under which modules other than these hold the weight that these share."""
+    """Return the names under which other modules hold the weight that these share."""
     weight: object = modules[0].weight
     return [
         f"{name}.{key}".lstrip(".")

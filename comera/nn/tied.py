@@ -1,7 +1,7 @@
-"""An output layer that works on the cores of the embedding it is tied to, and the names of both."""
+"""An output layer that shares the cores of an embedding, and the names of tied weights."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,53 +11,68 @@ from comera.nn.module import dtype_name, dtype_of
 from comera.nn.table import TTTable
 
 
-class TiedTTLinear(WeightByAssignment):
-    """``x @ table.T + bias``, the table being that of a tensor-train embedding.
-
-    The table is formed anew in each forward pass: for an output layer, which needs all of its
-    rows, that is cheaper than contracting the batch with the cores.
+class TableHead(WeightByAssignment):
+    """Base of output layers ``x @ table.T + bias`` on the table of an embedding.
 
     Args:
-        embedding: The module that owns the cores.
-        bias: A parameter of width ``num_embeddings``, or None.
+        embedding: The module that owns the table.
+        bias: A parameter ``(num_embeddings,)``, or None.
 
     Shapes:
         input ``(*, embedding_dim)``, output ``(*, num_embeddings)``.
     """
 
     __constants__ = ("in_features", "out_features")
+    _table_class: ClassVar[type]
 
-    def __init__(self, embedding: TTTable, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, embedding: Any, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.in_features = embedding.embedding_dim
-        self.out_features = embedding.num_embeddings
+        self.in_features, self.out_features = embedding.embedding_dim, embedding.num_embeddings
         self.embedding = embedding
         self.bias = bias
 
     @property
     def weight(self) -> Tensor:
-        """The dense ``(out_features, in_features)`` weight, which is the embedding's.
-
-        It cannot be written in place; a weight that is assigned is approximated by the embedding's
-        cores at their present ranks.
-        """
+        """The embedding's dense weight, ``(out_features, in_features)``; assignable like that."""
         return self.embedding.weight
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
         self.embedding.weight = value
 
-    def set_weight_(self, weight: Tensor, *, tolerance: float | None = None) -> float:
-        """Approximate a dense weight by the embedding's cores, in place; gates become ones.
+    def config(self) -> dict[str, Any]:
+        """Return the settings that :meth:`from_config` rebuilds the layer from."""
+        return {"dtype": None if self.bias is None else dtype_name(self.bias)}
 
-        Args:
-            weight: ``(out_features, in_features)``.
-            tolerance: Bound on the relative Frobenius error, which decides the ranks; parameters
-                then change their shapes. The present ranks if None.
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None) -> Self:
+        """Make a layer on the table ``lead``, its bias on the ``meta`` device.
 
-        Returns:
-            The relative Frobenius error of what the embedding now holds.
+        Raises:
+            ValueError: If ``lead`` is no such table.
         """
+        if not isinstance(lead, cls._table_class):
+            name = cls._table_class.__name__
+            raise ValueError(
+                f"it works on the parameters of a {name}, not of {type(lead).__name__}"
+            )
+        if config["dtype"] is None:
+            return cls(lead)
+        table: Any = lead
+        bias = torch.empty(table.num_embeddings, dtype=dtype_of(config), device="meta")
+        return cls(lead, nn.Parameter(bias))
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class TiedTTLinear(TableHead):
+    """Output layer on a tensor-train embedding, whose table is formed in each pass."""
+
+    _table_class = TTTable
+
+    def set_weight_(self, weight: Tensor, *, tolerance: float | None = None) -> float:
+        """Call ``set_weight_`` of the embedding, see :class:`~comera.TTEmbedding`."""
         return self.embedding.set_weight_(weight, tolerance=tolerance)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -65,73 +80,43 @@ class TiedTTLinear(WeightByAssignment):
 
     @torch.no_grad()
     def to_dense(self, weight: nn.Parameter) -> nn.Linear:
-        """Return the :class:`torch.nn.Linear` this layer stands for, tied to a dense table."""
+        """Return the :class:`torch.nn.Linear` this layer stands for, on a dense table's weight."""
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
         dense.weight = weight
         dense.register_parameter("bias", self.bias)
         return dense.train(self.training)
 
-    def config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` makes the layer of again, beside its embedding."""
-        return {"dtype": None if self.bias is None else dtype_name(self.bias)}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None) -> "TiedTTLinear":
-        """Make a layer on an embedding, its bias on the ``meta`` device.
-
-        Args:
-            config: What :meth:`config` has returned.
-            lead: The embedding.
-
-        Raises:
-            ValueError: If ``lead`` is no tensor-train table.
-        """
-        if not isinstance(lead, TTTable):
-            raise ValueError(f"it works on the cores of a table, not of {type(lead).__name__}")
-        if config["dtype"] is None:
-            return cls(lead)
-        bias = torch.empty(lead.num_embeddings, dtype=dtype_of(config), device="meta")
-        return cls(lead, nn.Parameter(bias))
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
-
-def rename_tied_weights_(model: nn.Module) -> None:
-    """Correct the lists of tied weights that models of transformers keep, after layers changed.
-
-    Where ``lm_head.weight`` was ``embed_tokens.weight``, the cores of one are those of the other.
-    With that said, ``save_pretrained`` writes them once and ``tie_weights()`` ties them.
-    """
-    for module in model.modules():
-        for kept in ("_tied_weights_keys", "all_tied_weights_keys"):
-            names = getattr(module, kept, None)
-            if isinstance(names, dict):
-                is_gone = _gone(module)
-                still = {a: b for a, b in names.items() if not (is_gone(a) or is_gone(b))}
-                setattr(module, kept, {**still, **dict(_shared_parameters(module))})
-
 
 _PARTS = {"cores", "gates", "hot"}
 
 
-def _gone(model: nn.Module) -> Callable[[str], bool]:
-    """Return what tells whether a name is of a layer that was replaced; a pattern never is."""
-    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
-    params = dict(model.named_parameters(remove_duplicate=False))
+def rename_tied_weights_(model: nn.Module) -> None:
+    """Update the lists of tied weights in models of transformers after layers were replaced.
 
-    def is_gone(name: str) -> bool:
-        owner = modules.get(name.removesuffix(".weight"))
-        converted = owner is not None and "weight" not in owner._parameters
-        return converted or (name not in params and not _PARTS.isdisjoint(name.split(".")))
+    ``save_pretrained`` then writes shared cores once, and ``tie_weights()`` ties them.
+    """
+    for module in model.modules():
+        kept = {
+            key: names
+            for key in ("_tied_weights_keys", "all_tied_weights_keys")
+            if isinstance(names := getattr(module, key, None), dict)
+        }
+        if not kept:
+            continue
+        layers: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
+        params = dict(module.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        tied = {
+            name: first[id(param)]
+            for name, param in params.items()
+            if first.setdefault(id(param), name) != name
+        }
 
-    return is_gone
+        def is_gone(name: str, layers=layers, params=params) -> bool:  # a pattern never is
+            owner = layers.get(name.removesuffix(".weight"))
+            converted = owner is not None and "weight" not in owner._parameters
+            return converted or (name not in params and not _PARTS.isdisjoint(name.split(".")))
 
-
-def _shared_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield pairs of names of one parameter: a further one, and the first."""
-    first: dict[int, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(param), name)
-        if known != name:
-            yield name, known
+        for key, names in kept.items():
+            still = {a: b for a, b in names.items() if not (is_gone(a) or is_gone(b))}
+            setattr(module, key, {**still, **tied})

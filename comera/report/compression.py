@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import TTTable
@@ -216,7 +215,7 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
 def _frozen_params(layer: TensorTrainModule, ranks: tuple[int, ...]) -> int:
     """Count the entries of a frozen layer, hot rows aside."""
     shape: Any = layer.shape
-    if isinstance(layer, BTTLinear):  # which freezing leaves as it is
+    if not layer.is_chain:  # freezing leaves it as it is
         return shape.size_at(layer.ranks)
     rank = max(1, ranks[shape.split - 1])
     if isinstance(layer, TTTable):

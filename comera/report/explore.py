@@ -21,7 +21,6 @@ from comera.compress.compress import check_unused, compress_, measured
 from comera.compress.layer_moments import LossFn, linear_targets
 from comera.compress.sensitivity import Sensitivity, look_at
 from comera.files import replacing
-from comera.nn.block_linear import BTTLinear
 from comera.nn.convert import speed_log, tensorize_
 from comera.nn.forms import as_torch
 from comera.nn.linear import CompressedLinear, TTLinear
@@ -31,7 +30,7 @@ from comera.nn.targets import TTConfig, find_targets
 from comera.params import checksum, model_size
 from comera.planning.printing import with_bar
 from comera.report.exploration import WHOLE, Exploration, Point
-from comera.report.model_plan import ModelPlan, plan
+from comera.report.model_plan import plan
 
 log = logging.getLogger("comera")
 
@@ -165,11 +164,7 @@ def explore(
 
 
 class _Kept:
-    """The points measured so far, in a file where there is one.
-
-    Raises:
-        ValueError: If the file is no file of points, or of another model or batch.
-    """
+    """The points measured so far, in a file if ``keep`` names one."""
 
     def __init__(self, keep: str | Path | None, model: nn.Module, tokens: int) -> None:
         self.path = None if keep is None else Path(keep)
@@ -253,15 +248,14 @@ def _facts(model: nn.Module, small: nn.Module, tokens: int) -> dict[str, Any]:
     if not layers:
         return facts
     orders = {
-        None if isinstance(layer, BTTLinear)
+        None if not layer.is_chain
         else len(layer.cores) // (2 if isinstance(layer, TTLinear) else 1)
         for layer in layers.values()
     }  # fmt: skip
-    planned = plan(small, tokens=tokens)
-    assert isinstance(planned, ModelPlan), "a layer inside a model"
     ranks = [layer.ranks for layer in layers.values()]
     bonds = sorted({bond for each in ranks for bond in each})
     between = str(bonds[0]) if len(bonds) == 1 else f"{bonds[0]} to {bonds[-1]}"
+    planned: Any = plan(small, tokens=tokens)  # of a layer inside a model
     return facts | {
         "order": orders.pop() if len(orders) == 1 else None,
         "ranks": " ".join(map(str, ranks[0])) if len(set(ranks)) == 1 else between,

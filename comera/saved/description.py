@@ -20,7 +20,7 @@ from comera.nn.linear import TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
 from comera.nn.swap import swap_layers_
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TiedTTLinear, rename_tied_weights_
+from comera.nn.tied import TableHead, TiedTTLinear, rename_tied_weights_
 from comera.serving.freeze import refuses_training
 from comera.serving.layers import FactoredHead, FactoredTable, ThinLinear
 
@@ -132,7 +132,7 @@ def describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
     described = {}
     for name, layer in found.items():
         entry = {"kind": _kind_of(layer), **layer.config()}
-        if isinstance(layer, (TiedTTLinear, FactoredHead)):
+        if isinstance(layer, TableHead):
             other = layer.embedding
             if id(other) not in name_of:
                 raise ValueError(

@@ -1,23 +1,20 @@
-"""Models whose cores are contracted once: frozen, to be run, or of torch's layers alone."""
+"""Models whose cores are contracted once: frozen ones, and ones of torch's layers alone."""
 
 import contextlib
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
 from comera.extras import listed, needed_by
-from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbeddingBag
-from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.forms import from_torch, split_names
-from comera.nn.linear import TTLinear
+from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded
-from comera.nn.swap import swap_layers_
+from comera.nn.swap import evaluation_mode, swap_layers_
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TiedTTLinear
 from comera.serving.layers import (
@@ -32,37 +29,32 @@ from comera.shapes import whole_number
 log = logging.getLogger("comera")
 
 _WORTH_ITS_MEMORY = 1.1
-"""Speed-up from which a dense layer is taken instead of a smaller one."""
+"""Speed-up above which a dense layer is preferred to a smaller one."""
 
 _ROUNDS, _CALLS = 7, 5
-"""Timings of each layer, the shortest of which counts, and passes within one."""
+"""Timings of each layer, of which the shortest counts, and passes in each."""
 
 
 def freeze_(
     model: nn.Module, *, batch: int = 1, quantize: Literal["int8"] | Any = None
 ) -> nn.Module:
-    """Contract every tensor-train layer once, in place, for a model that is only run from now on.
+    """Contract every tensor-train layer once, in place, for inference.
 
-    A linear layer becomes two thin ones, or a dense one where that takes less memory, or is faster
-    at ``batch`` by more than a tenth, as measured here. A table becomes two small ones, of which a
-    row is a product, or a dense one where that takes less memory. Dense ones are ``nn.Linear``,
-    ``nn.Embedding`` and ``nn.EmbeddingBag``; all have a ``weight``. A :class:`~comera.BTTLinear`
-    stays: it is multiplied by its cores as they are. The model evaluates afterwards, and a training
-    step of it raises; save the model before to train it again.
+    A linear layer becomes two thin ones, or a dense one if that takes less memory, or is measured
+    to be faster at ``batch`` by more than a tenth. A table becomes two small ones, whose products
+    are its rows, or a dense one if that takes less memory. All have a ``weight``. A
+    :class:`~comera.BTTLinear` stays. The model is in evaluation mode afterwards, and its training
+    steps raise; save it before to train it again.
 
     Args:
-        model: Is put into evaluation mode.
-        batch: Rows of the input of a linear layer in the passes that should be fast: 1 for
-            generating text one token at a time, batch size times length for other models.
-        quantize: ``"int8"`` has torchao hold the weights of all linear layers in eight bits; its
-            other ways of quantizing, four bits among them, are named by its own configurations.
+        model: The model.
+        batch: Rows of the input of a linear layer in a typical pass: 1 for generating text one
+            token at a time, batch size times length for other models.
+        quantize: ``"int8"`` quantizes the weights of all linear layers to eight bits by torchao; a
+            configuration of torchao selects another format.
 
     Returns:
-        The model; if it is itself a tensor-train layer, the layer that replaces it.
-
-    Raises:
-        ValueError: If ``batch`` is below one, ``quantize`` is none of these, or a layer is sharded.
-        MissingPackageError: If torchao is needed and not installed.
+        The model, or the layer that replaces it.
 
     Example::
 
@@ -70,16 +62,25 @@ def freeze_(
         with torch.inference_mode():
             logits = model(tokens)
     """
-    convert = None if quantize is None else _quantizer(quantize)
-    replacements = _contracted(model, batch, keep_forms=convert is None)
+    if quantize is not None:
+        with needed_by(f"quantize={quantize!r}"):
+            from torchao.core.config import AOBaseConfig
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        config = Int8WeightOnlyConfig() if quantize == "int8" else quantize
+        if not isinstance(config, AOBaseConfig):
+            raise ValueError(
+                f'quantize={quantize!r} must be "int8" or a configuration of torchao.quantization, '
+                "such as Int4WeightOnlyConfig()"
+            )
+    replacements = _contracted(model, batch, keep_forms=quantize is None)
     model = swap_layers_(model, replacements, biases=False).eval()
     refuse_training_(model)
-    if convert is not None:
-        convert(model)
+    if quantize is not None:
+        quantize_(model, config)
         left = [
             name
             for name, layer in model.named_modules()
-            if isinstance(layer, BTTLinear) or getattr(layer, "dense_form", None) is not None
+            if _is_uncontracted(layer) or getattr(layer, "dense_form", None) is not None
         ]
         if left:
             log.warning(
@@ -92,16 +93,10 @@ def freeze_(
 
 @contextlib.contextmanager
 def frozen(model: nn.Module, *, batch: int = 1) -> Iterator[nn.Module]:
-    """Run a model frozen inside the context, and with the layers it had afterwards.
+    """Freeze a model inside the context, in evaluation mode, and restore its layers afterwards.
 
-    Inside it evaluates. Parameters that are written to inside take effect after it.
-
-    Args:
-        model: The model, changed in place meanwhile.
-        batch: As for :func:`freeze_`.
-
-    Yields:
-        The model; if it is itself a tensor-train layer, the layer in its place.
+    Writes to parameters inside take effect after it. ``batch`` is that of :func:`freeze_`. Yields
+    the model, or the layer in its place.
 
     Example::
 
@@ -125,24 +120,15 @@ def frozen(model: nn.Module, *, batch: int = 1) -> Iterator[nn.Module]:
 def to_plain_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by layers of torch alone, in place.
 
-    Cores are contracted once. A linear layer becomes ``nn.Sequential`` of two thin ``nn.Linear``,
-    or one where two would hold more numbers, and a 1 x 1 convolution two such. A table becomes a
-    ``torch.fx.GraphModule`` that multiplies rows of two small ``nn.Embedding``, or ``nn.Embedding``
-    and ``nn.EmbeddingBag`` themselves where those would hold more. A :class:`~comera.BTTLinear`
-    stays one, of operations of torch's, and is named in the log. What is tied stays tied. The
-    model computes the same, to rounding, and can be trained further. ``torch.export``, ONNX,
-    ``torch.jit.trace`` and AOTInductor take it, and a process without this package can run what
-    they make.
+    A linear layer becomes ``nn.Sequential`` of two thin ``nn.Linear``, or one if two would hold
+    more numbers, and a 1 x 1 convolution two such. A table becomes a ``torch.fx.GraphModule`` that
+    multiplies rows of two small ``nn.Embedding``, or a dense table if those would hold more. A
+    :class:`~comera.BTTLinear` stays, and is named in the log. Tied layers stay tied. The model
+    computes the same, to rounding, and can be trained further. ``torch.export``, ONNX,
+    ``torch.jit.trace`` and AOTInductor accept it, and their programs run without this package.
 
-    Args:
-        model: One that was frozen is taken too; its weights stay frozen.
-
-    Returns:
-        The model; if it is itself a tensor-train layer, what replaces it.
-
-    Raises:
-        ValueError: If a layer is sharded.
-        TypeError: If ``model`` is no module.
+    Weights of a frozen model stay frozen. Returns the model, or the layer that replaces it. Raises
+    ``ValueError`` if a layer is sharded.
 
     Example::
 
@@ -157,7 +143,7 @@ def to_plain_(model: nn.Module) -> nn.Module:
             "a program exported from the model runs without it, the module itself does not",
             listed(apart),
         )
-    blocks = [name or "the model" for name, m in model.named_modules() if isinstance(m, BTTLinear)]
+    blocks = [name or "the model" for name, m in model.named_modules() if _is_uncontracted(m)]
     if blocks:
         log.warning(
             "to_plain_ leaves %s as block tensor trains, which torch has no layer for: a program "
@@ -175,15 +161,20 @@ def to_plain_(model: nn.Module) -> nn.Module:
             plain[id(layer)] = _plain(contracted[id(layer)]).requires_grad_(trained)
         elif isinstance(layer, (ThinLinear, FactoredTable, FactoredHead)):
             plain[id(layer)] = _plain(layer)
-    _leave_the_fast_path_(model, plain)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            inside = module.linear1, module.linear2
+            if any(isinstance(plain.get(id(layer)), nn.Sequential) for layer in inside):
+                module.activation_relu_or_gelu = 0  # off its fast path, which reads the weights
     return swap_layers_(model, plain, biases=False)
 
 
-# ── training is refused ──────────────────────────────────────────────────────────────────────────
+def _is_uncontracted(layer: nn.Module) -> bool:
+    return isinstance(layer, CompressedLinear) and not layer.is_chain
 
 
 def _refuse_training(model: nn.Module, _: Any) -> None:
-    """Forward pre-hook of a frozen model: raise where gradients are wanted in training mode."""
+    """Forward pre-hook of a frozen model: raise in training mode with gradients."""
     is_frozen = not isinstance(model, TensorTrainModule)  # a lone layer shares its hooks
     if is_frozen and model.training and torch.is_grad_enabled():
         raise RuntimeError(
@@ -201,26 +192,20 @@ def refuse_training_(model: nn.Module) -> None:
 
 
 def refuses_training(model: nn.Module) -> bool:
-    """Check that a module is a model which :func:`freeze_` was given."""
+    """Return whether a module was frozen."""
     return _refuse_training in model._forward_pre_hooks.values()
-
-
-# ── contraction ──────────────────────────────────────────────────────────────────────────────────
 
 
 def _contracted(
     model: nn.Module, batch: int | None, keep_forms: bool = True
 ) -> dict[int, nn.Module]:
-    """Make the contracted layers of a model, by the ``id`` of the layers they stand for.
+    """Make the contracted layers of a model, by the ``id`` of the layers they replace.
 
     Args:
-        model: Is not changed.
-        batch: For which they are to be fast; None for small ones.
-        keep_forms: Whether the dense layer for one of another package, such as Conv1D of
-            transformers, is of its class; else it is an ``nn.Linear``.
-
-    Raises:
-        ValueError: If ``batch`` is below one, or a layer is sharded.
+        model: The model, not changed.
+        batch: Rows for which they should be fast; None for the smallest layers.
+        keep_forms: Whether dense layers of other packages, such as Conv1D of transformers, have
+            their class; else they are ``nn.Linear``.
     """
     try:
         enough = batch is None or whole_number(batch) >= 1
@@ -243,10 +228,9 @@ def _contracted(
 
 
 class _Contraction:
-    """Contracted layers in the making, those on shared cores sharing what was made of them.
+    """Maker of contracted layers; layers on shared cores share theirs.
 
-    Attributes:
-        dense: Names of the linear layers that have become dense.
+    ``dense`` lists the names of linear layers that became dense.
     """
 
     def __init__(self, batch: int | None, keep_forms: bool) -> None:
@@ -256,14 +240,14 @@ class _Contraction:
         self._gains: dict[object, float] = {}
 
     def of(self, name: str, layer: Any) -> nn.Module:
-        """Return what stands for a layer, not trained."""
+        """Return the contracted layer for a layer, without gradients."""
         if isinstance(layer, TTTable):
             return self._table(layer)
         if isinstance(layer, TiedTTLinear):
             table: Any = self._table(layer.embedding)
             if not isinstance(table, FactoredTable):
-                return _dense_head(layer, table.weight)
-            bias = None if layer.bias is None else layer.bias.detach().clone()
+                return _linear(table.weight, layer.bias).train(layer.training)
+            bias = None if layer.bias is None else _kept(layer.bias)
             thin: Any = FactoredHead(table, bias).train(layer.training)
         else:
             thin = self._thin(layer)
@@ -273,24 +257,20 @@ class _Contraction:
         return self._dense(layer)
 
     def _thin(self, layer: TTLinear) -> ThinLinear:
-        key = id(layer.cores)
-        if key not in self._shared:
-            left, right = thin_factors(layer)
-            self._shared[key] = _kept(left.T), _kept(right.T)
-        weights = self._shared[key]
-        first = nn.Linear(layer.in_features, len(weights[0]), False, "meta")
-        second = nn.Linear(len(weights[0]), layer.out_features, False, "meta")
-        first.weight, second.weight = weights
-        if layer.bias is not None:
-            second.bias = _kept(layer.bias)
+        if id(layer.cores) not in self._shared:
+            self._shared[id(layer.cores)] = [_kept(factor.T) for factor in thin_factors(layer)]
+        left, right = self._shared[id(layer.cores)]
         form = layer.dense_form if _is_pointwise(layer) else None
-        return ThinLinear(from_torch(first, form), from_torch(second, form), form).train(
-            layer.training
+        first, second = (
+            from_torch(_linear(left), form),
+            from_torch(_linear(right, layer.bias), form),
         )
+        return ThinLinear(first, second, form).train(layer.training)
 
     def _dense(self, layer: TTLinear | TiedTTLinear) -> nn.Module:
         if isinstance(layer, TiedTTLinear):
-            return _dense_head(layer, _kept(layer.embedding.dense_weight()))
+            weight = _kept(layer.embedding.dense_weight())
+            return _linear(weight, layer.bias).train(layer.training)
         dense: Any = layer.to_dense()
         dense.weight = self._shared.setdefault(("dense", id(layer.cores)), dense.weight)
         if self._keep_forms or _is_pointwise(layer):
@@ -299,7 +279,7 @@ class _Contraction:
 
     @torch.no_grad()
     def _table(self, table: TTTable) -> nn.Module:
-        """Contract a table to two factors, or to one of all rows where that is smaller."""
+        """Contract a table to two factors, or to all rows if that is smaller."""
         if id(table) in self._shared:
             return self._shared[id(table)]
         left, right = table_factors(table)
@@ -323,7 +303,7 @@ class _Contraction:
         return new
 
     def _gain_of_dense(self, thin: Any, layer: TTLinear | TiedTTLinear) -> float:
-        """Return how many times faster the dense layer is; infinite if it is smaller as well."""
+        """Return how many times faster the dense layer is; infinite if it is smaller too."""
         numbers = sum(
             param.numel() for name, param in thin.named_parameters() if "bias" not in name
         )
@@ -341,61 +321,38 @@ class _Contraction:
         return self._gains[sizes]
 
 
-def _dense_head(layer: TiedTTLinear, weight: nn.Parameter) -> nn.Linear:
-    dense = layer.to_dense(weight)
-    if layer.bias is not None:
-        dense.bias = _kept(layer.bias)  # the layer keeps its own
-    return dense.requires_grad_(False)
+def _linear(weight: nn.Parameter, bias: Tensor | None = None) -> nn.Linear:
+    """Make a linear layer without gradients, on a weight and a copy of a bias."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], False, "meta")
+    linear.weight = weight
+    if bias is not None:
+        linear.bias = _kept(bias)
+    return linear
 
 
 def _is_pointwise(layer: Any) -> bool:
-    """Check that a layer works along another dimension than the last, as convolutions do."""
+    """Return whether the features are in another dimension than the last, as in convolutions."""
     return getattr(layer, "feature_dim", -1) != -1
 
 
 def _kept(tensor: Tensor) -> nn.Parameter:
-    """Return the numbers of a tensor as a parameter of their own that is not trained."""
+    """Copy a tensor to a parameter without gradients."""
     return nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format), False)
 
 
 @torch.no_grad()
 def time_ratio(one: nn.Module, other: nn.Module, x: Tensor) -> float:
-    """Measure how many times longer one module takes for an input than another, taken in turn."""
-    modules = [module.eval() for module in (one, other)]
-    shortest = [math.inf, math.inf]
-    for _ in range(_ROUNDS):
-        for k, module in enumerate(modules):
-            shortest[k] = min(shortest[k], _seconds(module, x))
+    """Measure how many times longer one module takes for an input than another, in turns."""
+    from torch.utils.benchmark import Timer
+
+    threads = torch.get_num_threads()
+    timers = [
+        Timer("module(x)", globals={"module": module.eval(), "x": x}, num_threads=threads)
+        for module in (one, other)
+    ]
+    times = [[timer.timeit(_CALLS).mean for timer in timers] for _ in range(_ROUNDS)]
+    shortest = [min(each) for each in zip(*times, strict=True)]
     return shortest[0] / shortest[1]
-
-
-def _seconds(module: nn.Module, x: Tensor) -> float:
-    module(x)
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    start = time.perf_counter()
-    for _ in range(_CALLS):
-        module(x)
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    return time.perf_counter() - start
-
-
-def _quantizer(quantize: Any) -> Callable[[nn.Module], None]:
-    """Return what has torchao hold the weights of linear layers in fewer bits, in place."""
-    with needed_by(f"quantize={quantize!r}"):
-        from torchao.core.config import AOBaseConfig
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    config = Int8WeightOnlyConfig() if quantize == "int8" else quantize
-    if not isinstance(config, AOBaseConfig):
-        raise ValueError(
-            f'quantize={quantize!r} must be "int8" or a configuration of torchao.quantization, '
-            "such as Int4WeightOnlyConfig()"
-        )
-    return lambda model: quantize_(model, config)
-
-
-# ── layers of torch alone ────────────────────────────────────────────────────────────────────────
 
 
 def _plain(layer: Any) -> nn.Module:
@@ -410,12 +367,3 @@ def _plain(layer: Any) -> nn.Module:
         if hasattr(layer, name):
             setattr(new, name, getattr(layer, name))
     return new.train(layer.training)
-
-
-def _leave_the_fast_path_(model: nn.Module, plain: dict[int, nn.Module]) -> None:
-    """Set encoder layers of torch to call their linear layers, whose weights they would read."""
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            inside = module.linear1, module.linear2
-            if any(isinstance(plain.get(id(layer)), nn.Sequential) for layer in inside):
-                module.activation_relu_or_gelu = 0

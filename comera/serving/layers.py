@@ -1,7 +1,6 @@
-"""Contracted layers for which torch has no single one: two thin linear layers, factored tables.
+"""Contracted layers that torch lacks, made of torch's: two thin linear layers, factored tables.
 
-Each holds torch's own layers, which quantizers find and may replace. The cores are contracted in
-float64, without their pruned ranks.
+Cores are contracted in float64, without their pruned ranks.
 """
 
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from comera.nn.forms import as_torch, from_torch
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, whole_numbers
 from comera.nn.table import HotRows, TTTable
+from comera.nn.tied import TableHead
 from comera.ops.cores import is_open
 
 _WRITTEN = (
@@ -26,13 +26,9 @@ _WRITTEN = (
 
 
 class ThinLinear(nn.Sequential):
-    """A linear layer as two thin ones, ``(in, rank)`` and ``(rank, out)``.
+    """A linear layer as two thin ones, ``(in, rank)`` and ``(rank, out)``; the second has the bias.
 
-    Args:
-        first: Without a bias.
-        second: The bias is its own.
-        dense_form: Class of both, registered by :func:`~comera.register_layer`, such as a
-            convolution of kernel 1; None for ``nn.Linear``.
+    ``dense_form`` names the class of both, if it is one of :func:`~comera.register_layer`.
     """
 
     def __init__(self, first: nn.Module, second: nn.Module, dense_form: str | None = None) -> None:
@@ -43,11 +39,7 @@ class ThinLinear(nn.Sequential):
 
     @property
     def weight(self) -> Tensor:
-        """The dense ``(out_features, in_features)`` weight, computed in each access.
-
-        Raises:
-            RuntimeError: When it is written in place.
-        """
+        """The dense ``(out_features, in_features)`` weight, computed in each access; read-only."""
         first, second = map(as_torch, self)
         return read_only(lambda: second.weight @ first.weight, _WRITTEN.format("ThinLinear"))
 
@@ -57,7 +49,7 @@ class ThinLinear(nn.Sequential):
         return self[1].bias
 
     def config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` makes the layer of again, without its numbers."""
+        """Return the settings that :meth:`from_config` rebuilds the layer from."""
         return {
             "in_features": self.in_features,
             "out_features": self.out_features,
@@ -69,7 +61,7 @@ class ThinLinear(nn.Sequential):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
-        """Make a layer on the ``meta`` device of what :meth:`config` has returned."""
+        """Make a layer on the ``meta`` device."""
         rank, form = config["rank"], config["dense_form"]
         to = {"device": "meta", "dtype": dtype_of(config)}
         first = nn.Linear(config["in_features"], rank, False, **to)
@@ -78,9 +70,9 @@ class ThinLinear(nn.Sequential):
 
 
 class FactoredTable(nn.Module):
-    """A table whose row ``v * W + w`` is ``left[v] @ right[w]``, its first rows kept apart.
+    """A table whose row ``v * W + w`` is ``left[v] @ right[w]``, with the first rows kept apart.
 
-    It is called as :class:`torch.nn.Embedding` is or, of a ``mode``, as
+    Its inputs are those of :class:`torch.nn.Embedding`, or with a ``mode`` those of
     :class:`torch.nn.EmbeddingBag`.
 
     Args:
@@ -88,12 +80,11 @@ class FactoredTable(nn.Module):
         embedding_dim: Width of a row.
         left: ``(V, P, R)``.
         right: ``(W, R, Q)``.
-        hot: The first rows, ``(hot_rows, embedding_dim)``, or ``(hot_rows, K)`` where there is a
-            basis; None for none.
-        basis: ``(K, embedding_dim)``, of which the hot rows are made.
+        hot: The first rows, ``(hot_rows, embedding_dim)``, or with a basis ``(hot_rows, K)``.
+        basis: ``(K, embedding_dim)``.
         padding_idx: A row that reads as zeros.
-        row_order: ``(num_embeddings,)``, the row at which each index is kept.
-        step: Instead: index ``i`` is kept at row ``i * step`` modulo the number of rows.
+        row_order: ``(num_embeddings,)``, the row of each index.
+        step: Instead: index ``i`` is at row ``i * step`` modulo the number of rows.
         mode: ``"sum"``, ``"mean"`` or ``"max"`` of bags; None for lookups.
         include_last_offset: Whether the last offset is the end of the last bag.
     """
@@ -130,18 +121,14 @@ class FactoredTable(nn.Module):
         self.register_buffer("row_order", row_order)
 
     def share_(self, lead: "FactoredTable") -> None:
-        """Read the factors and hot rows of another table of the same sizes from now on."""
+        """Share the factors and hot rows of another table of the same sizes."""
         self.left, self.right = lead.left, lead.right
         self.hot, self.basis = lead.hot, lead.basis
         self.row_order = lead.row_order
 
     @property
     def weight(self) -> Tensor:
-        """The dense ``(num_embeddings, embedding_dim)`` table, computed in each access.
-
-        Raises:
-            RuntimeError: When it is written in place.
-        """
+        """The dense ``(num_embeddings, embedding_dim)`` table, read-only."""
         every = torch.arange(self.num_embeddings, device=self.left.weight.device)
         return read_only(
             lambda: self._without_padding(self.rows(every), every),
@@ -149,7 +136,7 @@ class FactoredTable(nn.Module):
         )
 
     def config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` makes the table of again, without its numbers."""
+        """Return the settings that :meth:`from_config` rebuilds the table from."""
         hot, basis = None if self.hot is None else self.hot.weight, self.basis
         return {
             **{key: getattr(self, key) for key in self._SETTINGS},
@@ -163,7 +150,7 @@ class FactoredTable(nn.Module):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
-        """Make a table on the ``meta`` device of what :meth:`config` has returned."""
+        """Make a table on the ``meta`` device."""
         settings: dict[str, Any] = {key: config[key] for key in cls._SETTINGS}
         for key in ("left", "right", "hot", "basis"):
             shape = None if config[key] is None else whole_numbers(config, key)
@@ -185,19 +172,15 @@ class FactoredTable(nn.Module):
         entries = (torch.ones_like(flat).cumsum(0) - 1).reshape(input.shape)
         rows, mode = self.rows(flat), self.mode
         if self.padding_idx is not None:
-            # Not left to torch's padding_idx, by which an exported program is one of fixed sizes.
+            # torch's padding_idx would fix the sizes of an exported program
             counted = (flat != self.padding_idx).unsqueeze(-1)
             rows = torch.where(counted, rows, 0 if mode != "max" else -torch.inf)
             rows = torch.cat([rows, counted.to(rows.dtype)], -1)
             mode = "max" if mode == "max" else "sum"
         bags = F.embedding_bag(
-            entries,
-            rows,
-            offsets,
-            mode=mode,
-            per_sample_weights=per_sample_weights,
+            entries, rows, offsets, mode=mode, per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
-        )
+        )  # fmt: skip
         if self.padding_idx is None or self.mode == "sum":
             return bags[:, : self.embedding_dim]
         bags, count = bags[:, : self.embedding_dim], bags[:, self.embedding_dim :]
@@ -209,7 +192,7 @@ class FactoredTable(nn.Module):
         """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
         outside = (indices < 0) | (indices >= self.num_embeddings)
         places = self._kept_at(torch.where(outside, 0, indices))
-        # what is no row must not be taken for one: it is past the end of the left factor too
+        # an index out of range is also past the end of the left factor, and raises there
         end = self.left.num_embeddings * self.right.num_embeddings
         cold = torch.where(outside, end, (places - self.hot_rows).clamp(min=0))
         width = self.right.num_embeddings
@@ -236,10 +219,7 @@ class FactoredTable(nn.Module):
         return rows.masked_fill((indices == self.padding_idx).unsqueeze(-1), 0)
 
     def products(self, x: Tensor) -> Tensor:
-        """Return the inner products of ``x`` ``(*, embedding_dim)`` with all rows, ``(*, rows)``.
-
-        The table is not formed: x meets the right factor first, then the left one.
-        """
+        """Return the products of ``x`` ``(*, embedding_dim)`` with all rows, ``(*, rows)``."""
         (p, r), (_, q) = self.inner
         padded = F.pad(x, (0, p * q - self.embedding_dim)).unflatten(-1, (p, q))
         right = self.right.weight.unflatten(-1, (r, q)).flatten(0, 1)  # (W * R, Q)
@@ -260,38 +240,14 @@ class FactoredTable(nn.Module):
         return whole
 
 
-class FactoredHead(nn.Module):
-    """``x @ table.T + bias``, of a factored table that a model looks up too.
+class FactoredHead(TableHead):
+    """Output layer on a factored table, which is not formed."""
 
-    Args:
-        table: The table.
-        bias: ``(num_embeddings,)``, or None.
-    """
+    _table_class = FactoredTable
 
-    def __init__(self, table: FactoredTable, bias: Tensor | None) -> None:
-        super().__init__()
-        self.in_features, self.out_features = table.embedding_dim, table.num_embeddings
-        self.embedding = table
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-
-    @property
-    def weight(self) -> Tensor:
-        """The table's dense weight, ``(out_features, in_features)``, computed in each access."""
-        return self.embedding.weight
-
-    def config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` makes the layer of again, beside its table."""
-        return {"dtype": None if self.bias is None else dtype_name(self.bias)}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None) -> Self:
-        """Make a layer on a factored table, its bias on the ``meta`` device."""
-        if not isinstance(lead, FactoredTable):
-            raise ValueError(f"it works on a factored table, not on {type(lead).__name__}")
-        if config["dtype"] is None:
-            return cls(lead, None)
-        rows = lead.num_embeddings
-        return cls(lead, torch.empty(rows, dtype=dtype_of(config), device="meta"))
+    def __init__(self, embedding: FactoredTable, bias: nn.Parameter | None = None) -> None:
+        super().__init__(embedding, bias)
+        self.requires_grad_(False)
 
     def forward(self, input: Tensor) -> Tensor:
         products = self.embedding.products(input)
@@ -300,10 +256,9 @@ class FactoredHead(nn.Module):
 
 @torch.no_grad()
 def thin_factors(layer: TTLinear | HotRows) -> tuple[Tensor, Tensor]:
-    """Return A ``(in, R)`` and B ``(R, out)`` of a layer that is ``x @ A @ B``.
+    """Return A ``(in, R)`` and B ``(R, out)`` of a layer ``x @ A @ B``, in the dtype of the cores.
 
-    R is the bond between the two sides without its pruned ranks, at least one; the dtype is that of
-    the cores.
+    R is the bond between the two sides without its pruned ranks, at least one.
     """
     split, dtype = layer.shape.split, layer.cores[0].dtype
     # as the cores of a table whose columns are of width one
@@ -317,7 +272,7 @@ def thin_factors(layer: TTLinear | HotRows) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def table_factors(table: TTTable) -> tuple[Tensor, Tensor]:
-    """Return ``left (V, P, R)`` and ``right (W, R, Q)`` of the rows of a table that are not hot.
+    """Return ``left (V, P, R)`` and ``right (W, R, Q)`` of the rows that are not hot.
 
     Row ``v * W + w`` is ``left[v] @ right[w]``; the dtype is that of the cores.
     """
@@ -328,7 +283,7 @@ def table_factors(table: TTTable) -> tuple[Tensor, Tensor]:
 
 
 def _open_cores(layer: TensorTrainModule) -> list[Tensor]:
-    """Return the cores in float64 with gates multiplied in, and only the ranks that are open."""
+    """Return the cores in float64, with gates multiplied in and pruned ranks cut."""
     cores = [core.detach().double() for core in layer.cores]
     for k, gate in enumerate(layer.gates):
         keep = is_open(gate, layer.prune_below).nonzero().flatten()

@@ -258,22 +258,30 @@ def test_trained_through_both_stages_it_is_evaluated_in_a_fresh_process(tmp_path
     assert list(map(float, found)) == wanted
 
 
-# ── what is refused ──────────────────────────────────────────────────────────────────────────────
-
-
 def test_only_models_of_transformers_are_attached():
     with pytest.raises(TypeError, match="save_model saves any model"):
         hf.attach_(torch.nn.Linear(2, 2))
 
 
-def test_a_folder_of_a_newer_version_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda described: described.update(version=99), "newer comera"),
+        (
+            lambda described: next(iter(described["layers"].values())).update(ranks="many"),
+            "described wrongly",
+        ),
+    ],
+    ids=["version", "entry"],
+)
+def test_a_folder_that_cannot_be_read_is_refused(damage, message, tmp_path):
     model = hf.attach_(bert())
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"]["described"]["version"] = 99
+    damage(config["quantization_config"]["described"])
     path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="newer comera"):
+    with pytest.raises(ValueError, match=message):
         type(model).from_pretrained(tmp_path)
 
 
@@ -285,18 +293,6 @@ def test_a_model_that_has_none_of_the_layers_is_refused(tmp_path):
     other.quantization_config = config.quantization_config
     with pytest.raises(ValueError, match="LlamaModel has none of them"):
         transformers.LlamaModel.from_pretrained(tmp_path, config=other)
-
-
-def test_a_damaged_entry_is_refused(tmp_path):
-    model = hf.attach_(bert())
-    model.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    layers = config["quantization_config"]["described"]["layers"]
-    layers[next(iter(layers))]["ranks"] = "many"
-    path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="described wrongly"):
-        type(model).from_pretrained(tmp_path)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 import copy
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,17 +10,10 @@ from torch import nn
 import comera
 from comera.rank.prune import prune_to_
 from comera.shapes import BTTShape
-
-SHAPES = [
-    (6, 12, BTTShape((2, 3), (3, 4), (1,))),
-    (6, 12, BTTShape((2, 3), (3, 4), (3,))),
-    (12, 6, BTTShape((3, 4), (2, 3), (2,))),
-    (11, 7, BTTShape((3, 4), (2, 4), (2,))),  # padded on both sides
-    (7, 6, BTTShape((1, 7), (1, 6), (4,))),  # one block: plain low rank
-]
+from tests.nn.test_linear import BLOCKS, shape_name
 
 
-@pytest.fixture(params=SHAPES, ids=lambda case: f"{case[0]}->{case[1]} rank {case[2].ranks[0]}")
+@pytest.fixture(params=BLOCKS, ids=shape_name)
 def layer(request, device):
     wide, high, shape = request.param
     made = comera.BTTLinear(wide, high, shape=shape, device=device, dtype=torch.float64)
@@ -49,35 +40,10 @@ def test_the_weight_is_what_the_paper_defines(layer):
     torch.testing.assert_close(layer.weight.detach().cpu(), by_definition(layer))
 
 
-def test_it_computes_what_its_dense_twin_does(layer, device):
-    x = torch.randn(2, 5, layer.in_features, device=device, dtype=torch.float64)
-    want = nn.functional.linear(x, layer.weight, layer.bias)
-    torch.testing.assert_close(layer(x), want)
-    torch.testing.assert_close(layer.to_dense()(x), want)
-    torch.testing.assert_close(layer(x[:0]), want[:0])
-    torch.testing.assert_close(layer(x[0, 0]), want[0, 0])
-
-
-def test_every_gradient_is_that_through_the_dense_weight(layer, device):
-    x = torch.randn(5, layer.in_features, device=device, dtype=torch.float64, requires_grad=True)
-    wanted = [x, *layer.parameters()]
-    got = torch.autograd.grad(layer(x).square().sum(), wanted)
-    dense = nn.functional.linear(x, layer.weight, layer.bias)
-    torch.testing.assert_close(got, torch.autograd.grad(dense.square().sum(), wanted))
-
-
 def test_second_derivatives():
     layer = comera.BTTLinear(6, 4, rank=2, dtype=torch.float64)
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(layer, x)
-
-
-def test_no_bias_and_a_wrong_width():
-    layer = comera.BTTLinear(6, 4, bias=False)
-    x = torch.randn(3, 6)
-    torch.testing.assert_close(layer(x), x @ layer.weight.T)
-    with pytest.raises(ValueError, match=r"width 5 .* takes 6"):
-        layer(torch.randn(3, 5))
 
 
 def test_a_transformed_layer():
@@ -97,18 +63,6 @@ def test_a_transformed_layer():
     torch.testing.assert_close(tangent, torch.ones_like(x) @ layer.dense_weight().T)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_programs_take_other_batches():
-    layer = comera.BTTLinear(100, 37).eval()
-    x, other = torch.randn(6, 100), torch.randn(3, 100)
-    shapes = ({0: torch.export.Dim.DYNAMIC},)
-    for strict in (False, True):
-        program = torch.export.export(layer, (x,), dynamic_shapes=shapes, strict=strict)
-        torch.testing.assert_close(program.module()(other), layer(other))
-    traced = torch.jit.trace(layer, (x,))
-    torch.testing.assert_close(traced(other), layer(other))
-
-
 def test_only_the_gradients_that_are_wanted():
     layer = comera.BTTLinear(12, 6)
     layer.cores[0].requires_grad_(False)
@@ -118,41 +72,6 @@ def test_only_the_gradients_that_are_wanted():
     dense = nn.functional.linear(x, layer.weight, layer.bias)
     (want,) = torch.autograd.grad(dense.square().sum(), layer.cores[1])
     torch.testing.assert_close(layer.cores[1].grad, want)
-
-
-def test_a_compiled_layer():
-    layer = comera.BTTLinear(12, 6)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(5, 12, requires_grad=True)
-    got, want = compiled(x), layer(x)
-    torch.testing.assert_close(got, want)
-    wanted = [x, *layer.parameters()]
-    torch.testing.assert_close(
-        torch.autograd.grad(got.sum(), wanted), torch.autograd.grad(want.sum(), wanted)
-    )
-
-
-def test_autocast(device):
-    layer = comera.BTTLinear(64, 96, rank=2, device=device)
-    x = torch.randn(32, 64, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        y = layer(x)
-    assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y.float(), layer(x), rtol=0.05, atol=0.03)
-
-
-def test_narrow_parameters_keep_wide_gates():
-    layer = comera.BTTLinear(8, 8).bfloat16()
-    assert (layer.cores[0].dtype, layer.gates[0].dtype) == (torch.bfloat16, torch.float32)
-    assert layer(torch.randn(3, 8).bfloat16()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("init", ["orthogonal", "normal"])
-@pytest.mark.parametrize(("wide", "high"), [(64, 256), (256, 64), (60, 90)])
-def test_fresh_weights_spread_as_those_of_torch(init, wide, high):
-    layer = comera.BTTLinear(wide, high, rank=2)
-    layer.reset_parameters(init=init)
-    assert float(layer.weight.detach().std()) == pytest.approx(1 / math.sqrt(3 * wide), rel=0.05)
 
 
 def test_orthogonal_blocks_give_a_weight_of_full_rank_and_equal_singular_values():
@@ -169,9 +88,6 @@ def test_a_weight_of_zeros_can_still_learn():
     assert not layer.weight.any()
     layer(torch.randn(4, 16)).square().sum().backward()
     assert layer.cores[1].grad.any()
-
-
-# ── approximation ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_weight_is_approximated_as_well_as_blocks_of_that_rank_can():
@@ -220,27 +136,6 @@ def test_blocks_of_zeros_can_learn():
     assert layer.cores[1].grad.any()
 
 
-@pytest.mark.parametrize("tolerance", [-1, 1, 5, math.nan, True, "x"])
-def test_a_tolerance_that_is_none_is_named(tolerance):
-    dense = nn.Linear(16, 16)
-    with pytest.raises(ValueError, match=r"must be in \[0, 1\)"):
-        comera.BTTLinear.from_linear(dense, tolerance=tolerance)
-    with pytest.raises(ValueError, match=r"must be in \[0, 1\)"):
-        comera.BTTLinear(16, 16).set_weight_(dense.weight.detach(), tolerance=tolerance)
-
-
-def test_what_cannot_be_approximated():
-    with pytest.raises(TypeError, match="bias is needed"):
-        comera.BTTLinear.from_linear(nn.Embedding(3, 4))
-    dense = nn.Linear(4, 4)
-    dense.weight.data[0, 0] = math.nan
-    with pytest.raises(ValueError, match="not finite"):
-        comera.BTTLinear.from_linear(dense)
-
-
-# ── ranks ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_truncation_leaves_the_function(layer):
     x = torch.randn(5, layer.in_features, dtype=torch.float64, device=layer.cores[0].device)
     before, live = layer(x), layer.live_ranks
@@ -281,19 +176,6 @@ def test_a_rank_is_cut_to_what_a_block_can_have():
         comera.canonicalize_(layer, optimizer)
 
 
-def test_a_layer_may_vanish():
-    layer = comera.BTTLinear(6, 4)
-    with torch.no_grad():
-        layer.gates[0].zero_()
-    comera.truncate_(layer, min_rank=0)
-    assert layer.ranks == (0,)
-    x = torch.randn(3, 6, requires_grad=True)
-    y = layer(x)
-    torch.testing.assert_close(y, layer.bias.expand(3, 4))
-    y.sum().backward()
-    assert not x.grad.any()
-
-
 def test_the_rank_that_carries_least_goes_first():
     layer = comera.BTTLinear(12, 12, rank=3)
     with torch.no_grad():
@@ -324,9 +206,6 @@ def test_ranks_are_learned_to_a_target():
     step(torch.randn(8, 64))  # the optimizer's state has been cut with the ranks
 
 
-# ── models ───────────────────────────────────────────────────────────────────────────────────────
-
-
 def model_of_two():
     return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 64), nn.Linear(64, 16))
 
@@ -351,13 +230,6 @@ def test_a_saved_model_comes_back(tmp_path):
     again = comera.load_model(tmp_path, model_of_two())
     x = torch.arange(6)
     assert torch.equal(again(x), model(x))
-
-
-def test_a_truncated_state_loads():
-    small, large = comera.BTTLinear(16, 16, rank=2), comera.BTTLinear(16, 16, rank=4)
-    large.load_state_dict(small.state_dict())
-    assert large.ranks == (2,)
-    assert torch.equal(large.weight, small.weight)
 
 
 @pytest.mark.parametrize(
@@ -403,15 +275,6 @@ def test_what_has_no_blocks_stays_dense_and_is_named(caplog):
     assert "leaves 2 dense: as a block tensor train it would hold" in caplog.text
 
 
-def test_as_many_numbers_as_dense_stay_dense(caplog):
-    model = comera.tensorize_(
-        nn.Sequential(nn.Linear(16, 16)),
-        comera.TTConfig(linear_format="btt", rank=4, init="orthogonal"),
-    )
-    assert type(model[0]) is nn.Linear
-    assert "leaves 0 dense: as a block tensor train it would" in caplog.text
-
-
 def test_freezing_leaves_it_and_an_exported_program_knows_torch_alone(caplog):
     model = comera.tensorize_(model_of_two()[1:], CONFIG).eval()
     x = torch.randn(5, 16)
@@ -444,20 +307,6 @@ def test_other_optimizers_step_it(optimizer):
     stepper.step()
     assert layer.weight.isfinite().all()
     assert not torch.equal(layer.weight, before)
-
-
-def test_a_program_in_another_process_runs_without_comera(tmp_path):
-    layer = comera.BTTLinear(12, 6).eval()
-    x = torch.randn(5, 12)
-    torch.export.save(torch.export.export(layer, (x,)), tmp_path / "layer.pt2")
-    torch.save((x, layer(x).detach()), tmp_path / "pair.pt")
-    code = (
-        "import sys, torch; sys.modules['comera'] = None\n"
-        "x, y = torch.load(sys.argv[2])\n"
-        "torch.testing.assert_close(torch.export.load(sys.argv[1]).module()(x), y)"
-    )
-    paths = [str(tmp_path / name) for name in ("layer.pt2", "pair.pt")]
-    subprocess.run([sys.executable, "-c", code, *paths], check=True)
 
 
 @pytest.mark.parametrize(

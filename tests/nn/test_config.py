@@ -5,24 +5,23 @@ import pytest
 
 from comera.nn.targets import TTConfig
 
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"rank": -1}, "rank=-1"),
-        ({"rank": [4, 0, 4]}, "rank=[4, 0, 4]"),
-        ({"embedding_rank": 0}, "embedding_rank=0"),
-        ({"rank_pattern": {"head": 0}}, "rank_pattern['head']=0"),
-    ],
-)
-def test_a_rank_below_one_is_refused_where_it_is_written(settings, named):
-    with pytest.raises(ValueError, match=re.escape(f"{named} must be at least 1")):
-        TTConfig(**settings)
+NO_RANKS = ["8", 2.5, True, [4, "x"]]
+PATTERNS = ["rank_pattern", "shape_pattern", "hot_pattern"]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"rank": -1}, "rank=-1 must be at least 1"),
+        ({"rank": [4, 0, 4]}, "rank=[4, 0, 4] must be at least 1"),
+        ({"embedding_rank": 0}, "embedding_rank=0 must be at least 1"),
+        ({"rank_pattern": {"head": 0}}, "rank_pattern['head']=0 must be at least 1"),
+        *(({"rank": rank}, f"rank={rank!r} must be an int or a list of ints") for rank in NO_RANKS),
+        *(({name: None}, f"{name}=None must be a dict of patterns; {{}} for") for name in PATTERNS),
+        ({"init": "random"}, "init='random' must be one of 'orthogonal', 'normal', 'svd'"),
+        ({"tied": "yes"}, "tied='yes' must be one of 'skip', 'share', 'untie'"),
+        ({"scatter_rows": True, "init": "svd"}, "scatter_rows=True"),
+        ({"rank": 3, "compression": 4}, "rank=3 and compression=4 say the same thing twice"),
         ({"compression": 0}, "compression=0 must be above 1"),
         ({"compression": 0.5}, "compression=0.5 must be above 1"),
         ({"compression": float("nan")}, "compression=nan must be above 1"),
@@ -33,12 +32,18 @@ def test_a_rank_below_one_is_refused_where_it_is_written(settings, named):
         ({"hot_rows": -1}, "hot_rows=-1 must be at least 0"),
         ({"min_size": -5}, "min_size=-5 must be at least 0"),
         ({"prune_below": 1.0}, "prune_below=1.0 must be in [0, 1)"),
+        ({"tokens": 0}, "tokens=0 must be at least 1"),
         ({"tokens": "4"}, "tokens='4' must be a whole number"),
     ],
 )
-def test_a_number_that_no_layer_can_have_is_refused_where_it_is_written(settings, message):
+def test_a_value_that_no_layer_can_have_is_refused_where_it_is_written(settings, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         TTConfig(**settings)
+
+
+def test_a_tolerance_needs_weights_to_approximate():
+    with pytest.raises(ValueError, match=r"=0\.1 .* needs init=\"svd\", not init='orthogonal'"):
+        TTConfig(tolerance=0.1)
 
 
 def test_a_misspelt_setting_is_told_which_was_meant():

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 
 import comera
 
@@ -128,32 +127,6 @@ def test_forward_passes_that_are_lost_are_named(convert, layer, caplog):
     plain = nn.Linear if convert is comera.tensorize_ else comera.TTLinear
     convert(nn.Sequential(plain(64, 64)), *settings)
     assert "of its own" not in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
-@pytest.mark.parametrize(
-    "make",
-    [
-        nn.utils.weight_norm,
-        nn.utils.spectral_norm,
-        lambda m: prune.l1_unstructured(m, "weight", 0.5),
-        lambda m: prune.l1_unstructured(m, "bias", 0.5),
-    ],
-    ids=["weight_norm", "spectral_norm", "prune", "prune bias"],
-)
-def test_weights_that_are_made_from_others_are_left_and_named(make, caplog):
-    model = nn.Sequential(nn.Linear(64, 64), make(nn.Linear(64, 64)))
-    comera.tensorize_(model, comera.TTConfig(rank=4))
-    assert [type(layer) for layer in model] == [comera.TTLinear, nn.Linear]
-    assert "tensorize_ leaves 1 dense: the weight or the bias is made from others" in caplog.text
-
-
-def test_layers_without_a_shape_yet_are_left_and_named(caplog):
-    model = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
-    comera.tensorize_(model, comera.TTConfig(rank=(4, 4, 4, 4, 4)))
-    assert type(model[1]) is nn.LazyLinear
-    assert "tensorize_ leaves 1 dense: a subclass" in caplog.text
-    assert model[0].ranks == (4, 4, 4, 4, 4)
 
 
 class Named(NamedTuple):

@@ -176,10 +176,10 @@ def by_layers(model):
 
 
 def kept_widths(model, x):
-    kept = []
+    kept, rows = [], x.shape[0] * x.shape[1]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         model(x)
-    return {t.shape[-1] for t in kept if t.numel() == 60 * t.shape[-1]}
+    return {t.shape[-1] for t in kept if t.numel() == rows * t.shape[-1]}
 
 
 def goes_by_layers(model):
@@ -296,6 +296,10 @@ def patch(model):
     model.act.forward = torch.tanh
 
 
+def doubled(function):
+    return lambda *args, **kwargs: 2 * function(*args, **kwargs)
+
+
 def replace_layer(model):
     model.c_proj = nn.Linear(HIDDEN, WIDTH, dtype=torch.float64)
 
@@ -360,7 +364,7 @@ def test_a_layer_whose_forward_was_wrapped():
     """As accelerate hooks modules."""
     model, x = converted(MAKERS["mlp"]).eval(), batch()
     forward = model.c_fc.forward
-    model.c_fc.forward = lambda x: 2 * forward(x)
+    model.c_fc.forward = doubled(forward)
     torch.testing.assert_close(model(x), model.c_proj(model.act(2 * forward(x))))
 
 
@@ -370,10 +374,6 @@ def test_a_class_that_is_patched_computes_what_it_says_then(monkeypatch):
     torch.testing.assert_close(model(x), model.out(model.inner(x)).cos())
     monkeypatch.setattr(Inner, "forward", lambda self, x: self.act(self.dense(x)).sin())
     torch.testing.assert_close(model(x), model.out(model.inner(x)).cos())
-
-
-def doubled(function):
-    return lambda *args, **kwargs: 2 * function(*args, **kwargs)
 
 
 PATCHES = [
@@ -409,21 +409,7 @@ def test_an_attribute_hides_a_module_of_its_name():
 
 
 def test_few_rows_go_by_layers():
-    model, x = converted(MAKERS["mlp"]).eval(), batch()[:, :7]
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        model(x)
-    assert any(shape[-1] == HIDDEN and shape.numel() == 14 * HIDDEN for shape in kept)
-
-
-def test_forward_mode():
-    model, x = converted(MAKERS["mlp"]).eval(), batch().detach()
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        got, want = (
-            torch.autograd.forward_ad.unpack_dual(m(dual)) for m in (model, by_layers(model))
-        )
-        torch.testing.assert_close(got.tangent, want.tangent)
+    assert HIDDEN in kept_widths(converted(MAKERS["mlp"]).eval(), batch()[:, :7])
 
 
 def test_a_hook_of_all_modules_is_called():
@@ -436,10 +422,16 @@ def test_a_hook_of_all_modules_is_called():
     assert nn.GELU in called
 
 
-def test_transforms():
-    model, x = converted(MAKERS["mlp"]).eval(), batch().detach()[0]
-    jacobian = torch.func.jacfwd(model)(x)
-    torch.testing.assert_close(jacobian, torch.func.jacfwd(by_layers(model))(x))
+def test_forward_mode_and_transforms():
+    model, x = converted(MAKERS["mlp"]).eval(), batch().detach()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        got, want = (
+            torch.autograd.forward_ad.unpack_dual(m(dual)) for m in (model, by_layers(model))
+        )
+        torch.testing.assert_close(got.tangent, want.tangent)
+    jacobian = torch.func.jacfwd(model)(x[0])
+    torch.testing.assert_close(jacobian, torch.func.jacfwd(by_layers(model))(x[0]))
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gated"])

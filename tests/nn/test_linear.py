@@ -8,25 +8,38 @@ from tensorly.decomposition import tensor_train
 from torch import nn
 
 import comera
+from comera.nn.block_linear import BTTLinear
 from comera.nn.fused import feed_forward, linears
 from comera.nn.linear import TTLinear
-from comera.shapes import TTShape
+from comera.shapes import BTTShape, TTShape
 
 SHAPES = [
-    TTShape((4,), (3,), (2,)),
-    TTShape((2, 3), (3, 2), (1, 1, 1)),  # pruned to the bone
-    TTShape((2, 3), (3, 2), (2, 3, 2)),
-    TTShape((2, 3, 4), (4, 3, 2), (2, 5, 6, 5, 2)),
-    TTShape((2, 2, 2, 3), (3, 2, 2, 2), (2, 3, 4, 5, 4, 3, 2)),
-    TTShape((2, 3, 4), (5, 2), (2, 3, 3, 2)),
+    (4, 3, TTShape((4,), (3,), (2,))),
+    (6, 6, TTShape((2, 3), (3, 2), (1, 1, 1))),  # pruned to the bone
+    (6, 6, TTShape((2, 3), (3, 2), (2, 3, 2))),
+    (24, 24, TTShape((2, 3, 4), (4, 3, 2), (2, 5, 6, 5, 2))),
+    (24, 24, TTShape((2, 2, 2, 3), (3, 2, 2, 2), (2, 3, 4, 5, 4, 3, 2))),
+    (24, 10, TTShape((2, 3, 4), (5, 2), (2, 3, 3, 2))),
 ]
+BLOCKS = [
+    (6, 12, BTTShape((2, 3), (3, 4), (1,))),
+    (6, 12, BTTShape((2, 3), (3, 4), (3,))),
+    (12, 6, BTTShape((3, 4), (2, 3), (2,))),
+    (11, 7, BTTShape((3, 4), (2, 4), (2,))),  # padded on both sides
+    (7, 6, BTTShape((1, 7), (1, 6), (4,))),  # one block: plain low rank
+]
+FORMATS = pytest.mark.parametrize("kind", [TTLinear, BTTLinear])
 
 
-@pytest.fixture(params=SHAPES, ids=lambda s: f"{s.in_modes}->{s.out_modes}")
+def shape_name(case):
+    return f"{case[0]}->{case[1]} {case[2].ranks}"
+
+
+@pytest.fixture(params=[*SHAPES, *BLOCKS], ids=shape_name)
 def layer(request, device):
-    shape = request.param
-    width = shape.in_width, shape.out_width
-    layer = TTLinear(*width, shape=shape, device=device, dtype=torch.float64)
+    *widths, shape = request.param
+    kind = BTTLinear if isinstance(shape, BTTShape) else TTLinear
+    layer = kind(*widths, shape=shape, device=device, dtype=torch.float64)
     with torch.no_grad():
         for gate in layer.gates:
             gate.uniform_(0.5, 1.5)[1:2] = 0.001  # pruned, wherever there is a second rank
@@ -42,11 +55,13 @@ def test_equals_its_dense_twin(layer, device):
     want = nn.functional.linear(x, layer.weight, layer.bias)
     torch.testing.assert_close(layer(x), want)
     torch.testing.assert_close(layer.to_dense()(x), want)
+    torch.testing.assert_close(layer(x[:0]), want[:0])
+    torch.testing.assert_close(layer(x[0, 0]), want[0, 0])
 
 
 def test_gradients_equal_those_through_the_dense_weight(layer, device):
-    x = torch.randn(5, layer.in_features, device=device, dtype=torch.float64)
-    params = list(layer.parameters())
+    x = torch.randn(5, layer.in_features, device=device, dtype=torch.float64, requires_grad=True)
+    params = [x, *layer.parameters()]
     got = torch.autograd.grad(layer(x).square().sum(), params)
     dense = nn.functional.linear(x, layer.weight, layer.bias)
     want = torch.autograd.grad(dense.square().sum(), params)
@@ -54,18 +69,30 @@ def test_gradients_equal_those_through_the_dense_weight(layer, device):
 
 
 @pytest.mark.usefixtures("tensorly_on_numpy")
+@pytest.mark.parametrize("layer", SHAPES, ids=shape_name, indirect=True)
 def test_weight_equals_that_of_tensorly(layer):
     arrays = [core.detach().cpu().numpy() for core in layer.gated_cores()]
     want = tensorly.tt_to_tensor(arrays).reshape(layer.in_features, layer.out_features).T
     torch.testing.assert_close(layer.weight.detach().cpu(), torch.from_numpy(want.copy()))
 
 
-@pytest.mark.parametrize("shape", [(768, 3072), (256, 10)], ids=str)
-def test_dense_weight_starts_with_the_spread_of_torchs(shape):
-    layer = TTLinear(*shape, rank=16)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "rank", "init"),
+    [
+        (TTLinear, (768, 3072), 16, "orthogonal"),
+        (TTLinear, (256, 10), 16, "orthogonal"),
+        *((BTTLinear, (64, 256), 2, init) for init in ("orthogonal", "normal")),
+        *((BTTLinear, (256, 64), 2, init) for init in ("orthogonal", "normal")),
+        *((BTTLinear, (60, 90), 2, init) for init in ("orthogonal", "normal")),
+    ],
+)
+def test_dense_weight_starts_with_the_spread_of_torchs(kind, sizes, rank, init):
+    layer = kind(*sizes, rank=rank)
+    layer.reset_parameters(init=init)
     got = float(layer.weight.detach().square().mean().sqrt())
-    assert got == pytest.approx(float(nn.Linear(*shape).weight.detach().std()), rel=0.04)
-    assert layer.bias.abs().max() <= 1 / math.sqrt(shape[0])
+    rel = 0.04 if kind is TTLinear else 0.05
+    assert got == pytest.approx(float(nn.Linear(*sizes).weight.detach().std()), rel=rel)
+    assert layer.bias.abs().max() <= 1 / math.sqrt(sizes[0])
 
 
 def test_reset_parameters_takes_another_spread():
@@ -111,16 +138,17 @@ def test_compression_is_met(compression):
 
 
 def test_decomposing_a_tensor_train_gives_it_back(layer):
-    twin = TTLinear.from_linear(layer.to_dense(), tolerance=1e-9, shape=layer.shape)
+    twin = type(layer).from_linear(layer.to_dense(), tolerance=1e-9, shape=layer.shape)
     torch.testing.assert_close(twin.weight, layer.weight)
     assert all(a <= b for a, b in zip(twin.ranks, layer.live_ranks, strict=True))
     assert torch.equal(twin.bias, layer.bias)
 
 
-def test_conversion_keeps_mode_device_and_type():
+@FORMATS
+def test_conversion_keeps_mode_device_and_type(kind):
     for dtype in (torch.float64, torch.bfloat16):
         linear = low_rank(48, 60, dtype=dtype).eval()
-        layer = TTLinear.from_linear(linear, rank=8)
+        layer = kind.from_linear(linear, rank=8)
         back = layer.to_dense()
         assert not layer.training
         assert not back.training
@@ -129,7 +157,7 @@ def test_conversion_keeps_mode_device_and_type():
         assert type(back) is nn.Linear
         assert back.weight.requires_grad
         assert all(param.requires_grad for param in layer.parameters())
-    assert TTLinear.from_linear(nn.Linear(12, 12, bias=False), rank=2).bias is None
+    assert kind.from_linear(nn.Linear(12, 12, bias=False), rank=2).bias is None
 
 
 def test_a_narrow_weight_is_decomposed_in_float32():
@@ -183,11 +211,45 @@ def test_wrong_settings_are_repeated(settings, message):
             make(**settings)
 
 
-def test_two_ways_to_bound_a_decomposition_are_one_too_many():
+@FORMATS
+@pytest.mark.parametrize("tolerance", [-1, 1, 1.5, 5, math.nan, True, "x"])
+def test_a_tolerance_that_is_none_is_named(kind, tolerance):
+    dense = nn.Linear(16, 16)
     with pytest.raises(ValueError, match=r"rank=4 and tolerance=0\.1"):
-        TTLinear.from_linear(nn.Linear(8, 8), rank=4, tolerance=0.1)
-    with pytest.raises(ValueError, match=r"tolerance=1\.5 must be in \[0, 1\)"):
-        TTLinear.from_linear(nn.Linear(8, 8), tolerance=1.5)
+        kind.from_linear(dense, rank=4, tolerance=0.1)
+    with pytest.raises(ValueError, match=r"tolerance=.* must be in \[0, 1\)"):
+        kind.from_linear(dense, tolerance=tolerance)
+    with pytest.raises(ValueError, match=r"tolerance=.* must be in \[0, 1\)"):
+        kind(16, 16).set_weight_(dense.weight.detach(), tolerance=tolerance)
+
+
+@FORMATS
+def test_what_cannot_be_approximated(kind):
+    with pytest.raises(TypeError, match="bias is needed"):
+        kind.from_linear(nn.Embedding(3, 4))
+    dense = nn.Linear(4, 4)
+    dense.weight.data[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"not finite|NaN or infinite"):
+        kind.from_linear(dense)
+
+
+@FORMATS
+def test_no_bias_and_a_wrong_width(kind):
+    layer = kind(6, 4, bias=False)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(layer(x), x @ layer.weight.T)
+    with pytest.raises(ValueError, match=r"width 5.* 6"):
+        layer(torch.randn(3, 5))
+
+
+@FORMATS
+def test_autocast(kind, device):
+    layer = kind(64, 96, rank=2, device=device)
+    x = torch.randn(32, 64, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(x), rtol=0.05, atol=0.03)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -205,9 +267,10 @@ def test_inside_torchs_encoder_layer(norm_first):
         torch.testing.assert_close(thin(x), trained)
 
 
+@FORMATS
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-def test_compiles_whole_and_for_any_batch(grad):
-    layer = TTLinear(23, 18, rank=4, shape=((4, 6), (3, 6)))
+def test_compiles_whole_and_for_any_batch(kind, grad):
+    layer = kind(23, 18, rank=2, shape=((4, 6), (3, 6)))
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for batch in (3, 5):
         x = torch.randn(batch, 2, 23)
@@ -219,20 +282,26 @@ def test_compiles_whole_and_for_any_batch(grad):
             torch.testing.assert_close(got, want)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace`:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_is_traced_for_any_batch_whatever_its_ranks():
-    layer, x = comera.TTLinear(16, 16, rank=16), torch.randn(300, 16)
-    traced = torch.jit.trace(layer, (x[:6],), check_trace=False)
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [
+        (lambda: TTLinear(24, 18, rank=4), 11),
+        (lambda: TTLinear(64, 64, rank=32), 100_000),  # for which W would be formed here
+        (lambda: BTTLinear(100, 37), 3),
+    ],
+    ids=["tt", "dense", "btt"],
+)
+def test_programs_take_any_batch(make, rows):
+    layer = make().eval()
+    first, x = torch.randn(6, layer.in_features), torch.randn(rows, layer.in_features)
+    assert rows < 100_000 or not layer.is_factorized(x)
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    for strict in (False, True) if rows < 100_000 else (False,):
+        program = torch.export.export(layer, (first,), dynamic_shapes=shapes, strict=strict)
+        torch.testing.assert_close(program.module()(x), layer(x))
+    traced = torch.jit.trace(layer, (first,), check_trace=False)
     torch.testing.assert_close(traced(x), layer(x))
-
-
-def test_exports_for_any_batch():
-    layer = TTLinear(24, 18, rank=4).eval()
-    batch = torch.export.Dim("batch", min=1)
-    exported = torch.export.export(layer, (torch.randn(3, 24),), dynamic_shapes=({0: batch},))
-    x = torch.randn(11, 24)
-    torch.testing.assert_close(exported.module()(x), layer(x))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
@@ -261,16 +330,6 @@ def test_the_planner_decides_by_rank_and_batch():
     assert low.is_factorized(many)
     assert not high.is_factorized(many)
     assert high.is_factorized(many[:1])
-
-
-def test_an_exported_layer_takes_any_batch():
-    """Also one for which the dense weight would be formed here."""
-    layer = comera.TTLinear(64, 64, rank=32)
-    rows = torch.export.Dim("rows")
-    made = torch.export.export(layer, (torch.randn(8, 64),), dynamic_shapes=({0: rows},))
-    x = torch.randn(100_000, 64)
-    assert not layer.is_factorized(x)
-    torch.testing.assert_close(made.module()(x), layer(x))
 
 
 def test_what_it_returns_lies_as_from_nn_linear():
@@ -304,8 +363,13 @@ def test_a_threshold_that_would_close_every_gate_is_refused(prune_below):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_a_vanished_layer_is_its_bias(bias):
-    layer = TTLinear(6, 6, bias, shape=TTShape((2, 3), (3, 2), (0, 0, 0)))
+@FORMATS
+def test_a_vanished_layer_is_its_bias(kind, bias):
+    layer = kind(6, 6, bias, shape=((2, 3), (3, 2)))
+    with torch.no_grad():
+        layer.gates[0].zero_()
+    comera.truncate_(layer, min_rank=0)
+    assert not any(layer.ranks)
     x = torch.randn(4, 6, requires_grad=True)
     y = layer(x)
     assert torch.equal(y, layer.bias.expand(4, 6) if bias else torch.zeros(4, 6))

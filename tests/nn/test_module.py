@@ -8,19 +8,26 @@ import pytest
 import torch
 from torch import nn
 
+from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
-from comera.nn.linear import TTLinear
+from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import tensor_trains
 
 MODULES = {
     "linear": lambda rank=4, **kw: TTLinear(24, 18, rank=rank, **kw),
     "no bias": lambda rank=4, **kw: TTLinear(23, 18, False, rank=rank, shape=((4, 6), (18,)), **kw),
+    "blocks": lambda rank=4, **kw: BTTLinear(24, 18, rank=rank, shape=((4, 6), (3, 6)), **kw),
     "embedding": lambda rank=4, **kw: TTEmbedding(50, 12, 3, rank=rank, order=3, **kw),
     "hot rows": lambda rank=4, **kw: TTEmbedding(50, 12, rank=rank, hot_rows=5, order=3, **kw),
     "hot rank": lambda rank=4, **kw: TTEmbedding(50, 12, rank=rank, hot_rows=9, hot_rank=2, **kw),
     "bag": lambda rank=4, **kw: TTEmbeddingBag(50, 12, rank=rank, order=3, **kw),
 }
-TWINS = [(TTLinear, nn.Linear), (TTEmbedding, nn.Embedding), (TTEmbeddingBag, nn.EmbeddingBag)]
+TWINS = [
+    (TTLinear, nn.Linear),
+    (BTTLinear, nn.Linear),
+    (TTEmbedding, nn.Embedding),
+    (TTEmbeddingBag, nn.EmbeddingBag),
+]
 NARROW = [torch.bfloat16, torch.float16]
 
 
@@ -30,7 +37,7 @@ def make(request):
 
 
 def example(module):
-    if isinstance(module, TTLinear):
+    if isinstance(module, CompressedLinear):
         return torch.randn(3, module.in_features, dtype=module.cores[0].dtype)
     return torch.randint(50, (3, 4))
 
@@ -73,6 +80,7 @@ def test_signature_starts_with_torchs(ours, torchs, method):
     ("ours", "torchs", "args"),
     [
         (TTLinear, nn.Linear, (24, 18)),
+        (BTTLinear, nn.Linear, (24, 18)),
         (TTEmbedding, nn.Embedding, (50, 12, -1)),
         (TTEmbeddingBag, nn.EmbeddingBag, (50, 12)),
     ],

@@ -39,9 +39,3 @@ def test_layers_that_are_tensor_trains_already_are_named():
 def test_things_of_another_type_are_shown(call):
     with pytest.raises(TypeError, match=r"rank.*: 4|Conv2d\(3, 4|Embedding\(30, 4|Linear\(in_feat"):
         call()
-
-
-@pytest.mark.parametrize("rank", ["8", 2.5, True, [4, "x"]])
-def test_a_rank_of_another_type_is_shown(rank):
-    with pytest.raises(ValueError, match=r"rank=.* must be an int or a list of ints"):
-        comera.TTConfig(rank=rank)
