@@ -63,7 +63,7 @@ gpu:
 # Each tensor has an allocation of its own, so that what is written beside it is seen.
 SANITIZER ?= compute-sanitizer
 SANITIZER_SECONDS ?= 300
-SANITIZED := contract:test_contract ttm:test_lookup ttm_warps:test_warp_lookup feed_forward:test_feed_forward feed_forward_gated:test_gated
+SANITIZED := contract:test_contract ttm:test_lookup feed_forward:test_feed_forward
 
 sanitize:
 	@if ! command -v $(SANITIZER) > /dev/null; then \

@@ -1,8 +1,6 @@
-"""``python -m benchmarks NAME``: from the command line to a benchmark and its exit status.
+"""``python -m benchmarks NAME``: a benchmark is a module with ``add_options`` and ``run``.
 
-A benchmark is a module with ``add_options(parser)`` and ``run(session, options)``; its docstring is
-the help. Beside them stand scripts with a command line of their own: ``card`` and
-``language_model``.
+Its docstring is the help. ``card`` and ``language_model`` have command lines of their own.
 """
 
 import argparse
@@ -14,6 +12,7 @@ from rich.console import Console
 
 from benchmarks.checks import DisagreementError
 from benchmarks.session import Session, add_common
+from comera._command import INTERRUPTED
 from comera.extras import MissingPackageError
 
 NAMES = (
@@ -21,9 +20,7 @@ NAMES = (
     "optimizers", "serve",
 )  # fmt: skip
 
-_INTERRUPTED = 130
-_FILE_WIDTH = 120
-"""Characters of a line where no terminal says how many."""
+_FILE_WIDTH = 120  # characters of a line without a terminal
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -65,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = 1
         except KeyboardInterrupt:
             session.print("interrupted")
-            status = _INTERRUPTED
+            status = INTERRUPTED
         finally:
             if options.json is not None:
                 session.write(options.json, options.benchmark, settings)

@@ -1,8 +1,7 @@
 """Test and time everything on one card: ``python -m benchmarks.card``, or ``make gpu``.
 
-Every stage is a process of its own with a share of the time: one that fails, hangs or is cut off
-takes nothing from the others, and what it had found by then is kept. All tables are put together in
-one page and one JSON file.
+Every stage is a process of its own with a share of the time; the results of one that fails, hangs
+or is cut off are kept as far as they are. All tables are written into one page and one JSON file.
 """
 
 import argparse
@@ -23,17 +22,13 @@ from typing import Any
 
 import torch
 
+from comera._command import INTERRUPTED
 from comera.files import replacing
 
-SECONDS = 600
-"""Seconds of all stages together at most, by default."""
-
+SECONDS = 600  # default time of all stages together
 _CHECKOUT = Path(__file__).parents[1]
-_INTERRUPTED = 130
 _TOOLS = 2
-_TAIL = 3
-"""Last lines of the output of a test that are put into the page."""
-
+_TAIL = 3  # last lines of a test's output that are put into the page
 _STEP = "step --peers=none --repeats=5"
 _WIDE = "--layers=2 --width=4096 --ffn=16384 --heads=64 --vocab=8192 --rank=64"
 _MIDDLE = "--layers=4 --width=2048 --ffn=8192 --heads=32 --vocab=8192 --rank=64"
@@ -47,9 +42,9 @@ class Stage:
 
     Attributes:
         name: One word.
-        share: Seconds out of ``SECONDS``; what stages before it leave is shared out again.
-        words: Benchmark and its options; none of what is no benchmark.
-        tiny: Options for a trial on any machine, which replace these.
+        share: Seconds out of ``SECONDS``; unused time is shared among later stages.
+        words: Benchmark and its options; empty if it is no benchmark.
+        tiny: Options for a trial on any machine, which override these.
     """
 
     name: str
@@ -73,19 +68,15 @@ STAGES = (
     Stage("tests", 85),
     Stage("sanitize", 40),
 )  # fmt: skip
-"""In this order: measurements go by the times that ``calibrate`` has found."""
+"""In this order: measurements use the times that ``calibrate`` has found."""
 
 
 @dataclass(frozen=True)
 class Ended:
     """The end of a stage.
 
-    Attributes:
-        name: Of the stage.
-        seconds: Its duration.
-        problem: Why it did not come to its end, or None.
-        found: Content of the JSON file of a benchmark, or None.
-        lines: What it printed: all lines of a benchmark, the last ones of a test.
+    ``problem`` is why it failed, ``found`` the content of the JSON file of a benchmark, ``lines``
+    its output: all of a benchmark, the last lines of a test.
     """
 
     name: str
@@ -95,7 +86,6 @@ class Ended:
     lines: list[str]
 
     def outcome(self) -> str:
-        """Return a line on how the stage went."""
         if self.found is not None:
             tables = f"{len(self.found['results'])} tables"
             return f"{self.problem}, {tables}" if self.problem else tables
@@ -104,7 +94,7 @@ class Ended:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all stages one after the other; returns the exit status."""
+    """Run all stages one after the other, and return the exit status."""
     options = _parser().parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         return _refuse("device='cuda' needs a GPU that torch can see; --device cpu runs here")
@@ -126,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  {ended[-1].outcome()}", flush=True)
     except KeyboardInterrupt:
         print("interrupted")
-        status = _INTERRUPTED
+        status = INTERRUPTED
     print(f"wrote {options.out}.md and {options.out}.json")
     return status or int(any(each.problem for each in ended))
 
@@ -156,11 +146,9 @@ def _run(stage: Stage, allowed: float, options: argparse.Namespace) -> Ended:
     began = time.monotonic()
     with log.open("w") as output:
         status = _wait_for(_command(stage, allowed, table, options), output, allowed)
-    problem = None
+    problem = f"ended with status {status}" if status else None
     if status is None:
         problem = f"did not end within {allowed:.0f} s"
-    elif status:
-        problem = f"ended with status {status}"
     found = json.loads(table.read_text()) if table.exists() else None
     lines = [line.rstrip() for line in log.read_text().splitlines() if line.strip()]
     whole = stage.words or stage.name == "calibrate"
@@ -169,7 +157,6 @@ def _run(stage: Stage, allowed: float, options: argparse.Namespace) -> Ended:
 
 
 def _command(stage: Stage, allowed: float, table: Path, options: argparse.Namespace) -> list[str]:
-    """Return the words of a stage's command."""
     python, device = sys.executable, options.device
     if stage.words:
         words = stage.words.split() + (stage.tiny.split() if options.tiny else [])
@@ -194,7 +181,7 @@ def _command(stage: Stage, allowed: float, table: Path, options: argparse.Namesp
 
 
 def _wait_for(command: Sequence[str], output: Any, allowed: float) -> int | None:
-    """Run a command to its end and return its status; None where it was ended for its time."""
+    """Run a command and return its status; None if it ran out of time and was ended."""
     process = subprocess.Popen(
         command, cwd=_CHECKOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, stdout=output,
         stderr=subprocess.STDOUT, start_new_session=True,
@@ -209,10 +196,8 @@ def _wait_for(command: Sequence[str], output: Any, allowed: float) -> int | None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it has started, which share a group.
-
-    Ctrl-C comes first: a benchmark then writes the tables it has, and pytest names the tests that
-    have failed, for which pytest-xdist waits ten seconds for its workers.
+    """End the group of a process, by Ctrl-C first: a benchmark then writes the tables it has, and
+    pytest names the tests that have failed, for which pytest-xdist needs ten seconds.
     """
     for number, seconds in ((signal.SIGINT, 15), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
         with contextlib.suppress(ProcessLookupError):
@@ -223,12 +208,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _write(out: Path, ended: Sequence[Ended]) -> None:
-    """Write all outcomes as one page and as one JSON file, beside the folder of the stages."""
-    contents = {
-        ".json": json.dumps([vars(each) for each in ended], indent=1),
-        ".md": "\n".join(_page(ended)),
-    }
-    for suffix, text in contents.items():
+    """Write all outcomes as one page and one JSON file."""
+    found = json.dumps([vars(each) for each in ended], indent=1)
+    for suffix, text in {".json": found, ".md": "\n".join(_page(ended))}.items():
         with replacing(out.with_name(out.name + suffix)) as temporary:
             temporary.write_text(text + "\n", encoding="utf-8")
 

@@ -14,8 +14,7 @@ from comera.checkpoint.codebook import learn
 from comera.checkpoint.contents import Policy, Quality, decode, encode, take_snapshot
 
 _CODES = 15
-_LARGEST = 50304 * 1024
-"""Entries of the largest tensor of Pythia-410M, the model of ExCP's release."""
+_LARGEST = 50304 * 1024  # entries of the largest tensor of Pythia-410M, the model of ExCP's release
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,17 +40,14 @@ def _whole(session: Session, entries: int, width: int, quality: Quality) -> None
     """Measure all the tensors of a model, there and back."""
     model, states = _state(session, entries, width)
     raw = 3 * sum(weight.nbytes for weight in model.values())
-    policy = Policy()
     base = {f"model.{name}": weight - torch.randn_like(weight) for name, weight in model.items()}
 
     def snapshot() -> Any:
-        return take_snapshot(model, states, None, policy)
+        return take_snapshot(model, states, None, Policy())
 
     lossless = take_snapshot(model, states, None, Policy(lossless=True))
     taken = snapshot()
-    cases = {
-        "change": (taken, base), "key frame": (taken, None), "lossless": (lossless, None),
-    }  # fmt: skip
+    cases = {"change": (taken, base), "key frame": (taken, None), "lossless": (lossless, None)}
     done = {name: encode(what, from_, quality)[0].done for name, (what, from_) in cases.items()}
     runs: dict[str, Callable[[], object]] = {"copied": snapshot}
     for name, (what, from_) in cases.items():
@@ -69,7 +65,7 @@ def _whole(session: Session, entries: int, width: int, quality: Quality) -> None
 
 
 def _clusters(session: Session, values: Tensor) -> None:
-    """Measure finding a codebook of a tensor and the codes of all its entries."""
+    """Time the codebook of a tensor and the codes of its entries."""
 
     def ours() -> tuple[Tensor, Tensor]:
         book = learn(values, _CODES)

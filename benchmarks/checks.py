@@ -1,8 +1,7 @@
 """Check, before any timing, that compressed layers compute what their dense weights do.
 
-Outputs and gradients are taken at the batch that will be timed, so on the same path, but only of
-some of its rows: the others get an upstream gradient of zero. The reference is computed in float64
-from the same cores.
+Outputs and gradients are those of the batch that will be timed, at some of its rows: the others get
+an upstream gradient of zero. The reference is computed in float64 from the same cores.
 """
 
 import contextlib
@@ -21,17 +20,10 @@ from comera.nn.embedding import TTEmbedding
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows
 
-_ALLOWED = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 2e-2,
-    torch.bfloat16: 1e-1,
-}
+_ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest relative error, by the dtype that is timed."""
 
-_VANISHING = 1e-9
-"""Size of a reference, in units of the median one, that is rounding and nothing else."""
-
+_VANISHING = 1e-9  # size of a reference that is rounding alone, over the median one
 _ROWS = 128
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -44,8 +36,8 @@ class DisagreementError(RuntimeError):
 def relative_errors(pairs: Pairs) -> dict[str, float]:
     """Return the norm of each difference over the norm of the reference.
 
-    It is infinite where the shapes differ or a number is not finite. Where the reference vanishes,
-    as the gradient of a key's bias does, the median size of all references stands in for its own.
+    It is infinite if shapes differ or a number is not finite. A reference that vanishes, as the
+    gradient of a key's bias does, is replaced by the median size of all references.
     """
     usual = median(_size(reference) for _, reference in pairs.values())
 
@@ -63,11 +55,7 @@ def relative_errors(pairs: Pairs) -> dict[str, float]:
 def agreement(
     what: str, pairs: Pairs, dtype: torch.dtype, against: str = "dense in float64"
 ) -> str:
-    """Return a line about tensors that agree with their references.
-
-    Raises:
-        DisagreementError: If one does not; the message lists those.
-    """
+    """Return a line about tensors that agree with their references, or raise the error."""
     errors, allowed = relative_errors(pairs), _ALLOWED[dtype]
     off = {name: error for name, error in errors.items() if not error <= allowed}
     if off:
@@ -83,32 +71,20 @@ def agreement(
 
 
 def check_model(
-    what: str,
-    model: nn.Module,
-    inputs: tuple[Tensor, ...],
-    most: int = _ROWS,
-    **settings: Any,
+    what: str, model: nn.Module, inputs: tuple[Tensor, ...], most: int = _ROWS, **settings: Any
 ) -> str:
-    """Compare a layer or a model with its dense one, at some rows of a batch.
+    """Compare a layer or a model with its dense one, at most ``most`` rows of a batch.
 
-    Args:
-        what: The model in words.
-        model: Left in training mode; dropout is off meanwhile.
-        inputs: Tensors with one row an example. The first may need a gradient, which is compared.
-        most: How many rows.
-        settings: Keywords of the model's ``forward``.
+    The gradient of the first input is compared if it needs one. ``settings`` are keywords of
+    ``forward``. The model is left in training mode.
 
     Raises:
         DisagreementError: If an output or a gradient is off.
     """
     model.eval()
     rows = _some(inputs[0].shape[0], most).to(inputs[0].device)
-    together = (
-        contextlib.nullcontext()
-        if isinstance(model, TensorTrainModule)
-        else BatchedContraction(model)
-    )
-    with together:
+    is_layer = isinstance(model, TensorTrainModule)
+    with contextlib.nullcontext() if is_layer else BatchedContraction(model):
         own, toward = _outputs(model, inputs, rows, None, settings)
     exact = copy.deepcopy(model).double()
     dense = densify_(copy.deepcopy(exact))
@@ -120,17 +96,12 @@ def check_model(
     for name, layer in tensor_trains(exact).items():
         prefix = f"{name}." if name else ""
         grad = reference.pop(_gradient_of(f"{prefix}weight"))
-        parts = {
-            part: param
-            for part, param in layer.named_parameters()
-            if part.startswith(("cores.", "gates."))
-        }
-        found = torch.autograd.grad(
-            layer.dense_weight(), list(parts.values()), grad, materialize_grads=True
-        )
-        reference |= {
-            _gradient_of(prefix + part): grad for part, grad in zip(parts, found, strict=True)
-        }
+        parts = dict(layer.named_parameters())
+        parts = {k: v for k, v in parts.items() if k.startswith(("cores.", "gates."))}
+        leaves, dense_weight = list(parts.values()), layer.dense_weight()
+        found = torch.autograd.grad(dense_weight, leaves, grad, materialize_grads=True)
+        names = (_gradient_of(prefix + part) for part in parts)
+        reference |= dict(zip(names, found, strict=True))
     if _INPUT in own:
         own[_INPUT] = own[_INPUT][rows]
     model.train()
@@ -139,11 +110,7 @@ def check_model(
 
 
 def check_table(layer: TTEmbedding, indices: Tensor) -> str:
-    """Compare a table with :class:`RowByRow`, at some of the indices.
-
-    Raises:
-        DisagreementError: If a row or a gradient is off.
-    """
+    """Compare a table with :class:`RowByRow`, at some of the indices, or raise the error."""
     rows = _some(indices.shape[0], _ROWS).to(indices.device)
     own, toward = _outputs(layer, (indices,), rows, None, {})
     exact = RowByRow(copy.deepcopy(layer).double())
@@ -171,17 +138,14 @@ def _outputs(
     """Return the output at some rows and all gradients by name, and the upstream gradient."""
     y = model(*inputs, **settings)[rows]
     toward = torch.randn_like(y) if toward is None else toward
-    leaves: dict[str, Tensor] = {
-        _gradient_of(name): param for name, param in model.named_parameters()
-    }
-    if inputs[0].requires_grad:
-        leaves = {_INPUT: inputs[0], **leaves}
+    leaves: dict[str, Tensor] = {_INPUT: inputs[0]} if inputs[0].requires_grad else {}
+    leaves |= {_gradient_of(name): param for name, param in model.named_parameters()}
     grads = torch.autograd.grad(y, list(leaves.values()), toward, materialize_grads=True)
     return {"the output": y.detach(), **dict(zip(leaves, grads, strict=True))}, toward
 
 
 class RowByRow(nn.Module):
-    """The plain way to read a tensor train: a slice of every core for every index."""
+    """Reference lookup in a tensor train, by a slice of every core for every index."""
 
     def __init__(self, layer: TTEmbedding) -> None:
         super().__init__()
@@ -207,10 +171,9 @@ class RowByRow(nn.Module):
 
 
 def _some(count: int, most: int) -> Tensor:
-    """Choose at most so many of ``count`` rows, evenly spaced, the first and the last included."""
+    """Choose at most ``most`` of ``count`` rows, evenly spaced, the first and the last included."""
     return torch.linspace(0, count - 1, min(count, most)).round().long().unique()
 
 
 def _size(tensor: Tensor) -> float:
-    """Return the root mean square."""
     return float(tensor.detach().double().square().mean().sqrt())

@@ -1,8 +1,7 @@
 """Time lookup, backward and optimizer step of an embedding table; or a curve of them.
 
 Beside dense tables, fused and sparse, stand comera, the same cores read row by row, and
-tensorly-torch. A curve is of comera alone, for indices that are drawn evenly: skewed ones repeat
-themselves more, the larger the batch.
+tensorly-torch. A curve is of comera alone, for indices that are drawn evenly.
 """
 
 import argparse
@@ -34,13 +33,10 @@ POINTS = {
     "indices": [256, 1024, 4096, 16384, 65536, 262144],
     "rows": [10_000, 100_000, 1_000_000, 10_000_000, 100_000_000, 1_000_000_000],
 }
-_CHECKED = 4096
-"""Indices on a curve whose rows and gradients are compared with the cores'."""
-
+_CHECKED = 4096  # indices of a curve whose rows and gradients are checked
 _LEARNING_RATE = 1e-4
 _COPIES = {"dense, fused AdamW": 4, "dense, AdamW": 4, "sparse, SparseAdam": 3}
-"""Weight, gradient unless it is sparse, and two moments, each as large as the table. AdamW that is
-not called fused is torch's default."""
+"""Weight, gradient unless it is sparse, and two moments, each as large as the table."""
 _TRAINED, _PLAIN = "comera, fused AdamW", "the same cores row by row, fused AdamW"
 
 
@@ -71,11 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(session: Session, options: argparse.Namespace) -> None:
-    """Time one table, or a curve.
-
-    Raises:
-        ValueError: If the options contradict each other.
-    """
+    """Time one table, or a curve; raises ``ValueError`` for options that contradict."""
     rank = rank_of(options.rank)
     sizes = options.rows, options.width, options.indices, rank
     if options.curve is not None:
@@ -142,7 +134,7 @@ def _one_table(
 
 
 def draw(rows: int, count: int, zipf: float) -> Tensor:
-    """Draw indices; under Zipf's law row ``i`` has a probability like ``(i + 1)^-zipf``."""
+    """Draw indices; the probability of row ``i`` is proportional to ``(i + 1)^-zipf``."""
     if not zipf:
         return torch.randint(0, rows, (count,))
     weights = torch.arange(1, rows + 1, dtype=torch.double) ** -zipf
@@ -153,7 +145,6 @@ def draw(rows: int, count: int, zipf: float) -> Tensor:
 def table_step(
     table: nn.Module, indices: Tensor, grad: Tensor, fused: bool
 ) -> Callable[[], object]:
-    """Return the training step that is timed."""
     optimizer: Optimizer
     if getattr(table, "sparse", False):
         optimizer = SparseAdam(table.parameters(), lr=_LEARNING_RATE)

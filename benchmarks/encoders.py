@@ -1,4 +1,4 @@
-"""The transformer whose training step is measured: by default that of CoMERA's section 5.1."""
+"""Transformer whose training step is measured, by default that of CoMERA's section 5.1."""
 
 import argparse
 from dataclasses import dataclass, field
@@ -20,12 +20,8 @@ from comera.rank.two_stage import TwoStage
 from comera.train.step import TrainStep
 
 LEARNING_RATE = 1e-4
-TARGET = 0.2
-"""Target of rank learning, as a share of the cores; any would take the same time."""
-
-_FIRST_WORD = 5
-"""Numbers below stand for padding and other marks."""
-
+TARGET = 0.2  # target of rank learning, as a share of the cores; all take the same time
+_FIRST_WORD = 5  # smaller tokens are padding and other marks
 _CLASSES, _DROPOUT, _SEGMENTS, _STD = 3, 0.1, 2, 0.02
 PAPER_TABLE = {(30522, 768): [[16, 20, 10, 10], [4, 4, 8, 6]]}
 
@@ -37,15 +33,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 class Encoders:
     """A classifier of sequences: embeddings, encoder blocks with post-norm, three classes.
 
-    Args:
-        layers: Blocks.
-        width: Width of the model.
-        ffn: Hidden width of the feed-forward part.
-        heads: Attention heads.
-        vocab: Tokens.
-        length: Tokens of every sequence.
-        embedding_rank: Bound on the bonds of the token table.
-        rank: Bound on the bonds of the linear layers, or all of them.
+    ``embedding_rank`` bounds the bonds of the token table, ``rank`` those of the linear layers.
     """
 
     layers: int = 6
@@ -61,7 +49,7 @@ class Encoders:
         return f"{self.layers} encoders of width {self.width}"
 
     def model(self, kind: Kind, device: torch.device) -> nn.Module:
-        """Make the model with fresh weights; a compressed one is never dense while it is built."""
+        """Make the model with new weights; a compressed one is never dense while it is built."""
         torch.manual_seed(0)
         with torch.device("meta"):
             encoder = Encoder(
@@ -72,11 +60,9 @@ class Encoders:
         if kind == "comera":
             table = PAPER_TABLE.get((self.vocab, self.width))
             config = TTConfig(
-                rank=self.rank,
-                embedding_rank=self.embedding_rank,
-                exclude_modules=["output"],
+                rank=self.rank, embedding_rank=self.embedding_rank, exclude_modules=["output"],
                 shape_pattern={r"encoder\.tokens": table} if table else {},
-            )
+            )  # fmt: skip
             tensorize_(model, config)
         model.to_empty(device=device)
         for module in model.modules():
@@ -97,17 +83,12 @@ class Encoders:
         return tokens.to(device), torch.zeros_like(tokens).to(device), labels.to(device)
 
     def check(self, session: Session, model: nn.Module, batch: Batch) -> None:
-        """Compare a compressed model with its dense one, on two sequences of a batch.
-
-        Raises:
-            DisagreementError: If an output or a gradient is off.
-        """
+        """Compare a compressed model with its dense one, on two sequences, or raise the error."""
         what = f"{self}, batch {len(batch[0])}"
         session.print(check_model(what, model, batch[:2], most=2, padded=False))
 
 
 def add_encoders(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes of the model."""
     blank = Encoders()
     add_sizes(
         parser,
@@ -125,11 +106,7 @@ def add_encoders(parser: argparse.ArgumentParser) -> None:
 
 
 def encoders_of(options: argparse.Namespace) -> Encoders:
-    """Return the model that the options describe.
-
-    Raises:
-        ValueError: If there are no words.
-    """
+    """Return the model of the options; raises ``ValueError`` for too small a vocabulary."""
     if options.vocab <= _FIRST_WORD:
         raise ValueError(
             f"vocab={options.vocab} must be above {_FIRST_WORD}, the first word's number"
@@ -151,7 +128,6 @@ def train_step(
     graph: bool | None = None,
     precision: Literal["fp32", "bf16"] = "fp32",
 ) -> TrainStep:
-    """Return a training step with fused AdamW."""
     optimizer = torch.optim.AdamW(param_groups(model, LEARNING_RATE), fused=True)
     return TrainStep(
         model, loss_fn, optimizer, ranks, compile=compile, graph=graph, precision=precision
@@ -159,5 +135,5 @@ def train_step(
 
 
 def learned_ranks(model: nn.Module, early: bool = True) -> TwoStage:
-    """Return the rank objective, for good in its early or in its late stage."""
+    """Return the rank objective in one of its stages, which never ends."""
     return TwoStage(model, TARGET, 10**6 if early else 0, 10**6)

@@ -1,8 +1,8 @@
 """Measure the perplexity of a language model made smaller: ``python -m benchmarks.language_model``.
 
 Beside :func:`comera.compress_`, with and without :func:`comera.heal_`, stand truncations of every
-weight to one share: of the weight alone (SVD and TT-SVD), and weighed by the layer's inputs as
-SVD-LLM does (arXiv 2403.07378). Each point is written as it is measured; the same command resumes.
+weight to one share: by SVD and TT-SVD of the weight, and by SVD weighed by the layer's inputs, as
+in SVD-LLM (arXiv 2403.07378). Each point is written as it is measured; the same command resumes.
 """
 
 import argparse
@@ -39,7 +39,7 @@ METHODS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure all points that are missing in the file of results, and show them."""
+    """Measure all missing points, and print all."""
     parser = argparse.ArgumentParser(description="Perplexity of a language model made smaller.")
     parser.add_argument("--model", required=True, help="Folder of a causal model (transformers).")
     parser.add_argument("--gguf", help="File in that folder to take the weights from.")
@@ -82,15 +82,9 @@ def _share(text: str) -> float:
 
 
 class Bench:
-    """A model, its data, and the points measured so far.
+    """A dense model, its data, and the points measured so far, in ``points.json`` of the folder.
 
-    Args:
-        model: The dense model; it is copied.
-        calibration: Batches to look at layers with.
-        healing: Batches to heal with, each once.
-        tested: Batches for the perplexity.
-        folder: For ``points.json`` and the moments.
-        bfloat16: Whether healing multiplies in it.
+    Each batch for healing is used once; ``bfloat16`` heals under autocast to it.
     """
 
     def __init__(
@@ -116,15 +110,13 @@ class Bench:
 
     @functools.cached_property
     def moments(self) -> dict[str, LayerMoments]:
-        """Moments of all layers, from the file where they are there already."""
-        keep = self.folder / "moments.safetensors"
-        return gather_moments(
-            self.model, self.layers, self.calibration, own_loss, keep, progress=True
-        )
+        """Moments of all layers, cached in a file."""
+        keep, data = self.folder / "moments.safetensors", self.calibration
+        return gather_moments(self.model, self.layers, data, own_loss, keep, progress=True)
 
     @functools.cached_property
     def found(self) -> Sensitivity:
-        """Result of :func:`comera.sensitivity` with these moments."""
+        """Sensitivity of all layers by these moments."""
         layers = tuple(
             LayerSensitivity(name, whitened_svd(layer.weight, self.moments[name]))
             for name, layer in self.layers.items()
@@ -134,7 +126,7 @@ class Bench:
     def measure(
         self, method: str, share: float, make: Callable[[], tuple[dict[str, Any], nn.Module]]
     ) -> None:
-        """Measure a point that is not there yet, and write it."""
+        """Measure a point and write it, unless it is there."""
         if any((point["method"], point["share"]) == (method, share) for point in self.points):
             return
         wall, processor = time.monotonic(), time.process_time()
@@ -153,7 +145,7 @@ class Bench:
         return {}, self._each(share, lambda _, layer: whitened_svd(layer.weight, None).factors)
 
     def whitened(self, share: float) -> tuple[dict[str, Any], nn.Module]:
-        """Truncate each weight by its effect on the inputs."""
+        """Truncate each weight by the singular values of its outputs."""
 
         def factors(name: str, layer: nn.Linear) -> Callable[[int], tuple[Tensor, Tensor]]:
             inputs = self.moments[name].inputs_II
@@ -173,7 +165,7 @@ class Bench:
         return {}, small
 
     def comera(self, share: float) -> tuple[dict[str, Any], nn.Module]:
-        """Spend one budget for all layers."""
+        """Compress all layers to one budget."""
         small = copy.deepcopy(self.model)
         linears = sum(layer.weight.numel() for layer in self.layers.values())
         whole = model_size(self.model).params
@@ -181,7 +173,7 @@ class Bench:
         return {"kept_dense": sum(layer.rank is None for layer in done.layers)}, small
 
     def healed(self, share: float) -> tuple[dict[str, Any], nn.Module]:
-        """Spend one budget, and train the result to answer as the dense model."""
+        """Compress all layers to one budget, and train the result to answer as the dense model."""
         about, small = self.comera(share)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
             done = heal_(small, self.model, self.healing, progress=True)
@@ -190,7 +182,7 @@ class Bench:
     def _each(
         self, share: float, factors: Callable[[str, nn.Linear], Callable[[int], Any]]
     ) -> nn.Module:
-        """Truncate every weight to the rank at which its factors have so much less."""
+        """Truncate every weight to the rank at which its factors are smaller by a share."""
         small = copy.deepcopy(self.model)
         with torch.no_grad():
             for name, layer in self.layers.items():

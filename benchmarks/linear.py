@@ -28,7 +28,7 @@ from benchmarks.session import (
     rank_of,
 )
 from benchmarks.timing import Timings
-from comera.calibrate.in_turn import in_turn
+from comera.calibrate.ways import in_turn
 from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
@@ -40,7 +40,7 @@ DEFAULT_POINTS = {
     "width": [256, 512, 1024, 2048, 4096, 8192],
 }
 _TOKENS, _WIDTH_TOKENS = 4096, 512
-"""Rows of the batch by default; wide layers take fewer."""
+"""Default rows of the batch."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -66,11 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(session: Session, options: argparse.Namespace) -> None:
-    """Time one layer, or draw a curve.
-
-    Raises:
-        ValueError: If the options contradict each other.
-    """
+    """Time one layer, or draw a curve; raises ``ValueError`` for options that contradict."""
     shape, rank, tokens = tuple(options.shape), rank_of(options.rank), options.tokens
     dtype = getattr(torch, options.dtype)
     axis = options.curve or ("tokens" if len(tokens) > 1 else None)
@@ -123,7 +119,6 @@ def one_layer(
 def make_layers(
     session: Session, shape: tuple[int, int], rank: int | Sequence[int], dtype: torch.dtype
 ) -> tuple[TTLinear, nn.Linear]:
-    """Make both layers with fresh weights."""
     torch.manual_seed(0)
     layer = TTLinear(*shape, rank=rank, dtype=dtype).to(session.device)
     return layer, nn.Linear(*shape, dtype=dtype).to(session.device)
@@ -134,31 +129,20 @@ def _check(layer: TTLinear, x: Tensor) -> str:
 
 
 def _blocks_beside(layer: TTLinear) -> BTTLinear:
-    """Make a block tensor train of the highest rank that holds no more than a layer does.
-
-    It may hold more at rank one, the lowest.
-    """
+    """Make a block tensor train of the highest rank that is no larger, or of rank 1."""
     core, size = layer.cores[0], (layer.in_features, layer.out_features)
-    one = BTTLinear(*size, rank=1, device=core.device, dtype=core.dtype)
-    rank = layer.num_stored // one.num_stored
-    return BTTLinear(*size, rank=rank, device=core.device, dtype=core.dtype) if rank > 1 else one
+    make = partial(BTTLinear, *size, device=core.device, dtype=core.dtype)
+    return make(rank=max(1, layer.num_stored // make(rank=1).num_stored))
 
 
 def make_input(session: Session, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Draw a random batch that needs a gradient."""
     return torch.randn(tokens, width).to(session.device, dtype).requires_grad_()
 
 
 def forward_backward(
     layer: Callable[[Tensor], Tensor], x: Tensor, *modules: nn.Module
 ) -> Callable[[], object]:
-    """Return what is timed: one pass there and back, gradients dropped before.
-
-    Args:
-        layer: Module, or function.
-        x: Input, whose gradient is included.
-        modules: Those of the parameters; by default the layer itself.
-    """
+    """Return one pass forward and backward, which clears the gradients of ``modules`` before."""
     with torch.no_grad():
         grad = torch.randn_like(layer(x))
     owners = modules or (layer,)
@@ -174,14 +158,7 @@ def forward_backward(
 
 @dataclass(frozen=True)
 class Point:
-    """One place on a curve.
-
-    Attributes:
-        at: Number on the axis.
-        timings: Timings of ``"dense"`` and ``"comera"``.
-        predicted: Dense over comera by the planner.
-        mode: ``"eager"``, or ``"captured"`` in a CUDA graph.
-    """
+    """One place on a curve; ``predicted`` is the planner's dense over comera."""
 
     at: int
     timings: Timings
@@ -190,7 +167,7 @@ class Point:
 
     @property
     def winner(self) -> str:
-        """Return the faster one, or ``"even"`` if the middle half of the rounds does not agree."""
+        """The faster one, or ``"even"`` if the middle half of the rounds disagrees."""
         low, high = self.timings.quartiles("comera")
         if low <= 1 <= high:
             return "even"
@@ -198,11 +175,11 @@ class Point:
 
     @property
     def named(self) -> str:
-        """Return the one that the planner saw ahead."""
+        """The one that the planner expects to be faster."""
         return "comera" if self.predicted > 1 else "dense"
 
     def row(self) -> tuple[Any, ...]:
-        """Return the values of ``_COLUMNS``."""
+        """Return the values of the columns of a curve."""
         low, high = self.timings.quartiles("comera")
         right = None if self.winner == "even" else "yes" if self.winner == self.named else "no"
         return (
@@ -227,10 +204,7 @@ def curve(
     tokens: int,
     dtype: torch.dtype,
 ) -> None:
-    """Measure every point; on Ctrl-C those that are there are shown.
-
-    On a GPU each is measured as the host starts it and in a CUDA graph.
-    """
+    """Measure every point, on a GPU eagerly and in a CUDA graph."""
     modes = ("eager", "captured") if session.device.type == "cuda" else ("eager",)
     done: list[Point] = []
 

@@ -1,10 +1,9 @@
 """Measure the peak memory of a training step.
 
-Each is measured in a process of its own: ``python -m benchmarks.memory JOB``. The base is the
-resident size after all imports and one step of an 8 x 8 layer. The peak is the largest resident
-size from then on, while the model and its optimizer are built and two steps are taken. On a GPU it
-is what torch had allocated there at most. Beside dense layers stand compressed ones; beside a table
-the plain way to read it, which gathers a slice of every core for every index.
+Each is measured in a process of its own, ``python -m benchmarks.memory JOB``: the largest resident
+size while the model and its optimizer are built and two steps are taken, above that after all
+imports and one step of an 8 x 8 layer; on a GPU the memory that torch allocated. Beside dense
+layers stand compressed ones; beside a table its lookup by a slice of every core for every index.
 """
 
 import argparse
@@ -21,13 +20,7 @@ from torch import nn
 from benchmarks.checks import RowByRow
 from benchmarks.embedding import draw
 from benchmarks.encoders import Encoders, add_encoders, encoders_of, learned_ranks, train_step
-from benchmarks.session import (
-    Session,
-    add_several,
-    add_sizes,
-    count,
-    in_new_process,
-)
+from benchmarks.session import Session, add_several, add_sizes, count, in_new_process
 from comera.allocator import reuse_freed_memory
 from comera.nn.embedding import TTEmbedding
 from comera.train.capture import WARM_UP
@@ -52,9 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(session: Session, options: argparse.Namespace) -> None:
-    """Weigh a step of the model at every batch size, or of one table."""
+    """Measure a step of the model at every batch size, or of one table."""
     if session.device.type == "cpu":
-        resident_peak()  # raises before anything starts where it cannot be read
+        resident_peak()  # raises before anything starts
     tokens = options.tokens
     theirs = "dense"
     if options.table:
@@ -83,7 +76,7 @@ def run(session: Session, options: argparse.Namespace) -> None:
 
 
 def _measure(session: Session, name: str, kind: str, job: dict[str, Any]) -> float | None:
-    """Return MiB; None, and a note, if the process did not come to its end."""
+    """Return MiB; None, and a note, if the process failed."""
     blank = {"kind": kind, "device": str(session.device), "threads": torch.get_num_threads()}
     try:
         found = in_new_process("benchmarks.memory", {**blank, "keep": session.kept, **job})
@@ -97,10 +90,8 @@ def _measure(session: Session, name: str, kind: str, job: dict[str, Any]) -> flo
 def peak(job: dict[str, Any]) -> dict[str, int]:
     """Return bytes at the peak above the base, on a GPU those reserved, and the parameters.
 
-    Args:
-        job: ``kind`` (``dense``, ``plain`` or ``comera``), ``device``, ``threads`` and ``keep``,
-            whether freed memory is; and what is trained: ``encoders`` at a ``batch``, ``captured``
-            or not, or a ``table`` at so many ``tokens``.
+    A job has ``kind`` (``dense``, ``plain`` or ``comera``), ``device``, ``threads``, ``keep`` of
+    freed memory, and ``encoders`` at a ``batch``, maybe ``captured``, or a ``table`` at ``tokens``.
     """
     torch.set_num_threads(job["threads"])
     if job["keep"]:
@@ -115,11 +106,7 @@ def peak(job: dict[str, Any]) -> dict[str, int]:
 
 
 def peak_reader(device: torch.device) -> Callable[[], int]:
-    """Begin to watch after a step of a tiny layer; the result returns bytes above the base.
-
-    Raises:
-        ValueError: Where the system does not say.
-    """
+    """Begin to watch after a step of a tiny layer; the result returns bytes above the base."""
     layer = nn.Linear(8, 8).to(device)
     layer(torch.ones(8, 8, device=device)).sum().backward()
     torch.optim.AdamW(layer.parameters(), fused=True).step()
@@ -164,7 +151,7 @@ def _train_model(job: dict[str, Any], device: torch.device) -> int:
 
 
 def _train_table(job: dict[str, Any], device: torch.device) -> int:
-    """Train a table without an optimizer; rows that are read and their gradient are included."""
+    """Train a table without an optimizer; its output and the gradient are included."""
     sizes, tokens = job["table"], job["tokens"]
     table = TTEmbedding(sizes["rows"], sizes["width"], rank=sizes["rank"], device=device)
     layer: nn.Module = RowByRow(table) if job["kind"] == "plain" else table

@@ -1,8 +1,7 @@
-"""Time the updates of optimizers on a dense language model, and weigh their state.
+"""Time the updates of optimizers on a dense language model, and measure their state.
 
-Each is timed for --gap updates, so that each GaLore finds its subspaces once. A whole step is
-forward and backward, the same for all, and an update. The updates are all of one model, in turn,
-with the gradients of one batch.
+Each is timed for --gap updates of one model by the gradients of one batch, in turn, so that each
+GaLore finds its subspaces once. A step is forward and backward, the same for all, and an update.
 """
 
 import argparse
@@ -32,7 +31,7 @@ _BASELINE = "AdamW, fused"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark: a language model of 58 million parameters."""
+    """Add the options of this benchmark; the model has 58 million parameters."""
     add_decoder(parser, layers=8, width=512, ffn=1376, heads=8)
     add_sizes(
         parser,
@@ -66,17 +65,16 @@ def add_decoder(
 
 
 def run(session: Session, options: argparse.Namespace) -> None:
-    """Time all optimizers that are asked for.
-
-    Raises:
-        ValueError: If one of ``only`` is part of no name.
-    """
+    """Time all optimizers that are asked for; raises ``ValueError`` if one does not exist."""
     torch.manual_seed(0)
     decoder = Decoder(options.vocab, options.width, options.layers, options.heads, options.ffn)
     model: nn.Module = CausalLanguageModel(decoder, options.vocab).to(session.device)
     rank, gap = options.rank, options.gap
     ours = _ours(model, rank, gap)
-    theirs = _theirs(model, rank, gap) if options.peers == "all" else {}
+    theirs: dict[str, Callable[[], Optimizer]] = {}
+    if options.peers == "all":
+        theirs["galore-torch, AdamW"] = lambda: peers.galore_adamw(model, _LR, rank, gap)
+        theirs["came-pytorch"] = lambda: peers.came(model, _LR)
     for part in options.only:
         if not any(part in name for name in (*ours, *theirs)):
             raise ValueError(f"only={part!r} is part of none of {', '.join((*ours, *theirs))}")
@@ -88,7 +86,7 @@ def run(session: Session, options: argparse.Namespace) -> None:
 
     made = {name: make() for name, make in ours.items() if wanted(name)}
     runs: dict[str, Callable[[], object]] = {name: made[name].step for name in made}
-    for update in runs.values():  # first updates make the state, and find the first subspaces
+    for update in runs.values():  # first updates make the state and the first subspaces
         update()
 
     def peer(name: str, make: Callable[[], Optimizer]) -> Callable[[], object]:
@@ -98,7 +96,12 @@ def run(session: Session, options: argparse.Namespace) -> None:
     for name, make in theirs.items():
         if wanted(name):
             session.add_peer(runs, name, functools.partial(peer, name, make))
-    seconds = _in_turn(session, runs, gap)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in range(gap):  # each round begins with another one
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            seconds[name].append(_seconds(session, runs[name]))
     title = (
         f"{count(model):,} parameters, {options.layers} layers of width {options.width}, "
         f"{options.batch} x {options.length} tokens, GaLore of rank {rank}: "
@@ -116,11 +119,7 @@ def run(session: Session, options: argparse.Namespace) -> None:
             update = mean(seconds[name])
             found = _state_bytes(made[name]) / 2**20, 1e3 * update, 1e3 * (backward + update)
             base = base or found
-            pairs = [
-                value
-                for own, first in zip(found, base, strict=True)
-                for value in (own, own / first)
-            ]
+            pairs = [value for a, b in zip(found, base, strict=True) for value in (a, a / b)]
             longest, middle = max(seconds[name]), median(seconds[name])
             yield name, *pairs, (backward + longest) / (backward + middle)
 
@@ -147,15 +146,8 @@ def _ours(model: nn.Module, rank: int, gap: int) -> dict[str, Callable[[], Optim
     }
 
 
-def _theirs(model: nn.Module, rank: int, gap: int) -> dict[str, Callable[[], Optimizer]]:
-    return {
-        "galore-torch, AdamW": lambda: peers.galore_adamw(model, _LR, rank, gap),
-        "came-pytorch": lambda: peers.came(model, _LR),
-    }
-
-
 def _backward_seconds(session: Session, model: nn.Module, options: argparse.Namespace) -> float:
-    """Time forward and backward; the gradients stay."""
+    """Time forward and backward."""
     size = options.batch, options.length + 1
     tokens = torch.randint(options.vocab, size, device=session.device)
 
@@ -168,21 +160,8 @@ def _backward_seconds(session: Session, model: nn.Module, options: argparse.Name
     return median(_seconds(session, run) for _ in range(session.repeats))
 
 
-def _in_turn(
-    session: Session, runs: dict[str, Callable[[], object]], rounds: int
-) -> dict[str, list[float]]:
-    """Return seconds of every run in every round; each round begins with another one."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            seconds[name].append(_seconds(session, runs[name]))
-    return seconds
-
-
 def _state_bytes(optimizer: Optimizer) -> int:
-    """Count the bytes of all tensors kept for parameters, in galore-torch's objects too."""
+    """Count the bytes of an optimizer's state, in galore-torch's objects too."""
     if type(optimizer).__module__.startswith("galore_torch"):
         kept = (value for state in optimizer.state.values() for value in state.values())
         return sum(stored_bytes(getattr(value, "ortho_matrix", value)) for value in kept)

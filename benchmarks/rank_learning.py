@@ -1,7 +1,6 @@
 """Time the rank objective in a training step, and a step before and after truncation.
 
-The objective alone, forward and backward, stands beside the whole step without it, in its early and
-its late stage.
+The objective alone, forward and backward, stands beside the step without it, in both stages.
 """
 
 import argparse
@@ -39,11 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(session: Session, options: argparse.Namespace) -> None:
-    """Time the objective, then the truncated model.
-
-    Raises:
-        ValueError: If ``keep`` is no share.
-    """
+    """Time the objective, then the truncated model; raises ``ValueError`` for a wrong share."""
     if not 0 < options.keep <= 1:
         raise ValueError(
             f"keep={options.keep} must be in (0, 1]: the share of the cores that remains"
@@ -69,8 +64,7 @@ def run(session: Session, options: argparse.Namespace) -> None:
 
     masked = encoders.model("comera", session.device)
     cut_ranks_(masked, options.keep)
-    cut = copy.deepcopy(masked)
-    truncate_(cut)
+    truncate_(cut := copy.deepcopy(masked))
     encoders.check(session, masked, data)
     losses = {"the loss": (_loss(cut, data), _loss(masked, data))}
     session.print(agreement(f"{encoders}, truncated", losses, torch.float32, "the masked model"))

@@ -1,8 +1,7 @@
 """Measure a language model as it is served: file, loading, tokens and memory.
 
-A Llama of random weights, dense and in three compressed forms. Each row is measured in fresh
-processes, ``python -m benchmarks.serve JOB``, in turn with the others. The base of the peak is that
-of ``benchmarks.memory``: all imports and one step of a tiny layer.
+A Llama of random weights, dense and in three compressed forms, each measured in new processes,
+``python -m benchmarks.serve JOB``, in turn. The base of the peak is that of ``benchmarks.memory``.
 """
 
 import argparse
@@ -32,14 +31,12 @@ from comera.saved.model_folder import WEIGHTS, load_model, save_model
 from comera.serving.freeze import freeze_
 
 _ROWS = ("dense", "compressed", "frozen", "frozen, int8")
-_AGREE = 1e-4
-"""Largest difference of frozen from compressed logits, in units of the largest one."""
-
+_AGREE = 1e-4  # largest difference of frozen from compressed logits, over the largest logit
 _SEED = 0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark: a language model of 134 million parameters."""
+    """Add the options of this benchmark; the model has 134 million parameters."""
     add_decoder(parser, layers=12, width=768, ffn=2048, heads=12)
     add_sizes(
         parser,
@@ -66,7 +63,7 @@ def run(session: Session, options: argparse.Namespace) -> None:
         )
     if options.tokens < 2:
         raise ValueError(f"tokens={options.tokens} must be at least 2: a first one and others")
-    peak_reader(session.device)  # raises before anything starts where it cannot be read
+    peak_reader(session.device)  # raises before anything starts
     sizes = ("layers", "width", "ffn", "heads", "vocab", "prompt", "tokens")
     llama = {name: getattr(options, name) for name in sizes}
     with tempfile.TemporaryDirectory() as folder:
@@ -107,12 +104,12 @@ def run(session: Session, options: argparse.Namespace) -> None:
 
 
 def _file(folder: Path, name: str) -> Path:
-    """Return where the weights are; those in eight bits are made of the frozen ones, as loaded."""
+    """Return the file of the weights; eight bits are made of the frozen ones once loaded."""
     return folder / name.split(",")[0] / WEIGHTS
 
 
 def _save_all(folder: Path, llama: dict[str, int], rank: int) -> dict[str, int]:
-    """Save the model in each of its forms; return its numbers in each."""
+    """Save the model in each of its forms; return its parameters in each."""
     torch.manual_seed(_SEED)
     model, numbers = _llama(llama).eval(), {}
     for name, change in (
@@ -138,7 +135,7 @@ def _measure(session: Session, folder: Path, name: str, llama: dict[str, int]) -
 
 
 def _check(session: Session, found: dict[str, list[dict[str, Any]]]) -> None:
-    """Compare what the forms compute; print how far eight bits are from it."""
+    """Compare the logits of the forms, and print the differences."""
     logits = {name: torch.tensor(rounds[0]["logits"]) for name, rounds in found.items()}
     wanted = logits["compressed"]
     off = {
@@ -158,12 +155,9 @@ def _check(session: Session, found: dict[str, list[dict[str, Any]]]) -> None:
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     """Return seconds to load, to the first token and for each other, the peak in bytes, logits.
 
-    The tokens are those of a second pass; in the first one memory is allocated.
-
-    Args:
-        job: ``folder`` of :func:`comera.save_model`; ``llama``, its sizes; ``int8``, whether
-            torchao holds the weights of linear layers in eight bits once it is loaded; ``device``,
-            ``threads``, and ``keep``, whether freed memory is kept in the process.
+    A job has ``folder`` of :func:`comera.save_model`, ``llama``, its sizes, ``int8``, whether it is
+    quantised once loaded, ``device``, ``threads`` and ``keep`` of freed memory. Tokens are timed in
+    a second pass, since the first one allocates memory.
     """
     torch.set_num_threads(job["threads"])
     if job["keep"]:
@@ -189,7 +183,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Clock:
-    """A streamer of ``generate``: it is given the prompt, then each token as it comes."""
+    """Streamer of ``generate``, which gets the prompt, then each token."""
 
     def __init__(self, device: torch.device) -> None:
         self.times: list[float] = []
@@ -205,7 +199,7 @@ class _Clock:
 
 
 def _generate(model: Any, words: Tensor, tokens: int) -> tuple[float, list[float]]:
-    """Return seconds to the first token, and those of every other one."""
+    """Return seconds to the first token, and of every other one."""
     clock = _Clock(words.device)
     began = time.perf_counter()
     with torch.inference_mode():
@@ -227,15 +221,11 @@ def _llama_class() -> Any:
 def _llama(llama: dict[str, int]) -> Any:
     made = _llama_class()
     config = made.config_class(
-        vocab_size=llama["vocab"],
-        hidden_size=llama["width"],
-        intermediate_size=llama["ffn"],
-        num_hidden_layers=llama["layers"],
-        num_attention_heads=llama["heads"],
-        num_key_value_heads=llama["heads"],
+        vocab_size=llama["vocab"], hidden_size=llama["width"], intermediate_size=llama["ffn"],
+        num_hidden_layers=llama["layers"], num_attention_heads=llama["heads"],
+        num_key_value_heads=llama["heads"], tie_word_embeddings=False,
         max_position_embeddings=llama["prompt"] + llama["tokens"],
-        tie_word_embeddings=False,
-    )
+    )  # fmt: skip
     return made(config)
 
 
@@ -243,7 +233,7 @@ def _empty(llama: dict[str, int]) -> Any:
     """Make the dense model on the ``meta`` device, to be filled from a folder."""
     with torch.device("meta"):
         model = _llama(llama)
-    # Angles of positions are in no file: no state dict has them.
+    # The rotary angles are in no state dict.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model.eval()
 

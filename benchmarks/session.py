@@ -1,4 +1,4 @@
-"""What all benchmarks share: their options, where they run, what they print and what they write."""
+"""Options, devices, tables and files that all benchmarks share."""
 
 import argparse
 import datetime
@@ -17,12 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.peers import MissingPeerError
-from benchmarks.timing import (
-    Timings,
-    alternate,
-    milliseconds,
-    watch_neighbours,
-)
+from benchmarks.timing import Timings, alternate, milliseconds, watch_neighbours
 from comera.allocator import reuse_freed_memory
 from comera.files import replacing
 from comera.planning.machine import processor_name, usable_threads
@@ -30,8 +25,7 @@ from comera.planning.machine import processor_name, usable_threads
 PAPER_RANKS = [12, 30, 30, 30, 16]
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
-_SAMPLE_SECONDS = 0.02
-"""A sample takes at least this long, so that the clock and a stray interrupt do not show."""
+_SAMPLE_SECONDS = 0.02  # least duration of a sample
 
 
 def positive(text: str) -> int:
@@ -60,19 +54,17 @@ def add_several(
     parser: argparse.ArgumentParser, name: str, default: Sequence[int], help: str
 ) -> None:
     """Add an option of several whole numbers above zero."""
-    parser.add_argument(
-        name, nargs="+", action=_Several, default=list(default), metavar="N", help=help
-    )
+    options: dict[str, Any] = {"nargs": "+", "action": _Several, "metavar": "N"}
+    parser.add_argument(name, **options, default=list(default), help=help)
 
 
 def add_sizes(parser: argparse.ArgumentParser, sizes: Mapping[str, tuple[int, str]]) -> None:
-    """Add an option for each whole number above zero, by its name: the default, and the help."""
+    """Add options of whole numbers above zero: by name the default, and the help."""
     for name, (default, help) in sizes.items():
         parser.add_argument(f"--{name}", type=positive, default=default, help=help, metavar="N")
 
 
 def add_rank(parser: argparse.ArgumentParser, default: Sequence[int] = PAPER_RANKS) -> None:
-    """Add the ranks of the inner bonds."""
     add_several(parser, "--rank", default, "Ranks of the inner bonds: one bound on all, or each.")
 
 
@@ -82,7 +74,6 @@ def rank_of(ranks: Sequence[int]) -> int | list[int]:
 
 
 def add_peers(parser: argparse.ArgumentParser) -> None:
-    """Add the choice whether other packages stand beside comera."""
     parser.add_argument(
         "--peers", choices=["all", "none"], default="all",
         help="Whether other packages are timed beside comera, where they are installed.",
@@ -90,16 +81,14 @@ def add_peers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_repeats(parser: argparse.ArgumentParser) -> None:
-    """Add the number of rounds."""
     add_sizes(parser, {"repeats": (9, "Number of rounds that are timed.")})
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Add the options of every benchmark."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="Where to run.")
-    parser.add_argument(
-        "--threads", type=positive, help="Number of CPU threads (default: what torch chooses)."
-    )
+    help = "Number of CPU threads (default: what torch chooses)."
+    parser.add_argument("--threads", type=positive, help=help)
     parser.add_argument(
         "--malloc", choices=["keep", "default"], default="keep",
         help="Whether freed memory stays in the process, for everything that is timed.",
@@ -108,22 +97,18 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_facts(device: torch.device, kept: bool) -> dict[str, Any]:
-    """Return facts on the machine and this process; ``kept``: whether freed memory stays in it."""
+    """Return facts on the machine and this process, in which freed memory may be kept."""
     facts = {
-        "date": datetime.date.today().isoformat(),
-        "processor": processor_name(),
-        "cores": usable_threads(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "freed_memory": "kept" if kept else "returned",
-    }
+        "date": datetime.date.today().isoformat(), "processor": processor_name(),
+        "cores": usable_threads(), "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "freed_memory": "kept" if kept else "returned",
+    }  # fmt: skip
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
     return facts
 
 
 def machine_line(facts: dict[str, Any], dtype: str) -> str:
-    """Return the facts in one line for people."""
     gpu = f"{facts['gpu']}, " if "gpu" in facts else ""
     return (
         f"{gpu}{facts['processor']}, cores {facts['cores']}, threads {facts['threads']}, torch "
@@ -139,39 +124,27 @@ def cell(value: Any, format: str) -> str:
 
 
 def count(model: nn.Module) -> int:
-    """Count the parameters."""
     return sum(param.numel() for param in model.parameters())
 
 
 def in_new_process(module: str, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Run ``python -m module JOB`` and return the JSON of the last line it prints.
-
-    Raises:
-        RuntimeError: If the process does not come to its end.
-    """
+    """Run ``python -m module JOB`` and return the JSON of its last line, or raise the error."""
     words = [sys.executable, "-m", module, json.dumps(job)]
     ended = subprocess.run(words, capture_output=True, text=True)
     if ended.returncode:
         last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
         killed = ", most likely for lack of memory" if ended.returncode == -9 else ""
-        raise RuntimeError(
-            f"the measuring process ended with status {ended.returncode}{killed}: {last}"
-        )
+        ending = f"ended with status {ended.returncode}{killed}"
+        raise RuntimeError(f"the measuring process {ending}: {last}")
     return json.loads(ended.stdout.splitlines()[-1])
 
 
 @dataclass
 class Session:
-    """One benchmark: its console and device, and what it has found.
+    """Console, device and results of one benchmark.
 
-    Args:
-        console: The console to print on.
-        device: The device to compute on.
-        repeats: Rounds of every timing.
-        kept: Whether freed memory is kept in the process.
-        results: Content of the JSON file.
-        notes: Lines that belong to the results.
-        failed: Whether some measurement could not be made.
+    ``repeats`` are the rounds of every timing, ``kept`` whether freed memory is kept in the
+    process, ``failed`` whether a measurement could not be made.
     """
 
     console: Console
@@ -184,11 +157,7 @@ class Session:
 
     @classmethod
     def of(cls, options: argparse.Namespace, console: Console) -> "Session":
-        """Make the session that the common options describe, and print the machine.
-
-        Raises:
-            ValueError: If there is no such device.
-        """
+        """Make the session of the common options, and print the machine; raises ``ValueError``."""
         if options.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda' needs a GPU that torch can see; --device=cpu runs here")
         if options.threads is not None:
@@ -204,7 +173,7 @@ class Session:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def note(self, text: str) -> None:
-        """Print one line that belongs to the results; only once."""
+        """Print one line that belongs to the results, once."""
         if text not in self.notes:
             self.notes.append(text)
             self.print(text)
@@ -216,13 +185,12 @@ class Session:
         rows: Iterable[Sequence[Any]],
         caption: str | None = None,
     ) -> None:
-        """Print a table; columns are headings and formats, text is on the left."""
+        """Print a table; columns are headings and formats, none for text."""
         table = Table(caption=caption, caption_justify="left")
         for heading, format in columns:
             table.add_column(heading, justify="right" if format else "left")
         for row in rows:
-            formats = [format for _, format in columns]
-            table.add_row(*map(cell, row, formats))
+            table.add_row(*(cell(value, columns[k][1]) for k, value in enumerate(row)))
         self.print(title)
         self.console.print(table)
 
@@ -233,15 +201,9 @@ class Session:
         rows: Iterable[Sequence[Any]],
         caption: str | None = None,
     ) -> None:
-        """Measure the rows one by one, print them as a table and keep them for the JSON file.
+        """Measure the rows one by one, print them as a table and record them, also on Ctrl-C.
 
-        On Ctrl-C the rows that are there are shown.
-
-        Args:
-            title: The line above.
-            columns: Formats by heading; none for text, ``"ms"`` for milliseconds.
-            rows: Values of each row, in the order of the columns.
-            caption: A line below.
+        ``columns`` are formats by heading: none for text, ``"ms"`` for milliseconds.
         """
         done: list[Sequence[Any]] = []
         try:
@@ -259,7 +221,7 @@ class Session:
         name: str,
         make: Callable[[], Callable[[], object]],
     ) -> None:
-        """Add what ``make`` returns to ``runs``; if it is missing or fails, one line says so."""
+        """Add the result of ``make`` to ``runs``; note it if it is missing or fails."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -274,7 +236,7 @@ class Session:
             runs[name] = run
 
     def time(self, title: str, runs: Mapping[str, Callable[[], object]], baseline: str) -> Timings:
-        """Time rounds of all runs; warnings of peers are not shown."""
+        """Time rounds of all runs."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             neighbours = watch_neighbours()
@@ -286,12 +248,12 @@ class Session:
                     self.note(f"{title}: {busy}")
 
     def synchronize(self) -> None:
-        """Wait for the GPU, where there is one."""
+        """Wait for the GPU, if there is one."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def show_times(self, title: str, timings: Timings, parameters: Mapping[str, int]) -> None:
-        """Print a table of times and keep it for the JSON file."""
+        """Print a table of times and record it."""
         columns = [("", ""), *([("parameters", ",")] if parameters else []), ("median ms", "ms")]
         columns += [("min – max", ">"), ("ratio", ".2f"), ("min – max", ">")]
         rows = []
@@ -305,8 +267,7 @@ class Session:
         baseline = timings.baseline
         caption = f"ratio: {baseline} over the run, round by round; above 1 the run is faster"
         self.show(title, columns, rows, caption)
-        found = {**timings.as_dict(), "parameters": dict(parameters)}
-        self.results.append({"title": title, **found})
+        self.results.append({"title": title, **timings.as_dict(), "parameters": dict(parameters)})
 
     def measure(
         self,
@@ -315,7 +276,6 @@ class Session:
         baseline: str,
         parameters: Mapping[str, int] | None = None,
     ) -> Timings:
-        """Time and show."""
         timings = self.time(title, runs, baseline)
         self.show_times(title, timings, parameters or {})
         return timings

@@ -1,8 +1,7 @@
 """Time a training step of a transformer.
 
-Dense, comera with the rank objective, and GaLore on dense, at every batch size. On a GPU both as
-CUDA graphs too, and what is in these. With --compile comera compiled, and on a GPU both compiled
-and as graphs: what a compressed step has to beat is the better dense one.
+Dense, comera with the rank objective, and GaLore on dense, at every batch size; on a GPU both as
+CUDA graphs too. With --compile comera compiled, and on a GPU both compiled and as graphs.
 """
 
 import argparse
@@ -24,8 +23,7 @@ from benchmarks.encoders import (
     train_step,
 )
 from benchmarks.session import Session, add_peers, add_repeats, add_several, count
-from benchmarks.timing import Timings
-from comera.calibrate.in_turn import tf32_products
+from comera.calibrate.ways import tf32_products
 from comera.train.capture import WARM_UP
 from comera.train.step import TrainStep
 
@@ -71,7 +69,6 @@ def _steps(
     with_peers: bool,
     compile: bool,
 ) -> None:
-    """Time steps at every batch size, in one precision."""
     make = functools.partial(train_step, precision="bf16" if precision == "bf16" else "fp32")
     model, dense = (encoders.model(kind, session.device) for kind in ("comera", "dense"))
     steps = {
@@ -80,8 +77,7 @@ def _steps(
     }
     if compile:
         other = encoders.model("comera", session.device)
-        compiled = make(other, learned_ranks(other), compile=True, graph=False)
-        steps[_COMERA + _COMPILE] = compiled
+        steps[_COMERA + _COMPILE] = make(other, learned_ranks(other), compile=True, graph=False)
     graphs: dict[str, TrainStep] = {}
     if session.device.type == "cuda":  # with an optimizer each, on the same model
         for how in ("", _COMPILE) if compile else ("",):
@@ -89,7 +85,7 @@ def _steps(
             graphs[_COMERA + how + _GRAPH] = make(model, learned_ranks(model), compile=bool(how))
         steps |= graphs
 
-    @functools.cache  # made only where its package is there, and once for all batches
+    @functools.cache  # once for all batches, if its package is installed
     def galore() -> TrainStep:
         other = encoders.model("dense", session.device)
         return TrainStep(other, loss_fn, peers.galore_adamw(other, LEARNING_RATE))
@@ -110,8 +106,10 @@ def _steps(
         title = f"{encoders}, {len(batch[0])} sequences of {encoders.length} tokens, training step"
         refresh = _refresh(session, galore(), batch) if _GALORE in runs else None
         timings = session.time(title, runs, _DENSE)
-        if refresh is not None:  # such a step is too rare for the rounds to meet it
-            timings = _amortise(refresh, timings)
+        if refresh is not None:  # one refreshing step among the plain ones of each period
+            gap, plain = peers.GALORE_GAP, timings.seconds[_GALORE]
+            seconds = [((gap - 1) * t + refresh) / gap for t in plain]
+            timings = timings.with_seconds(_GALORE, seconds)
         session.show_times(title + where, timings, counts)
         for name, one in graphs.items():
             described = one.describe()
@@ -122,7 +120,7 @@ def _steps(
 
 
 def _refresh(session: Session, step: TrainStep, batch: Batch) -> float:
-    """Return the seconds of a step in which GaLore finds its subspaces anew."""
+    """Time a step in which GaLore refreshes its subspaces."""
     assert isinstance(step.optimizer, Optimizer), "made by peers"
     peers.refresh_galore(step.optimizer)
     session.synchronize()
@@ -135,10 +133,3 @@ def _refresh(session: Session, step: TrainStep, batch: Batch) -> float:
         f"{peers.GALORE_GAP}th does, and its share is in the figures below"
     )
     return took
-
-
-def _amortise(refresh: float, timings: Timings) -> Timings:
-    """Put one refreshing step among the plain ones of each period."""
-    gap = peers.GALORE_GAP
-    plain = timings.seconds[_GALORE]
-    return timings.with_seconds(_GALORE, [((gap - 1) * t + refresh) / gap for t in plain])

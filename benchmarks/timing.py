@@ -9,22 +9,16 @@ from statistics import median, quantiles
 from typing import Any
 
 _STAT = Path("/proc/stat")
-_SHORTEST = 0.5
-"""Seconds below which the system's counters are too coarse."""
-
-_TOLERATED = 0.1
-"""Cores that others may take from a process without a word."""
-
-_MORE_ROOM = 1.2
-"""Calls of a sample are counted out for so many times its least duration."""
+_SHORTEST = 0.5  # seconds below which the system's counters are too coarse
+_TOLERATED = 0.1  # cores that other processes may use
+_MORE_ROOM = 1.2  # planned duration of a sample over its least one
 
 
 def watch_neighbours() -> Callable[[int], str | None]:
     """Begin to watch other processes.
 
     Returns:
-        A function of the threads in use. It returns a line if cores were short, and None where they
-        were not or the system does not count.
+        A function of the threads in use, which returns a sentence if cores were short.
     """
     busy, own, began = _busy_seconds(), time.process_time(), time.perf_counter()
 
@@ -45,7 +39,7 @@ def watch_neighbours() -> Callable[[int], str | None]:
 
 
 def _busy_seconds() -> float | None:
-    """Return the seconds that all cores were busy since the start of the system."""
+    """Return the seconds that all cores were busy since the start of the system, if known."""
     try:
         words = _STAT.read_text().split("\n", 1)[0].split()[1:]
     except OSError:
@@ -56,16 +50,7 @@ def _busy_seconds() -> float | None:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of several runs, one number a round.
-
-    Args:
-        seconds: Seconds of each round by name of the run; all runs have equally many rounds, and at
-            least one.
-        baseline: Name of the run that the others are compared with.
-
-    Raises:
-        ValueError: If the baseline is no run, or the runs differ in rounds or have none.
-    """
+    """Seconds of several runs by name, one number a round; the baseline is one of them."""
 
     seconds: Mapping[str, list[float]]
     baseline: str
@@ -80,7 +65,6 @@ class Timings:
             )
 
     def median(self, name: str) -> float:
-        """Return the median seconds of a run."""
         return median(self.seconds[name])
 
     def ratios(self, name: str) -> list[float]:
@@ -89,11 +73,10 @@ class Timings:
         return [base / own for base, own in pairs]
 
     def ratio(self, name: str) -> float:
-        """Return the median of the ratios."""
         return median(self.ratios(name))
 
     def quartiles(self, name: str) -> tuple[float, float]:
-        """Return the bounds between which the middle half of the ratios lies."""
+        """Return the quartiles of the ratios."""
         values = self.ratios(name)
         if len(values) == 1:
             return values[0], values[0]
@@ -101,11 +84,9 @@ class Timings:
         return low, high
 
     def with_seconds(self, name: str, seconds: list[float]) -> "Timings":
-        """Return the same timings with other numbers for one run."""
         return Timings({**self.seconds, name: seconds}, self.baseline)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything, for a JSON file."""
         summary = {
             name: {"median_ms": 1e3 * self.median(name), "ratio": self.ratio(name)}
             for name in self.seconds
@@ -123,19 +104,8 @@ def alternate(
 ) -> Timings:
     """Time each run once a round, in turn; each round begins with another one.
 
-    A round before the others does not count. It finds out how often a short run has to be called.
-
-    Args:
-        runs: What to time, by name.
-        repeats: Rounds that count.
-        baseline: Name of the run that the others are compared with.
-        at_least: Seconds a sample should take: a shorter run is called several times in a row,
-            and the sample is their mean.
-        synchronize: Waits until the device has finished.
-        clock: Seconds from any origin.
-
-    Raises:
-        ValueError: If ``repeats`` is below one.
+    A first round that does not count finds the number of calls after which a sample takes
+    ``at_least`` seconds; the sample is their mean. ``synchronize`` waits for the device.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
@@ -161,8 +131,8 @@ def alternate(
 
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(1 + repeats):
-        # In turn, so that others on the machine slow down all runs alike, and from another one on
-        # each time, so that none always finds the caches that the same run has left.
+        # In turn, so that other processes slow down all runs alike; from another one on each time,
+        # so that none always finds the caches of the same run.
         first = number % len(names)
         for name in names[first:] + names[:first]:
             if number == 0:
@@ -173,5 +143,5 @@ def alternate(
 
 
 def milliseconds(value: float) -> str:
-    """Return about three digits of milliseconds, whatever the magnitude."""
+    """Return milliseconds in about three digits."""
     return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"

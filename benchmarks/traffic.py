@@ -1,9 +1,8 @@
 """Count the bytes that several processes exchange in a training step, and time it.
 
-A process alone is counted: it hands the same tensors to the same collective operations as one of
-many. Of N processes each sends 2 (N - 1) / N times their bytes in a ring. With --processes steps of
-so many processes on this CPU are timed over gloo, each with one thread and as many rows: weak
-scaling.
+One process hands the same tensors to the collective operations as one of many. In a ring of N each
+sends 2 (N - 1) / N times their bytes. --processes times steps of so many processes on this CPU over
+gloo, each with one thread and as many rows: weak scaling.
 """
 
 import argparse
@@ -54,11 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(session: Session, options: argparse.Namespace) -> None:
-    """Count, and time where it is asked for.
-
-    Raises:
-        ValueError: If processes are to be timed on a GPU.
-    """
+    """Count, and time if it is asked for; raises ``ValueError`` on a GPU."""
     encoders, batch = encoders_of(options), options.batch
     if options.processes and session.device.type != "cpu":
         raise ValueError(
@@ -78,7 +73,7 @@ def run(session: Session, options: argparse.Namespace) -> None:
 
 
 class Exchanged(TorchDispatchMode):
-    """Adds up the bytes of all tensors that are given to collective operations."""
+    """Count the bytes of all tensors that collective operations get."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,14 +87,14 @@ class Exchanged(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def sent(self, processes: int) -> float:
-        """Return the MiB that each of so many processes sends in a ring."""
+        """Return the MiB that each process sends in a ring."""
         return 2 * (processes - 1) / processes * self.bytes / _MIB
 
 
 def _models(
     encoders: Encoders, device: torch.device
 ) -> dict[str, tuple[nn.Module, TwoStage | None]]:
-    """Make the models that are compared, by name, with rank learning where there is any."""
+    """Make the models by name, with their rank learning, if any."""
     dense, whole, cut = (encoders.model(kind, device) for kind in ("dense", "comera", "comera"))
     cut_ranks_(cut, TARGET)
     truncate_(cut)
@@ -111,10 +106,7 @@ def _models(
 
 
 def _trained(model: nn.Module, ranks: TwoStage | None, data: Batch) -> tuple[TrainStep, Exchanged]:
-    """Make a step whose gradients are averaged over all processes, and count the third one.
-
-    Buckets are as they stay from the second on.
-    """
+    """Make a step of DDP, and count the third one: DDP rebuilds its buckets in the second."""
     optimizer = torch.optim.AdamW(param_groups(model, LEARNING_RATE), fused=True)
     step = TrainStep(DistributedDataParallel(model), loss_fn, optimizer, ranks, graph=False)
     step(data)
@@ -141,12 +133,10 @@ def _counted(encoders: Encoders, batch: int, device: torch.device) -> Iterator[t
 def _timed(
     processes: list[int], encoders: Encoders, batch: int, repeats: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Time steps of so many processes.
+    """Time steps of several processes.
 
-    The time of the processor is that of a process itself, however many others wait for the same
-    core, which the time by the clock is not. What a process uses beside its main thread, which
-    computes everything, is the exchange: gloo sends, receives and adds up in threads of its own.
-    Copies between gradients and buffers are the main thread's.
+    Processor time does not depend on other processes on the same core. That of other threads than
+    the main one is the exchange: gloo sends, receives and adds up in threads of its own.
     """
     for number in processes:
         with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +153,7 @@ def _timed(
 def _process(
     rank: int, number: int, encoders: Encoders, batch: int, repeats: int, folder: str
 ) -> None:
-    """Write the times of every round, by model: wall, processor, main thread; and MiB sent."""
+    """Write wall, processor and main thread's times of every round, and MiB sent, by model."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", number)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=number)

@@ -15,12 +15,9 @@ from typing import Any, ClassVar, Self
 
 _GOOD_BALANCE = 1.25
 """An exact factorisation is kept when its modes sum to at most this times the ideal sum."""
-_LEFT_SLICES = 8
-"""Left slices of a table for each right one. Rows of one right slice are made in groups: of few
-right slices the groups of a batch fill, and the left slices, gathered row by row, are narrow."""
-_MOST_RIGHT_SLICES = 2000
-"""Right slices of a table at most: of the left factor, which has more in a large table, only the
-slices that a batch reads are contracted."""
+_LEFT_SLICES, _MOST_RIGHT_SLICES = 8, 2000
+"""Left slices of a table for each right one, and right ones at most. Rows of one right slice are
+made in groups, which few right slices fill; left slices are gathered row by row."""
 _LEFT_COLS = 1 / 3
 """Exponent of a table's width that the left factor gets."""
 
@@ -182,11 +179,8 @@ class Shape:
     def with_rank(self, rank: int | Sequence[int]) -> Self:
         """Return the same modes at other bonds, cut to what the modes allow.
 
-        Args:
-            rank: One bound for every bond, or one number for each inner bond.
-
-        Raises:
-            ValueError: If a rank is below one, or a list has the wrong length.
+        ``rank`` is one bound for all bonds, or a number for each; ValueError if it is below one or
+        a list has the wrong length.
         """
         bonds = len(self.core_modes) - 1
         try:
@@ -217,8 +211,7 @@ class Shape:
     def with_compression(self, compression: float) -> Self:
         """Take the largest uniform rank that is at least ``compression`` times smaller than dense.
 
-        Raises:
-            ValueError: If even rank one is too large, or ``compression`` is not above 1.
+        Raises ValueError if even rank one is too large, or ``compression`` is not above 1.
         """
         if not (is_number(compression) and compression > 1):
             raise ValueError(
@@ -313,9 +306,6 @@ class TTShape(LinearShape):
         in_modes: Factors of the input width, e.g. ``(12, 8, 8)`` for 768.
         out_modes: Factors of the output width; their number may differ from that of ``in_modes``.
         ranks: The inner bonds, one fewer than there are cores. All zeros: the weight is zero.
-
-    Raises:
-        ValueError: If the number of ranks is wrong, or a mode or rank is below one.
     """
 
     in_modes: tuple[int, ...]
@@ -379,9 +369,6 @@ class TTMShape(Shape):
         row_modes: Factors of the number of rows, most significant first.
         col_modes: Factors of the width, as many as there are row modes.
         ranks: The inner bonds, one fewer than there are cores. All zeros: the table is zero.
-
-    Raises:
-        ValueError: If the two sides differ in length, or ranks or modes are out of range.
     """
 
     row_modes: tuple[int, ...]
@@ -463,9 +450,6 @@ class BTTShape(LinearShape):
         in_modes: ``(a, b)``: blocks of the input and the numbers in each.
         out_modes: ``(c, d)``, those of the output.
         ranks: ``(R,)``. ``(0,)``: the weight is zero.
-
-    Raises:
-        ValueError: If a side has not two modes, or a mode or the rank is below one.
     """
 
     in_modes: tuple[int, int]
@@ -562,11 +546,7 @@ def is_number(value: object) -> bool:
 
 
 def whole_number(value: Any) -> int:
-    """Return a number of any integer type as an int.
-
-    Raises:
-        TypeError: If it is something else; booleans and ``2.0`` are.
-    """
+    """Return a number of any integer type as an int; TypeError for others, ``True`` and ``2.0``."""
     if isinstance(value, bool):
         raise TypeError("a boolean is no number")
     return operator.index(value)
@@ -588,10 +568,9 @@ def only_one(**given: object) -> None:
 
 
 def padded_rank(rank: int, bias: bool) -> int:
-    """Return the width of the bond between the factors of a linear layer, as products see it.
+    """Return the bond between the factors of a linear layer as products see it.
 
-    One column more for a bias, then rounded up to a multiple of 8: a product of width 32 takes half
-    the time of one of width 30.
+    A bias adds a column; multiples of 8 are faster: 32 takes half the time of 30.
     """
     # int: a size that torch's compiler leaves open does not add to a truth value.
     return -(-(rank + int(bias)) // _FAST_MULTIPLE) * _FAST_MULTIPLE

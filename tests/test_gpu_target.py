@@ -46,9 +46,7 @@ def test_checks_of_memory_and_races_are_skipped_where_there_is_no_sanitizer(tmp_
 TESTED = {
     "contract": "test_contract",
     "ttm": "test_lookup",
-    "ttm_warps": "test_warp_lookup",
     "feed_forward": "test_feed_forward",
-    "feed_forward_gated": "test_gated",
 }
 """What names of kernels begin with, by the files that run them alone."""
 

@@ -9,21 +9,19 @@ from statistics import median
 import torch
 from torch import nn
 
-from comera.calibrate.in_turn import in_turn
-from comera.calibrate.ways import check_choice, measure_ways
+from comera.calibrate.ways import Run, Say, check_choice, in_turn, measure_ways
 from comera.nn.linear import TTLinear
 from comera.ops.product import by_onednn, has_onednn
 from comera.planning.machine import Machine, default_machine, processor_name, save_machine
 from comera.planning.planner import plan_layer
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
-_LARGE = {"cpu": 1 << 26, "cuda": 1 << 29}
-"""Numbers in a tensor beyond any cache."""
+_LARGE = {"cpu": 1 << 26, "cuda": 1 << 29}  # numbers in a tensor beyond any cache
 
 _IN_CACHE = {"cpu": 1 << 19, "cuda": 1 << 22}
 _ROUNDS = 7
-
-Say = Callable[[str], None]
+_CALLS = 1000
+_DEEP = 8  # layers in a row: a pass through all of them begins and ends once
 
 
 def calibrate(device: str = "cpu", say: Say = print) -> Machine:
@@ -45,16 +43,45 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch finds no CUDA device")
     check_choice()
-    rates = {dtype: _product_rate(device, dtype, say) for dtype in _DTYPES}
+
+    def rate(what: str, amount: float, unit: str, run: Run) -> float:
+        found = amount / _seconds(run, device)
+        say(f"{what}: {found / 1e9:.4g} {unit}/s")
+        return found
+
+    def seconds(what: str, run: Run, count: int) -> float:
+        found = _seconds(run, device) / count
+        say(f"{what}: {1e6 * found:.3g} us")
+        return found
+
+    flops = []
+    for name in _DTYPES:
+        dtype = getattr(torch, name)
+        on_cpu = 1024 if dtype.itemsize > 2 else 256  # more narrow numbers may take a CPU seconds
+        size = on_cpu if device == "cpu" else 8192
+        a = torch.randn(size, size, device=device).to(dtype)
+        run = partial(torch.matmul, a, a)
+        flops.append((name, rate(f"{name} product", 2 * size**3, "GFLOP", run)))
+    large, cached = (torch.ones(of[device], device=device) for of in (_LARGE, _IN_CACHE))
+    square, one = torch.ones(4096, 4096, device=device), torch.ones(8, device=device)
+
+    def calls() -> None:
+        for _ in range(_CALLS):
+            torch.add(one, one, out=one)
+
+    def copy(source: torch.Tensor) -> Run:
+        return partial(torch.empty(source.shape, device=device).copy_, source)
+
+    node = "a node of a graph" if device == "cuda" else "a call"
     profile = dataclasses.replace(
         rough,
         name=processor_name() if device == "cpu" else torch.cuda.get_device_name(),
-        flops=tuple(rates.items()),
-        bandwidth=_copy_rate(device, _LARGE[device], say, "copy of a large tensor"),
-        strided_bandwidth=_transpose_rate(device, say),
-        cache_bandwidth=_copy_rate(device, _IN_CACHE[device], say, "copy within the cache"),
-        call_overhead=_call_overhead(device, say),
-        eager_call=_eager_call(device, say),
+        flops=tuple(flops),
+        bandwidth=rate("copy of a large tensor", 8 * large.numel(), "GB", copy(large)),
+        strided_bandwidth=rate("transposed copy", 8 * square.numel(), "GB", copy(square.T)),
+        cache_bandwidth=rate("copy within the cache", 8 * cached.numel(), "GB", copy(cached)),
+        call_overhead=seconds(node, in_turn([calls], torch.device(device)), _CALLS),
+        eager_call=0.0 if device == "cpu" else seconds("a call in eager mode", calls, _CALLS),
         onednn=_onednn_gain(say) if device == "cpu" else 1.0,
         threads=torch.get_num_threads() if device == "cpu" else None,
         measured=True,
@@ -74,77 +101,17 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
     return profile
 
 
-def _seconds(run: Callable[[], object], device: str) -> float:
+def _seconds(run: Run, device: str) -> float:
     """Measure the median seconds of several runs after a warm-up."""
+    wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
     for _ in range(_ROUNDS + 2):
-        _wait(device)
+        wait()
         began = time.perf_counter()
         run()
-        _wait(device)
+        wait()
         times.append(time.perf_counter() - began)
     return median(times[2:])
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def _product_rate(device: str, dtype: str, say: Say) -> float:
-    kind = getattr(torch, dtype)
-    on_cpu = 1024 if kind.itemsize > 2 else 256  # of narrow numbers a CPU may take seconds for more
-    size = on_cpu if device == "cpu" else 8192
-    a = torch.randn(size, size, device=device).to(kind)
-    rate = 2 * size**3 / _seconds(lambda: a @ a, device)
-    say(f"{dtype} product: {rate / 1e9:.4g} GFLOP/s")
-    return rate
-
-
-def _copy_rate(device: str, numbers: int, say: Say, what: str) -> float:
-    source = torch.ones(numbers, device=device)
-    target = torch.empty_like(source)
-    rate = 8 * numbers / _seconds(lambda: target.copy_(source), device)
-    say(f"{what}: {rate / 1e9:.4g} GB/s")
-    return rate
-
-
-def _transpose_rate(device: str, say: Say) -> float:
-    source = torch.ones(4096, 4096, device=device)
-    target = torch.empty_like(source)
-    rate = 8 * source.numel() / _seconds(lambda: target.copy_(source.T), device)
-    say(f"transposed copy: {rate / 1e9:.4g} GB/s")
-    return rate
-
-
-_CALLS = 1000
-
-
-def _call_overhead(device: str, say: Say) -> float:
-    """Measure what starting a small kernel takes, on a GPU as a node of a graph."""
-    where = "a node of a graph" if device == "cuda" else "a call"
-    overhead = _seconds(in_turn([_calls(device)], torch.device(device)), device) / _CALLS
-    say(f"{where}: {1e6 * overhead:.3g} us")
-    return overhead
-
-
-def _eager_call(device: str, say: Say) -> float:
-    """Measure what the host takes to start a small kernel, where it runs ahead of the device."""
-    if device == "cpu":
-        return 0.0
-    overhead = _seconds(_calls(device), device) / _CALLS
-    say(f"a call in eager mode: {1e6 * overhead:.3g} us")
-    return overhead
-
-
-def _calls(device: str) -> Callable[[], None]:
-    a = torch.ones(8, device=device)
-
-    def run() -> None:
-        for _ in range(_CALLS):
-            torch.add(a, a, out=a)
-
-    return run
 
 
 def _onednn_gain(say: Say) -> float:
@@ -170,10 +137,6 @@ def _half_size(machine: Machine, say: Say, what: str, sizes: tuple[int, int, int
     narrow = min(depth, width)
     say(f"product of {what} {narrow}: {share:.0%} of the peak rate")
     return narrow / share - narrow
-
-
-_DEEP = 8
-"""Layers in a row: a pass through all of them begins and ends once."""
 
 
 def _with_layers(profile: Machine, say: Say) -> Machine:

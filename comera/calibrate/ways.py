@@ -1,39 +1,34 @@
 """The fastest way of each operator on this card, for ``comera.ops.dispatch``.
 
-Each trial runs an operator as layers do, forward and backward, one way after the other. Its times
-are saved before the next trial, so that Ctrl-C loses nothing.
+Each trial runs an operator as layers do, forward and backward, one way after the other, on several
+inputs in turn, so that none is found in a cache. Its times are saved before the next trial, so that
+Ctrl-C loses nothing.
 """
 
+import contextlib
 import datetime
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from comera.calibrate.in_turn import copies_of, in_turn, tf32_products
 from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.fused import self_attention
 from comera.nn.linear import TTLinear
-from comera.ops.attention import attend
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import (
     ORDERED,
-    TABLE,
     Case,
-    Way,
-    Ways,
     forget_times,
-    known_as,
-    operators_of,
     preferring,
+    recorded,
     way_setting,
     ways_of,
 )
@@ -44,13 +39,11 @@ from comera.planning.printing import show_seconds
 from comera.planning.way_times import Timing, save_way_times
 
 Say = Callable[[str], None]
+Run = Callable[[], object]
 
 _ROUNDS, _LEAST_ROUNDS = 7, 3
-_ENOUGH = 0.2
-"""Seconds after which a way has been measured, however few rounds there were."""
-
-_SECONDS = 0.01
-"""A sample takes at least this long, so that the clock does not show."""
+_ENOUGH = 0.2  # seconds after which a way has been measured, however few rounds there were
+_SECONDS = 0.01  # a sample takes at least this long, so that the clock does not show
 
 _DTYPES = {
     "cpu": (torch.float32,),
@@ -58,20 +51,22 @@ _DTYPES = {
 }
 
 _IN_TF32 = {"feed_forward", "gated_feed_forward"}
-"""Groups with a way that there is only where products of float32 may be of tf32."""
+"""Groups with a way that runs only where products of float32 may be of tf32."""
+
+_ROTATED, _MOST_COPIES = 128 << 20, 16
+"""Bytes of all inputs of an operator on a GPU together: twice the cache of an H200."""
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """One size at which the ways of a group of operators are timed.
 
     Attributes:
-        group: The group, as ``comera.ops.dispatch.Times`` names it.
+        group: The group, as :class:`~comera.ops.dispatch.Ways` names it.
         make: Makes runs of equal size, each on inputs of its own, for a device and a dtype.
     """
 
     group: str
-    make: Callable[[torch.device, torch.dtype], Sequence[Callable[[], object]]]
+    make: Callable[[torch.device, torch.dtype], Sequence[Run]]
 
 
 def measure_ways(device: torch.device, say: Say) -> None:
@@ -121,108 +116,68 @@ def check_choice() -> None:
 
 
 def describe(timing: Timing) -> str:
-    """Put the times of one case in a line, the fastest first."""
-    ways = ", ".join(
-        f"{way} {show_seconds(timing.seconds[way])}"
-        for way in sorted(timing.seconds, key=lambda way: timing.seconds[way])
-    )
+    """Return the times of one case in a line, the fastest first."""
+    fastest = sorted(timing.seconds, key=lambda way: timing.seconds[way])
+    ways = ", ".join(f"{way} {show_seconds(timing.seconds[way])}" for way in fastest)
     where = ", captured" if timing.captured else ""
     sizes = " x ".join(map(str, timing.sizes))
     return f"{timing.group} {sizes}, {timing.dtype}{where}: {ways}"
 
 
 def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -> list[Timing]:
-    """Time the ways of a trial; nothing where there is only one that runs."""
-    if len(ways_of(trial.group)) < 2:
-        return []
-    with ExitStack() as stack:
+    """Time each way of a trial that runs, on a card eagerly and in a graph; none by itself."""
+    group, found = trial.group, list[Timing]()
+    if len(ways_of(group)) < 2:
+        return found
+    with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         runs = trial.make(device, dtype)
-        modes = (False, True) if device.type == "cuda" else (False,)  # a CPU captures nothing
-        found = [_in_the_same_way(trial, runs, device, static, say) for static in modes]
-    return [timing for timings in found for timing in timings]
+        found += _in_turns(group, runs, device, False, say)
+        if device.type == "cuda":
+            stack.enter_context(static_shapes())
+            found += _in_turns(group, runs, device, True, say)
+    return found
 
 
-def _in_the_same_way(
-    trial: Trial,
-    runs: Sequence[Callable[[], object]],
-    device: torch.device,
-    static: bool,
-    say: Say,
+def _in_turns(
+    group: str, runs: Sequence[Run], device: torch.device, captured: bool, say: Say
 ) -> list[Timing]:
-    """Time each way that runs, eagerly or in a graph; the rounds take turns."""
+    """Time each way that runs; the rounds take turns."""
     samples: dict[str, Callable[[], float]] = {}
     cases: set[tuple[str, tuple[int | str, ...]]] = set()
-    with static_shapes() if static else nullcontext():
-        for way in ways_of(trial.group):
-            try:
-                ran, seen = _go(trial.group, way, runs[0])
-                if way in ran:
-                    cases |= {(str(d).removeprefix("torch."), sizes) for _, d, sizes in seen}
-                    samples[way] = _sampler(trial.group, way, runs, device, static)
-            except (RuntimeError, OSError) as problem:  # too little memory, a kernel that fails
-                say(f"{trial.group}: {way} cannot be measured: {problem}")
-        if len(samples) < 2:
-            return []
-        taken = {way: [sample()] for way, sample in samples.items()}
-        for _ in range(_ROUNDS):
-            for way, sample in samples.items():
-                if sum(taken[way]) < _ENOUGH or len(taken[way]) < _LEAST_ROUNDS:
-                    taken[way].append(sample())
+    for way in ways_of(group):
+        try:
+            met = cases_of(group, way, runs[0])
+            if way not in [ran for ran, _ in met]:
+                continue
+            cases |= {(str(dtype).removeprefix("torch."), sizes) for _, (_, dtype, sizes) in met}
+            samples[way] = partial(_host_seconds, group, way, runs, device)
+            if captured:
+                with preferring(group, way):
+                    samples[way] = partial(_graph_seconds, in_turn(runs, device), len(runs))
+        except (RuntimeError, OSError) as problem:  # too little memory, a kernel that fails
+            samples.pop(way, None)
+            say(f"{group}: {way} cannot be measured: {problem}")
+    if len(samples) < 2:
+        return []
+    taken = {way: [sample()] for way, sample in samples.items()}
+    for _ in range(_ROUNDS):
+        for way, sample in samples.items():
+            if sum(taken[way]) < _ENOUGH or len(taken[way]) < _LEAST_ROUNDS:
+                taken[way].append(sample())
     seconds = {way: median(values[1:]) for way, values in taken.items()}
-    return [Timing(trial.group, dtype, static, sizes, seconds) for dtype, sizes in sorted(cases)]
+    return [Timing(group, dtype, captured, sizes, seconds) for dtype, sizes in sorted(cases)]
 
 
-def _go(group: str, way: str, run: Callable[[], object]) -> tuple[set[str], list[Case]]:
-    """Run once, a way preferred; return the ways that ran, and the cases met."""
-    ran: set[str] = set()
-    seen: list[Case] = []
-    with _watched(group, ran, seen), preferring(group, way):
+def cases_of(group: str, way: str, run: Run) -> list[tuple[str, Case]]:
+    """Run once, a way preferred; return the ways of the group that ran, with their cases."""
+    with recorded() as seen, preferring(group, way):
         run()
-    return ran, seen
+    return [(ran, case) for of, ran, case in seen if of == group and case is not None]
 
 
-@contextmanager
-def _watched(group: str, ran: set[str], seen: list[Case]) -> Iterator[None]:
-    """Record the ways of a group that run where times order them, and their cases."""
-    before = {ways.name: ways.ways for ways in operators_of(group)}
-
-    def noting(ways: Ways, way: Way) -> Way:
-        def run(*args: Any) -> Any:
-            assert ways.times is not None
-            case = ways.times.case(*args)
-            if case is not None:
-                ran.add(known_as(way))
-                seen.append(case)
-            return way.run(*args)
-
-        return way._replace(run=run)
-
-    try:
-        for name, listed in before.items():
-            TABLE[name].ways = [noting(TABLE[name], way) for way in listed]
-        yield
-    finally:
-        for name, listed in before.items():
-            TABLE[name].ways = listed
-
-
-def _sampler(
-    group: str,
-    way: str,
-    runs: Sequence[Callable[[], object]],
-    device: torch.device,
-    static: bool,
-) -> Callable[[], float]:
-    """Return a call that measures the seconds of one run, on average over all inputs."""
-    if static:
-        with preferring(group, way):
-            return partial(_graph_seconds, in_turn(runs, device), len(runs))
-    return partial(_host_seconds, group, way, runs, device)
-
-
-def _graph_seconds(replay: Callable[[], object], count: int) -> float:
+def _graph_seconds(replay: Run, count: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     replay()
@@ -231,26 +186,65 @@ def _graph_seconds(replay: Callable[[], object], count: int) -> float:
     return 1e-3 * begin.elapsed_time(end) / count
 
 
-def _host_seconds(
-    group: str, way: str, runs: Sequence[Callable[[], object]], device: torch.device
-) -> float:
-    """Measure what calls one after the other take, until the device is done."""
+def _host_seconds(group: str, way: str, runs: Sequence[Run], device: torch.device) -> float:
+    """Measure one of several calls one after the other, until the device is done."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     with preferring(group, way):
         for run in runs:  # so that the way is found, and nothing is made for the first time
             run()
-        count, began = 0, _now(device)
+        count, began = 0, now()
         while True:
             for run in runs:
                 run()
             count += len(runs)
             if time.perf_counter() - began >= _SECONDS:
-                return (_now(device) - began) / count
+                return (now() - began) / count
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def copies_of(device: torch.device, nbytes: float) -> int:
+    """Return how many inputs of so many bytes are worth taking in turn."""
+    if device.type != "cuda":
+        return 2
+    return min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
+
+
+def in_turn(runs: Sequence[Run], device: torch.device) -> Run:
+    """Return a call that runs all of them, on a GPU as one CUDA graph: the host costs no time."""
+    if device.type != "cuda":
+        return lambda: [run() for run in runs]
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # to warm up
+            for run in runs:
+                run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for run in runs:
+            run()
+
+    def replay(captured: Sequence[Run] = runs) -> None:  # they keep the tensors that it reads
+        graph.replay()
+
+    return replay
+
+
+@contextlib.contextmanager
+def tf32_products(on: bool) -> Iterator[None]:
+    """Enable or disable tf32 for products of float32 on a card."""
+    before = torch.backends.cuda.matmul.fp32_precision  # the older name raises after a newer one
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("high" if before == "tf32" else "highest")
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _contract(layers: int, rank: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
@@ -271,20 +265,17 @@ def _contract(layers: int, rank: int, device: torch.device, dtype: torch.dtype) 
     return [run]
 
 
-def _factors(wide: int, high: int, rank: int, device: torch.device, dtype: torch.dtype) -> Factors:
-    layer = TTLinear(wide, high, rank=rank, device=device)
-    with torch.no_grad():
-        left, right, has_bias = layer.factors()
-    left, right = (factor.to(dtype).requires_grad_() for factor in (left, right))
-    return Factors(left, right, has_bias)
-
-
 def _feed_forward(
     rows: int, width: int, hidden: int, rank: int, gated: bool, device: torch.device,
     dtype: torch.dtype,
 ) -> list[Any]:  # fmt: skip
     sizes = [(width, hidden), *([(width, hidden)] if gated else []), (hidden, width)]
-    layers = [_factors(*size, rank, device, dtype) for size in sizes]
+    layers = []
+    for size in sizes:
+        with torch.no_grad():
+            left, right, has_bias = TTLinear(*size, rank=rank, device=device).factors()
+        left, right = (factor.to(dtype).requires_grad_() for factor in (left, right))
+        layers.append(Factors(left, right, has_bias))
     weights = [factor for factors in layers for factor in factors[:2]]
 
     def run(x: Tensor) -> object:
@@ -333,20 +324,6 @@ def _look_up(
     ]
 
 
-def _attend(
-    positions: int, own_keys: bool, dropout: float, device: torch.device, dtype: torch.dtype
-) -> list[Any]:
-    batch, heads, width = _tokens(device) // positions, 12, 64 if own_keys else 32
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> object:
-        y = attend(q, k, v, None, width**-0.5, dropout)
-        return torch.autograd.grad(y, [q, k, v], q.detach())
-
-    queries = _batches(device, dtype, batch, heads, positions, width)
-    keys = [q.detach()[:, : heads if own_keys else 1].clone().requires_grad_() for q in queries]
-    return [partial(run, *trio) for trio in zip(queries, keys, keys, strict=True)]
-
-
 def _space(positions: int, rank: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
     """Attend as encoders of width 768 do, at equally many positions in all."""
     model = nn.ModuleList(TTLinear(768, 768, rank=rank, device=device) for _ in range(4))
@@ -366,39 +343,28 @@ def _tokens(device: torch.device) -> int:
     return 4096 if device.type == "cuda" else 512
 
 
-TRIALS: tuple[Trial, ...] = (
-    *(Trial("contract_cores", partial(_contract, layers, 30)) for layers in (1, 12, 36)),
-    Trial("contract_cores", partial(_contract, 36, 62)),
-    *(
-        Trial("feed_forward", partial(_feed_forward, *sizes, False))
-        for sizes in (
-            *((rows, 768, 3072, rank) for rank in (30, 62) for rows in (256, 1024, 4096, 16384)),
-            *((rows, 768, 3072, 32) for rows in (1024, 4096)),
-            (4096, 4096, 11008, 30),
-        )
-    ),
-    *(
-        Trial("gated_feed_forward", partial(_feed_forward, *sizes, True))
-        for sizes in ((1024, 768, 2048, 30), (4096, 768, 2048, 30), (4096, 4096, 11008, 30))
-    ),
-    *(
-        Trial("lookup", partial(_look_up, entries, False, False))
-        for entries in (256, 1024, 4096, 16384)
-    ),
-    *(
-        Trial("lookup", partial(_look_up, 4096, *kind))
-        for kind in ((True, False), (False, True), (True, True))
-    ),
-    *(
-        Trial("attend", partial(_attend, positions, own_keys, dropout))
-        for own_keys in (False, True)
-        for positions in (128, 512)
-        for dropout in (0.0, 0.1)
-    ),
-    *(
-        Trial("attention_space", partial(_space, positions, rank))
-        for rank in (30, 62)
-        for positions in (128, 512)
-    ),
+_SIZES: dict[tuple[str, Callable[..., list[Any]]], Sequence[tuple[Any, ...]]] = {
+    ("contract_cores", _contract): [(1, 30), (12, 30), (36, 30), (36, 62)],
+    ("feed_forward", _feed_forward): [
+        *((rows, 768, 3072, rank, False) for rank in (30, 62) for rows in (256, 1024, 4096, 16384)),
+        *((rows, 768, 3072, 32, False) for rows in (1024, 4096)),
+        (4096, 4096, 11008, 30, False),
+    ],
+    ("gated_feed_forward", _feed_forward): [
+        (1024, 768, 2048, 30, True),
+        (4096, 768, 2048, 30, True),
+        (4096, 4096, 11008, 30, True),
+    ],
+    ("lookup", _look_up): [
+        *((entries, False, False) for entries in (256, 1024, 4096, 16384)),
+        *((4096, *kind) for kind in ((True, False), (False, True), (True, True))),
+    ],
+    ("attention_space", _space): [(128, 30), (512, 30), (128, 62), (512, 62)],
+}
+
+TRIALS = tuple(
+    Trial(group, partial(make, *sizes))
+    for (group, make), of_group in _SIZES.items()
+    for sizes in of_group
 )
 """All trials, of the sizes of ordinary models. The nearest counts for all others."""

@@ -2,7 +2,7 @@
 
 ::
 
-    folder/step-000001000/manifest.json        what there is, its checksums, the link to the last
+    folder/step-000001000/manifest.json        description, checksums, link to the one before
                           tensors.safetensors  compressed streams of bytes
 
 A manifest holds the checksum of its file, of itself, and of the manifest it builds on.
@@ -242,7 +242,7 @@ class Archive:
         return manifest
 
     def remove(self, steps: list[int]) -> None:
-        """Delete checkpoints, the last first, so that none is ever without what it builds on."""
+        """Delete checkpoints, the last first: none is ever without the one it builds on."""
         for step in sorted(steps, reverse=True):
             leaving = self.folder / f"{_PARTIAL}removed-{step:09d}"
             self.path(step).rename(leaving)

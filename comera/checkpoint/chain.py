@@ -61,7 +61,7 @@ class CheckpointChain:
     value becomes the nearest *or a cheaper* of the few, second moments that are left out are read
     as the mean of their row and column instead of zero, and every ``key_every``-th checkpoint
     stands alone. So does, in any checkpoint, a tensor whose change is about as large as itself, or
-    of which many entries became zero.
+    that lost many entries to zero.
 
     A checkpoint is there in full or not at all, whatever interrupts its writing; damage is found,
     named and not used. Reading runs no code of the files.

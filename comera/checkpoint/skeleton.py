@@ -61,7 +61,7 @@ def parsed(raw: bytes) -> Any:
 def take_apart(
     value: Any, take: Callable[[str, Tensor], str | None], name: str = "", depth: int = 0
 ) -> Any:
-    """Return the skeleton of a value: what JSON can hold, with names in place of tensors.
+    """Return the skeleton of a value: plain JSON, with names in place of tensors.
 
     Args:
         value: Tensors, numbers, strings, None, and dicts, lists and tuples of them.

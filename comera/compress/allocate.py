@@ -99,11 +99,7 @@ _UNITS = {
 
 
 def parse_budget(budget: float | str) -> float | int:
-    """Return a budget as a share (float), or as bytes (int) where it is text with a unit.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Return a budget as a share (float), or as bytes (int) where it is text with a unit."""
     if isinstance(budget, str):
         found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMG]|[KMG]i)B", budget)
         if found and float(found[1]) > 0:

@@ -43,11 +43,7 @@ class _Reached(Exception):
 
 
 def find_blocks(model: nn.Module, name: str | None, targets: Iterable[str]) -> str:
-    """Return ``name``, checked; if None, the name of the list of blocks that holds most targets.
-
-    Raises:
-        ValueError: If there is none, or the given name is not that of a list.
-    """
+    """Return ``name``, checked; if None, the name of the list of blocks that holds most targets."""
     lists = {
         key: module
         for key, module in model.named_modules()
@@ -83,13 +79,8 @@ def record_calls(
 ) -> Calls:
     """Run batches through a model without its blocks, and record how these are called.
 
-    Args:
-        model: Its modules outside of the blocks have their numbers.
-        blocks: In order.
-        batches: A mapping is passed to the model as keywords without labels, a tuple or list as
-            arguments, anything else as the only one.
-        filled: Context in which a block has its numbers: the first one runs once, to see whether
-            it returns a tensor or a tuple.
+    Modules outside of the blocks have their numbers. In the context ``filled`` a block has them:
+    the first one runs once, to see whether it returns a tensor or a tuple.
 
     Raises:
         ValueError: If there is no batch, or the blocks do not follow each other so.
@@ -220,11 +211,7 @@ class Filler:
             )
 
     def read(self, like: Tensor) -> Tensor:
-        """Read the numbers of a parameter or buffer, in its own dtype.
-
-        Raises:
-            ValueError: If they are of another shape.
-        """
+        """Read the numbers of a parameter or buffer, in its own dtype."""
         name = self._name_of[like]
         found = self.shards.read(name)
         if found.shape != like.shape:
@@ -300,11 +287,7 @@ class UnfinishedBlocks:
         self._states = folder / "states.safetensors"
 
     def resume(self, states: list[Tensor]) -> int:
-        """Return the number of compressed blocks, and put the inputs of the next in ``states``.
-
-        Raises:
-            ValueError: If the folder is of other work, or damaged.
-        """
+        """Return the number of compressed blocks, and put the inputs of the next in ``states``."""
         if not self._states.exists():
             return 0
         try:

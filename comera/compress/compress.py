@@ -194,11 +194,7 @@ def check_unused(loss_fn: object, targets: object, exclude: object, keep: object
 
 
 def measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
-    """Return the loss that ``evaluate`` gives, without gradients.
-
-    Raises:
-        ValueError: If it is no finite number.
-    """
+    """Return the loss that ``evaluate`` gives, without gradients; ValueError if not finite."""
     with torch.no_grad():
         loss = float(evaluate(model))
     if not math.isfinite(loss):

@@ -46,10 +46,7 @@ def weight_OI(layer: Layer) -> Tensor:
 
 
 def linear_targets(
-    model: nn.Module,
-    targets: str | list[str],
-    exclude: str | list[str] | None,
-    caller: str | None,
+    model: nn.Module, targets: str | list[str], exclude: str | list[str] | None, caller: str | None
 ) -> dict[str, Layer]:
     """Find the layers to compress; layers that cannot be are left out.
 
@@ -87,11 +84,7 @@ def linear_targets(
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss that a model of Hugging Face computes itself.
-
-    Raises:
-        ValueError: If the batch is no mapping, or the model returns no loss.
-    """
+    """Return the loss that a model of Hugging Face computes itself; ValueError if it has none."""
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"a batch of type {type(batch).__name__} needs a loss_fn(model, batch); without one, "
@@ -167,7 +160,7 @@ def gather_moments(
     Args:
         model: Holds the layers.
         layers: By name.
-        batches: Arguments of ``loss_fn``; one is held at a time.
+        batches: One is held at a time.
         loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch.
         keep: A file for the moments, written every two minutes and at the end. A call that finds it
             skips as many batches as are in it, and all of them if it is complete.
@@ -338,18 +331,17 @@ def _watched(
 class _Squares:
     """Sums of ``x x^T``, computed once for neighbours that get the same input, as q, k and v do."""
 
-    def __init__(self) -> None:
-        self._key: tuple[Tensor, int, torch.dtype] | None = None
-        self._square_II = torch.empty(0)
+    _x: Tensor | None = None
+    _key: object = None
+    _square_II = torch.empty(0)
 
     def of(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
         """Return the sum over the rows of an input, ``(I, I)``, and the number of rows."""
         x_NI = x.detach().flatten(0, -2).to(dtype)
-        known = self._key
-        if known is None or known[0] is not x or known[1:] != (x._version, dtype):
+        if self._x is not x or self._key != (x._version, dtype):
             width = x_NI.shape[1]
             if self._square_II.shape != (width, width) or self._square_II.dtype != dtype:
                 self._square_II = x_NI.new_zeros(width, width)
             add_square_(self._square_II, x_NI, beta=0.0)
-            self._key = x, x._version, dtype
+            self._x, self._key = x, (x._version, dtype)
         return self._square_II, len(x_NI)

@@ -96,22 +96,13 @@ class Sensitivity(Report):
     model_bytes: int
 
     def least(self, *, in_bytes: bool = False) -> int:
-        """Return the parameters, or bytes, of the whole model with all targets at their smallest.
-
-        That is at rank one, or dense where this is less.
-        """
+        """Return the size of the whole model with all targets at rank one, or dense if smaller."""
         total = self.model_bytes if in_bytes else self.model_params
         size = LayerSensitivity.bytes if in_bytes else LayerSensitivity.params
         return total - sum(max(0, size(layer, None) - size(layer, 1)) for layer in self.layers)
 
     def choose(self, budget: float | str) -> CompressedLayers:
-        """Choose the ranks that :func:`compress_` would, without a change to the model.
-
-        Args:
-            budget: As for :func:`compress_`.
-
-        Returns:
-            A tuple with the result for each layer, which prints itself as a table.
+        """Return the ranks that :func:`compress_` would choose, a tuple that prints as a table.
 
         Raises:
             ValueError: If the budget is out of range or out of reach.
@@ -151,11 +142,9 @@ class Sensitivity(Report):
         )
 
     def to_pandas(self, shares: Sequence[float] = _SHARES) -> "pd.DataFrame":
-        """Return one row a layer and size: layer, share, rank, loss, params, bytes.
+        """Return one row a layer and size: layer, share, rank, loss, params, bytes. Needs pandas.
 
-        Args:
-            shares: Sizes, in units of the dense weight; ranks are rounded down, but not below one,
-                and layers are listed once for each rank. Needs pandas.
+        Shares of the dense weight give ranks, rounded down to one at least, each listed once.
         """
         with needed_by("to_pandas()"):
             import pandas as pd
@@ -254,20 +243,10 @@ def sensitivity(
 ) -> Sensitivity:
     """Predict the loss of a trained model at every rank of each layer; nothing is changed.
 
-    Args:
-        model: Any model with ``nn.Linear`` layers.
-        calibration: Batches; this and all others as for :func:`compress_`.
-        loss_fn: The loss.
-        target_modules: Layers to look at.
-        exclude_modules: Layers to leave out.
-        keep: A file for the moments.
-        progress: Whether to show a bar.
+    Arguments and errors are those of :func:`compress_`, the budget aside.
 
     Returns:
         For each layer the loss by rank, with tables, plots, and the ranks for any budget.
-
-    Raises:
-        ValueError: As :func:`compress_` does, apart from the budget.
 
     Example::
 
@@ -275,8 +254,6 @@ def sensitivity(
         found.to_pandas()
         small = copy.deepcopy(model)
         comera.compress_(small, found, budget=0.8)
-
-    Source: as :func:`compress_`.
     """
     layers = linear_targets(model, target_modules, exclude_modules, "sensitivity")
     return look_at(model, layers, calibration, loss_fn, keep=keep, progress=progress)

@@ -13,7 +13,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,29 +33,19 @@ if TYPE_CHECKING:
 CATEGORIES = "categories.safetensors"
 """Name of the file of :class:`ClickRows` in the folder of a run."""
 
-RARE = 0
-"""Row of a table for all categories that are not in the vocabulary."""
-
+RARE = 0  # row of a table for all categories that are not in the vocabulary
 _KEY = "comera.categories"
 
 
 @dataclass
 class Field:
-    """Vocabulary of one column, from its values to rows of its table.
-
-    Attributes:
-        name: The column.
-        integers: Values are whole numbers, which are their own codes; else text, which is hashed.
-        hash_rows: Number of rows that categories share by their hashes; None for own rows.
-        codes: ``(n,)`` uint64, sorted, of the categories that have a row of their own.
-        rows: ``(n,)`` int32, that row.
-    """
+    """Vocabulary of one column, from its values to rows of its table."""
 
     name: str
-    integers: bool
-    hash_rows: int | None
-    codes: np.ndarray
-    rows: np.ndarray
+    integers: bool  # values are whole numbers, which are their own codes; else text, hashed
+    hash_rows: int | None  # number of rows that categories share by their hashes
+    codes: np.ndarray  # (n,) uint64, sorted, of the categories that have a row of their own
+    rows: np.ndarray  # (n,) int32, that row
 
     def rows_of(self, codes: np.ndarray) -> np.ndarray:
         """Return the row of each code, :data:`RARE` where it has none; int32."""
@@ -81,21 +71,13 @@ class Field:
 
 @dataclass
 class ClickRows:
-    """Encoder of raw rows as the inputs of a click predictor, learned from its training rows.
+    """Encoder of raw rows as the inputs of a click predictor, learned from its training rows."""
 
-    Attributes:
-        fields: Columns of categories, in the order of the model's tables.
-        continuous: Columns of numbers, in the order of the model's inputs.
-        transform: Transform of these numbers, see ``ClickData``.
-        mean: ``(C,)``, for ``standard``.
-        spread: ``(C,)``, standard deviations, for ``standard``.
-    """
-
-    fields: list[Field]
-    continuous: list[str]
-    transform: str
-    mean: np.ndarray = field(default_factory=lambda: np.empty(0))
-    spread: np.ndarray = field(default_factory=lambda: np.empty(0))
+    fields: list[Field]  # in the order of the model's tables
+    continuous: list[str]  # columns of numbers
+    transform: str  # see ClickData
+    mean: np.ndarray  # (C,), for "standard"
+    spread: np.ndarray  # (C,), standard deviations
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor, list[list[str]]]:
         """Return inputs ``(n, C)`` float32 and ``(n, F)`` int64, and each row's unknown columns.
@@ -124,14 +106,8 @@ class ClickRows:
                 codes[number, k] = column.code_of(row[column.name])
         found = [column.rows_of(codes[:, k]) for k, column in enumerate(self.fields)]
         places = np.stack(found, 1).astype(np.int64)
-        unknown = [
-            [
-                column.name
-                for column, place in zip(self.fields, line, strict=True)
-                if place == RARE and column.hash_rows is None
-            ]
-            for line in places
-        ]
+        named = np.array([column.hash_rows is None for column in self.fields])
+        unknown = [np.array(names)[(line == RARE) & named].tolist() for line in places]
         continuous = transformed(numbers, self.transform, self.mean, self.spread)
         return torch.from_numpy(continuous), torch.from_numpy(places), unknown
 
@@ -140,11 +116,8 @@ class ClickRows:
         arrays = {"mean": self.mean, "spread": self.spread}
         for k, column in enumerate(self.fields):
             arrays |= {f"codes.{k}": column.codes, f"rows.{k}": column.rows}
-        described = {
-            "fields": [[c.name, c.integers, c.hash_rows] for c in self.fields],
-            "continuous": self.continuous,
-            "transform": self.transform,
-        }
+        fields = [[column.name, column.integers, column.hash_rows] for column in self.fields]
+        described = {"continuous": self.continuous, "transform": self.transform, "fields": fields}
         with replacing(path) as temporary:
             save_file(arrays, temporary, {_KEY: json.dumps(described)})
 
@@ -155,8 +128,8 @@ class ClickRows:
             with safe_open(path, "numpy") as file:
                 described = json.loads((file.metadata() or {})[_KEY])
                 fields = [
-                    Field(*facts, *(file.get_tensor(f"{part}.{k}") for part in ("codes", "rows")))
-                    for k, facts in enumerate(described["fields"])
+                    Field(name, whole, hashed, *map(file.get_tensor, (f"codes.{k}", f"rows.{k}")))
+                    for k, (name, whole, hashed) in enumerate(described["fields"])
                 ]
                 scale = file.get_tensor("mean"), file.get_tensor("spread")
                 return cls(fields, described["continuous"], described["transform"], *scale)
@@ -182,23 +155,18 @@ def transformed(
 def _number(name: str, value: Any) -> float:
     if value is None or value == "":
         return np.nan
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = np.nan
-    if isinstance(value, bool) or not abs(number) <= np.finfo(np.float32).max:
-        raise ValueError(f"{name} is {value!r}, expected a number that is finite")
-    return number
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and abs(float(value)) <= np.finfo(np.float32).max:
+            return float(value)
+    raise ValueError(f"{name} is {value!r}, expected a number that is finite")
 
 
-CHUNK = 200_000
-"""Lines or rows of a chunk."""
-
+CHUNK = 200_000  # lines or rows of a chunk
 CRITEO_CONTINUOUS = tuple(f"I{k}" for k in range(1, 14))
 CRITEO_FIELDS = tuple(f"C{k}" for k in range(1, 27))
 CRITEO_COLUMNS = ["label", *CRITEO_CONTINUOUS, *CRITEO_FIELDS]
 _MOVIELENS = ["user", "item", "rating", "time"]
-_EXPECTED = (
+EXPECTED = (
     "expected a table with named columns (.npz, .csv, .tsv, .parquet; .csv and .tsv also .gz), "
     "Criteo's train.txt (format: criteo) or the ratings of MovieLens (format: movielens)"
 )
@@ -212,14 +180,6 @@ class Columns:
     label: str
     continuous: tuple[str, ...]
     fields: tuple[str, ...]
-
-
-def find_file(source: str) -> Path:
-    """Return the path of a data file, or raise ``FileNotFoundError``."""
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")
-    return path
 
 
 def fields_named(format: str, fields: Sequence[str]) -> Sequence[str]:
@@ -299,12 +259,7 @@ def read_chunks(
 
 
 def _chunk(
-    path: Path,
-    unit: str,
-    frame: "pd.DataFrame",
-    columns: Columns,
-    skip_bad: bool,
-    skipped: int = 0,
+    path: Path, unit: str, frame: "pd.DataFrame", columns: Columns, skip_bad: bool, skipped: int = 0
 ) -> dict[str, np.ndarray]:
     """Check numbers and encode fields of a frame, whose index holds line numbers for errors."""
     pd = _pandas()
@@ -399,8 +354,7 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
             raise ValueError(
                 f"{path}: {name} has the shape {column.shape}, expected one value a row"
             )
-        rows = len(table[columns.label])
-        if len(column) != rows:
+        if len(column) != (rows := len(table[columns.label])):
             raise ValueError(f"{path}: {name} has {len(column)} values, the label {rows}")
         if name not in columns.fields:
             try:
@@ -463,7 +417,7 @@ def _layout(path: Path, format: str) -> _Layout:
     if ".tsv" in path.suffixes:
         return _Layout(_first_line(path).split("\t"), "\t", header=True)
     if ".csv" not in path.suffixes:
-        raise ValueError(f"{path}: {_EXPECTED}")
+        raise ValueError(f"{path}: {EXPECTED}")
     try:
         return _Layout(_cells(_first_line(path)), ",", header=True)
     except csv.Error as problem:

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from comera.data.click_files import (
     CATEGORIES,
+    EXPECTED,
     RARE,
     ClickRows,
     Columns,
     Field,
     columns_of,
-    find_file,
     read_chunks,
     transformed,
 )
@@ -36,6 +36,7 @@ from comera.data.vocabulary import (
     changed_meanwhile,
     check_unchanged,
     content_digest,
+    find_file,
     save_arrays,
     short_digest,
     signature,
@@ -98,23 +99,18 @@ class ClickData:
 
     def find(self) -> None:
         """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
-        find_file(self.file)
+        find_file(self.file, EXPECTED)
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of the file, by its name in the settings."""
-        return {self.file: content_digest(find_file(self.file))}
+        """Return the digest of the file."""
+        return {self.file: content_digest(find_file(self.file, EXPECTED))}
 
 
 class Clicks:
     """Prepared rows, and batches that depend only on a seed and a step number.
 
-    Attributes:
-        table_sizes: Rows of each field's table.
-        field_names: Names of the fields' columns.
-        num_continuous: Continuous features.
-        skipped: Malformed lines that were left out.
-        digests: Digest of the file, by its name in the settings.
-        prepared: Digest of the prepared rows.
+    ``skipped`` is the number of malformed lines that were left out, ``digests`` that of the file,
+    ``prepared`` that of the prepared rows.
     """
 
     def __init__(
@@ -144,7 +140,7 @@ class Clicks:
             ValueError: If a column is missing, a line malformed, or a share leaves no rows.
         """
         settings.check()
-        path = find_file(settings.file)
+        path = find_file(settings.file, EXPECTED)
         digests = settings.digests() if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
         folder = cache_folder() / f"clicks-{short_digest([4, relevant])}"

@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from comera.data.vocabulary import (
     cached_arrays,
     changed_meanwhile,
     content_digest,
+    find_file,
     find_vocabulary,
     frequency_order,
     from_array,
@@ -37,9 +37,7 @@ from comera.files import cache_folder, naming_what_is_no_text
 
 log = logging.getLogger("comera")
 
-_SHORTEST = 5
-"""Tokens of the shortest pair: ``[CLS]``, one of each sentence, ``[SEP]`` after both."""
-
+_SHORTEST = 5  # tokens of the shortest pair: [CLS], one of each sentence, [SEP] after both
 LABELS = ("entailment", "neutral", "contradiction")
 _LABEL_NUMBERS = {
     "entailment": 0, "neutral": 1, "contradiction": 2, "not_entailment": 1, "0": 0, "1": 1, "2": 2,
@@ -106,7 +104,7 @@ class NliData:
                 raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
             for source in sources:
                 if not _is_on_hub(source):
-                    _find(source)
+                    find_file(source, _EXPECTED)
         if self.vocab:
             find_vocabulary(self.vocab)
 
@@ -129,11 +127,8 @@ class NliData:
 class NliPairs:
     """Encoded pairs, and batches that depend only on a seed and a step number.
 
-    Batches hold pairs of similar length, padded to the longest.
-
-    Attributes:
-        digests: Digests of the files and data sets that were read, as the settings name them.
-        prepared: Digest of the encoded pairs.
+    Batches hold pairs of similar length, padded to the longest. ``digests`` are those of the files
+    and data sets that were read, ``prepared`` is that of the encoded pairs.
     """
 
     num_classes = len(LABELS)
@@ -263,7 +258,7 @@ class _Split:
 
 def _digest(source: str) -> str:
     if not _is_on_hub(source):
-        return content_digest(_find(source))
+        return content_digest(find_file(source, _EXPECTED))
     running = hashlib.sha256()
     for row in _hub_rows(source):
         running.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -304,7 +299,7 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
     if _is_on_hub(source):
         yield from _hub_rows(source)
         return
-    path = _find(source)
+    path = find_file(source, _EXPECTED)
     open_text = gzip.open if path.suffix == ".gz" else open
     with naming_what_is_no_text(path), open_text(path, "rt", encoding="utf-8") as file:
         first = file.readline()
@@ -331,13 +326,6 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
 
 def _is_on_hub(source: str) -> bool:
     return source.startswith("datasets:")
-
-
-def _find(source: str) -> Path:
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")
-    return path
 
 
 def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:

@@ -38,8 +38,7 @@ from comera.files import cache_folder
 
 _STREAMS = ("train", "valid", "test")
 
-_TOKENIZER_SAMPLE = 4_000_000
-"""Characters that a tokenizer is trained on."""
+_TOKENIZER_SAMPLE = 4_000_000  # characters that a tokenizer is trained on
 
 
 @dataclass
@@ -118,13 +117,8 @@ class TextData:
 class TextStreams:
     """Token numbers, sorted by falling frequency after the special ones.
 
-    Attributes:
-        settings: Where the text comes from.
-        train: Tokens of the training files, one file after the other.
-        valid: The same of the held-out files.
-        test: The same of the test files; empty where there are none.
-        digests: Digests of the files that were read, by name.
-        prepared: Digest of all streams.
+    Files of each stream follow one another; ``test`` is empty without a test. ``digests`` are those
+    of the files that were read, by name, ``prepared`` is that of all streams.
     """
 
     settings: TextData

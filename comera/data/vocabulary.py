@@ -88,14 +88,16 @@ def load_word_pieces(path: str | Path) -> Tokenizer:
     return _word_piece(models.WordPiece(vocab, unk_token=SPECIAL[UNKNOWN]))
 
 
-def find_vocabulary(path: str | Path) -> Path:
-    """Return the path of a vocabulary file, or raise ``FileNotFoundError``."""
-    path = Path(path).expanduser()
+def find_file(source: str | Path, expected: str, kind: str = "data file") -> Path:
+    """Return the path of a file, or raise ``FileNotFoundError``."""
+    path = Path(source).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no vocabulary at {path}: expected a text file with one WordPiece token a line"
-        )
+        raise FileNotFoundError(f"no {kind} at {path}; {expected}")
     return path
+
+
+def find_vocabulary(path: str | Path) -> Path:
+    return find_file(path, "expected a text file with one WordPiece token a line", "vocabulary")
 
 
 def _word_piece(model: Any) -> Tokenizer:
@@ -160,9 +162,7 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-LARGE = 1 << 26
-"""Bytes from which the digest of a file is cached."""
-
+LARGE = 1 << 26  # bytes from which the digest of a file is cached
 _SETTLED_SECONDS = 2.0
 """Age of the last change after which another one is sure to change the file's times."""
 

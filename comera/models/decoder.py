@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from comera.nn.fused import gated_feed_forward, linears
 
-_EPS = 1e-6
-"""Epsilon of RMS norms."""
+_EPS = 1e-6  # epsilon of RMS norms
 _BASE = 10_000.0
 """Longest wavelength of the rotary positions, divided by 2 pi tokens (arXiv 2104.09864)."""
 

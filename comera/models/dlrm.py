@@ -195,9 +195,6 @@ class SmallTable(nn.Module):
         order_N = torch.arange(len(rows_ND), device=rows_ND.device)
         return F.embedding_bag(order_N, rows_ND, offsets_B.to(order_N), mode="sum")
 
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}"
-
 
 class HashedTable(SmallTable):
     """Rows shared by the remainder of their index (arXiv 0902.2206).

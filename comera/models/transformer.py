@@ -15,12 +15,9 @@ from comera.ops.attention import attend, dropout_add, score_bias
 from comera.ops.context import autocast_dtype
 from comera.ops.dispatch import may_read_values
 
-PAD = 0
-"""Token of padding, which attention leaves out."""
-_EPS = 1e-6
-"""Epsilon of the norms of queries and keys."""
-_STD = 0.02
-"""Standard deviation of initial embeddings, as in BERT."""
+PAD = 0  # token of padding, which attention leaves out
+_EPS = 1e-6  # epsilon of the norms of queries and keys
+_STD = 0.02  # standard deviation of initial embeddings, as in BERT
 
 
 class Attention(nn.Module):
@@ -62,13 +59,7 @@ class Block(nn.Module):
     """Attention and feed-forward, each with a residual; layer norm before (pre) or after (post)."""
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        ffn_dim: int,
-        dropout: float,
-        norm: str,
-        qk_norm: bool,
+        self, d_model: int, num_heads: int, ffn_dim: int, dropout: float, norm: str, qk_norm: bool
     ) -> None:
         super().__init__()
         self.pre_norm = norm == "pre"

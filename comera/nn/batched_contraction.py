@@ -1,6 +1,7 @@
 """Contract the cores of all linear layers of a model to their factors in a few calls."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,8 @@ from comera.nn.module import (
     tensor_trains,
     versions_of,
 )
-from comera.ops.contract_cores import contract_groups, layout_of
+from comera.ops.contract_cores import contract_groups
+from comera.ops.cores import Chains
 from comera.ops.dispatch import is_eager, shapes_are_static
 
 
@@ -56,7 +58,7 @@ class BatchedContraction:
         self._trains = list(tensor_trains(model).values())
         self._key: object = None
         self._params: list[tuple[Tensor, ...]] = []
-        self._calls: list[tuple[list[list[TTLinear]], tuple[Any, ...]]] = []
+        self._calls: list[tuple[list[list[TTLinear]], list[Chains]]] = []
 
     def __enter__(self) -> "BatchedContraction":
         layers = [train for train in self._trains if isinstance(train, TTLinear)]
@@ -93,9 +95,11 @@ class BatchedContraction:
                 own = tuple(islice(parts, len(train.gates)))
                 vars(train)["shared_gates"] = SharedGates(flat, start, own)
                 start += sum(part.shape[0] for part in own)
-        for groups, (cores, *rest) in self._calls:
-            bonds = [gate for layers in groups for m in layers for gate in m.bond_gates()]
-            factors = contract_groups(cores, bonds, *rest)
+        for groups, chains in self._calls:
+            gates = [[gate for layer in of for gate in layer.bond_gates()] for of in groups]
+            factors = contract_groups(
+                [replace(one, gates=of) for one, of in zip(chains, gates, strict=True)]
+            )
             for layers, pairs in zip(groups, _unbind_factors(groups, factors), strict=True):
                 for layer, pair in zip(layers, pairs, strict=True):
                     vars(layer)["shared_factors"] = pair
@@ -108,11 +112,11 @@ class BatchedContraction:
 
 def _calls(
     layers: Sequence[TTLinear], autocast: torch.dtype | None
-) -> list[tuple[list[list[TTLinear]], tuple[Any, ...]]]:
+) -> list[tuple[list[list[TTLinear]], list[Chains]]]:
     """Group layers by shape, and groups by call: trained layers stay apart from frozen ones.
 
     A layer whose bias is computed, as by a hook of ``prune``, is left out. Returns the groups of
-    each call, and the arguments of ``contract_groups`` except the gates.
+    each call, and the argument of ``contract_groups`` without their gates.
     """
     alike: dict[object, list[TTLinear]] = {}
     for layer in layers:
@@ -125,19 +129,14 @@ def _calls(
         together.setdefault((core.dtype, core.device, trained), []).append(group)
     calls = []
     for groups in together.values():
-        cores: list[Tensor] = []
-        biases: list[Tensor] = []
-        layout: list[int] = []
+        chains = []
         for group in groups:
-            of_group = [core for layer in group for core in layer.cores]
-            gates = [gate for layer in group for gate in layer.gates]
-            added = [layer.bias for layer in group if layer.bias is not None]
-            dtype = None if of_group[0].dtype == torch.float64 else autocast
-            split = group[0].shape.split
-            layout += layout_of(of_group, gates, added, len(group), split, dtype=dtype)
-            cores += of_group
-            biases += added
-        calls.append((groups, (cores, biases, layout, [group[0].prune_below for group in groups])))
+            cores = [core for layer in group for core in layer.cores]
+            biases = [layer.bias for layer in group if layer.bias is not None]
+            split, threshold = group[0].shape.split, group[0].prune_below
+            dtype = None if cores[0].dtype == torch.float64 else autocast
+            chains.append(Chains(cores, [], biases, len(group), split, threshold, dtype=dtype))
+        calls.append((groups, chains))
     return calls
 
 

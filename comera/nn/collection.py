@@ -14,9 +14,8 @@ from comera.nn.fused import is_plain
 from comera.nn.table import HotRows
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
-from comera.ops.table.lookup import Lookup
-from comera.ops.table.table_factors import Request, read_factors
-from comera.ops.table.tt_embedding import places, tt_embedding_bags
+from comera.ops.table.distinct_rows import Lookup
+from comera.ops.table.tt_embedding import Request, places, read_factors, tt_embedding_bags
 
 _RANKS_ALIKE = 8
 """Ranks are padded to multiples of this."""
@@ -114,7 +113,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         Only on a CPU, where slices are contracted, do they change with the batch.
         """
         at, names = places(list(parts.values())), tuple(parts)
-        device = parts[names[0]].factors.left_VPR.device
+        device = parts[names[0]].left_VPR.device
         kept_at, kept = self._at.get(names, (None, None))
         if kept is not None and kept_at == (at, device):
             return kept

@@ -132,22 +132,19 @@ def _tensorized(
         )
     elif config.init == "svd":
         _warn_of_approximations(model, targets, made, calibration)
-    if speed_log.isEnabledFor(logging.WARNING):
-        alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
-        for name, layer in made.items():
-            if isinstance(layer, CompressedLinear):
-                alike.setdefault(layer.kind(), []).append((name, layer))
-        for members in alike.values():
-            layer = members[0][1]
-            setting = layer.planner_setting()
-            found = break_even(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
-            if found.worst > _WORST_RATIO:
-                slower = found.loses_time or (found.eager_ratio or 0) > 1
-                guess = "" if setting["machine"].measured else _GUESS
-                which = listed([name for name, _ in members], most=2)
-                speed_log.log(
-                    logging.WARNING if slower else logging.INFO, _LOSES, which, found, guess
-                )
+    alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
+    for name, layer in made.items():
+        if isinstance(layer, CompressedLinear) and speed_log.isEnabledFor(logging.WARNING):
+            alike.setdefault(layer.kind(), []).append((name, layer))
+    for members in alike.values():
+        layer = members[0][1]
+        setting = layer.planner_setting()
+        found = break_even(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
+        if found.worst > _WORST_RATIO:
+            slower = found.loses_time or (found.eager_ratio or 0) > 1
+            guess = "" if setting["machine"].measured else _GUESS
+            which = listed([name for name, _ in members], most=2)
+            speed_log.log(logging.WARNING if slower else logging.INFO, _LOSES, which, found, guess)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
     return cast(Model, converted)  # or the layer in its place

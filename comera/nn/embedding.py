@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from comera.nn.table import TTTable
 from comera.ops.dispatch import is_eager, may_read_values
 from comera.ops.table.distinct_rows import check_integers, check_range
-from comera.ops.table.tt_embedding import tt_embedding_bag
+from comera.ops.table.tt_embedding import Request, tt_embedding
 
 
 class TTEmbedding(TTTable):
@@ -122,8 +122,9 @@ class TTEmbeddingBag(TTTable):
         flat, starts, weights = self._request(input, offsets, per_sample_weights)
         if self.mode == "max":
             return self._maxima(flat, starts)
-        rows, train = self._kept_at(flat), self._train()
-        return tt_embedding_bag(rows, starts, weights, **train, checked=is_eager())
+        rows, train, checked = self._kept_at(flat), self._train(), is_eager()
+        bags = Request(rows, **train, weights_N=weights, offsets_B=starts, checked=checked)
+        return tt_embedding(bags)
 
     def _request(
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
-from comera.ops.dispatch import Case, Times, Ways
+from comera.ops.dispatch import Case, Way, Ways
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
 from comera.ops.linear.tt_linear import factorized_linears, times_left
@@ -126,9 +126,6 @@ def _case(x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int, *_: Any) -
     return x_BTD, autocast_dtype(x_BTD), sizes
 
 
-_SPACE = Ways("self_attention", _sample_layers, Times("attention_space", _case))
-
-
 def _not_in_ranks(
     x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int, *_: Any
 ) -> str | None:
@@ -142,7 +139,6 @@ def _not_in_ranks(
     return None
 
 
-@_SPACE.way("in the space of ranks", _not_in_ranks, timed_as="ranks")
 def _factored_attention(
     x_BTD: Tensor,
     trains: Sequence[TTLinear],
@@ -166,7 +162,6 @@ def _factored_attention(
     return affine(t_o, rights[3]).unflatten(0, (batch, length))
 
 
-@_SPACE.way("in the space of heads", timed_as="heads")
 def _attention_of_heads(
     x_BTD: Tensor,
     layers: Sequence[nn.Module],
@@ -181,6 +176,13 @@ def _attention_of_heads(
     q, k, v = map(heads, linears(x_BTD, inner))
     mixed_BHTE = attend(q, k, v, keep_BT, (x_BTD.shape[2] // num_heads) ** -0.5, dropout)
     return out(mixed_BHTE.transpose(1, 2).flatten(-2))
+
+
+_SPACE = Ways(
+    "self_attention", "attention_space", _case, _sample_layers,
+    Way("in the space of ranks", _factored_attention, _not_in_ranks, named="ranks"),
+    Way("in the space of heads", _attention_of_heads, named="heads"),
+)  # fmt: skip
 
 
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:

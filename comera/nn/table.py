@@ -17,7 +17,7 @@ from comera.nn.module import PRUNE_BELOW, TensorTrainModule, whole_numbers
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
 from comera.ops.table.distinct_rows import check_range
-from comera.ops.table.tt_embedding import tt_embedding, ttm_to_dense
+from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
 from comera.shapes import TTMShape, TTShape, only_one
 
 
@@ -183,10 +183,10 @@ class TTTable(TensorTrainModule):
     def _rows(self, indices: Tensor) -> Tensor:
         """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
         checked = check_range(indices, self.num_embeddings)
-        return tt_embedding(self._kept_at(indices), **self._train(), checked=checked)
+        return tt_embedding(Request(self._kept_at(indices), **self._train(), checked=checked))
 
     def _train(self) -> dict[str, Any]:
-        """Return the arguments of :func:`~comera.ops.table.tt_embedding.tt_embedding`."""
+        """Return attributes of a :class:`~comera.ops.table.tt_embedding.Request`."""
         train = {
             "cores": list(self.cores), "num_embeddings": self.num_embeddings,
             "embedding_dim": self.embedding_dim, "gates": self.bond_gates(),

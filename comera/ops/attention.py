@@ -1,18 +1,10 @@
 """Attention of several heads, the factors between factorized projections, and dropout.
 
-Heads may share keys and values. A GPU has fused kernels, which share the work out by sequence, head
-and block of keys: heads that share keys are given them once each, as views of one memory. A
-processor goes through such keys once for the queries of all heads.
-
-torch has no fused attention with dropout on a CPU: its way keeps four tensors of all scores. The
-one here keeps two, one of them of bytes, and works on pieces that stay in the processor's cache.
-
-torch draws one random number for each element of dropout on a CPU and keeps the mask in the type of
-the input; once the linear layers are factorized, that is a quarter of a training step. Here one
-random number of 64 bits serves eight elements, and the mask takes a byte. Eight bits know only
-multiples of 1/256. So each mask is drawn at one of the two multiples next to the probability asked
-for, at random, such that on average it is met exactly; what is kept is scaled by what was really
-drawn.
+Heads may share keys and values. On a CPU, attention with dropout and dropout itself are written
+here: torch keeps four tensors of all scores, and draws one random number for each element. Here two
+are kept, one of them of bytes, in pieces that stay in the cache, and one number of 64 bits serves
+eight elements. As eight bits know only multiples of 1/256, each mask is drawn at one of the two
+multiples next to the probability, at random, so that on average it is met exactly.
 
 Shape suffixes: B = batch, H = heads, G = heads of keys, H or 1, M = queries, T = keys, E = width of
 a head, N = batch times heads of keys, in pieces, D = width of all heads, R = padded bonds.
@@ -20,7 +12,7 @@ a head, N = batch times heads of keys, in pieces, D = width of all heads, R = pa
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,20 +21,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
-from comera.ops.dispatch import Case, Times, Ways, on_cpu_alone
+from comera.ops.dispatch import is_on_cpu
 from comera.ops.operator import operator
 
-_SCORES = 1 << 20
-"""Scores at a time on a CPU: a few megabytes, the size of a cache."""
-_STEPS = 1 << 8
-"""Probabilities of dropout that a mask of bytes can have."""
+_SCORES = 1 << 20  # scores at a time on a CPU: a few megabytes, the size of a cache
+_STEPS = 1 << 8  # probabilities of dropout that a mask of bytes can have
 
 
 def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what to add to scores: zero for keys that may be attended to, else very little.
-
-    Made once, it serves all layers of a model.
-    """
+    """Return the addend of scores, for all layers: zero for keys to attend to, else very little."""
     lowest = torch.finfo(dtype).min / 2  # finite: a softmax over -inf alone is NaN
     bias_BT = torch.logical_not(keep_BT, out=torch.empty_like(keep_BT, dtype=dtype))
     return bias_BT.mul_(lowest)
@@ -62,9 +49,9 @@ def attend(
         q_BHME: Queries; a view of ``(B, M, H, E)`` in memory is not copied on a GPU.
         k_BGTE: Keys, of every head or one for all.
         v_BGTE: Values, as the keys; their width may be another.
-        keep_BT: Which keys may be attended to, booleans or whole numbers as Hugging Face has them,
-            or what :func:`score_bias` has made of it. A sequence without any is attended to
-            evenly. None for all keys, which takes a GPU less time.
+        keep_BT: Keys that may be attended to, booleans or integers as Hugging Face has them, or the
+            result of :func:`score_bias`. A sequence without any is attended to evenly. None for all
+            keys, which takes a GPU less time.
         scale: Factor of the scores.
         dropout: Probability of dropping an attention weight.
 
@@ -79,85 +66,42 @@ def attend(
     if keep_BT is not None and keep_BT.dtype != q_BHME.dtype:
         keep_BT = keep_BT == 0 if keep_BT.is_floating_point() else keep_BT != 0
         keep_BT = score_bias(keep_BT, q_BHME.dtype)
-    return _ATTEND(q_BHME, k_BGTE, v_BGTE, keep_BT, scale, dropout)
+    given = q_BHME, k_BGTE, v_BGTE, keep_BT, scale, dropout
+    # torch has a fused attention on a CPU too, but not with dropout or values of another width.
+    is_fused = not dropout and k_BGTE.shape[-1] == v_BGTE.shape[-1]
+    is_wide = q_BHME.dtype in (torch.float32, torch.float64)
+    if is_wide and not is_fused and is_on_cpu(q_BHME):
+        return _in_pieces(*given)
+    if k_BGTE.shape[1] == 1 and not q_BHME.is_cuda:  # a card shares work out by heads
+        return _as_one_head(*given)
+    return _by_torch(*given)
 
 
-def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
-    return new(8, 12, 128, 32), new(8, 1, 128, 32), new(8, 1, 128, 32), new(8, 128), 0.125, 0.1
-
-
-def _not_in_pieces(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
-) -> str | None:
-    if q.dtype not in (torch.float32, torch.float64):
-        return "the dtype is neither float32 nor float64"
-    if not dropout and k.shape[-1] == v.shape[-1]:
-        return "torch's own is fused without dropout"
-    return on_cpu_alone(q)
-
-
-def _not_as_one_head(q: Tensor, k: Tensor, *_: Any) -> str | None:
-    if q.is_cuda:
-        return "a card shares work out by heads"
-    return None if k.shape[1] == 1 else "every head has keys of its own"
-
-
-def _case(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
-) -> Case:
-    """Time depends on the positions, on whether heads share keys, and on dropout."""
-    keys = "shared keys" if k.shape[1] == 1 else "own keys"
-    return q, q.dtype, (k.shape[2], keys, "dropout" if dropout else "no dropout")
-
-
-_ATTEND = Ways("attend", _sample, Times("attend", _case))
-
-
-@_ATTEND.way("in pieces", _not_in_pieces, timed_as="in pieces")
 def _in_pieces(
-    q_BHME: Tensor,
-    k_BGTE: Tensor,
-    v_BGTE: Tensor,
-    bias_BT: Tensor | None,
-    scale: float,
-    dropout: float,
+    q_BHME: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, bias_BT: Tensor | None, *scale_dropout: float
 ) -> Tensor:
-    q_BGME = _queries_by_keys(q_BHME, k_BGTE)
-    bias_N1T = None if bias_BT is None else bias_BT[:, None]
-    if bias_BT is not None and k_BGTE.shape[1] > 1:
-        bias_N1T = bias_BT.repeat_interleave(k_BGTE.shape[1], 0)[:, None]
+    """Attend by :func:`_attend`, all queries that share their keys in one head."""
+    q_BGME, heads = _queries_by_keys(q_BHME, k_BGTE), k_BGTE.shape[1]
+    if bias_BT is not None:
+        bias_BT = (bias_BT if heads == 1 else bias_BT.repeat_interleave(heads, 0))[:, None]
     q_NME, k_NTE, v_NTE = (x.flatten(0, 1) for x in (q_BGME, k_BGTE, v_BGTE))
-    out_NME = _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
+    out_NME = _attend(q_NME, k_NTE, v_NTE, bias_BT, *scale_dropout)[0]
     return _by_heads(out_NME.view(*q_BGME.shape[:3], v_BGTE.shape[3]), q_BHME)
 
 
-@_ATTEND.way("torch, all queries in one head", _not_as_one_head, timed_as="one head")
-def _as_one_head(
-    q_BHME: Tensor,
-    k_B1TE: Tensor,
-    v_B1TE: Tensor,
-    bias_BT: Tensor | None,
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    q_B1ME = _queries_by_keys(q_BHME, k_B1TE)
-    return _by_heads(_by_torch(q_B1ME, k_B1TE, v_B1TE, bias_BT, scale, dropout), q_BHME)
+def _as_one_head(q_BHME: Tensor, *keys: Any) -> Tensor:
+    """Attend by torch, the queries of all heads in one."""
+    return _by_heads(_by_torch(_queries_by_keys(q_BHME, keys[0]), *keys), q_BHME)
 
 
-@_ATTEND.way("torch")
 def _by_torch(
-    q_BHME: Tensor,
-    k_BGTE: Tensor,
-    v_BGTE: Tensor,
-    bias_BT: Tensor | None,
-    scale: float,
+    q_BHME: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, bias_BT: Tensor | None, scale: float,
     dropout: float,
-) -> Tensor:
-    heads = q_BHME.shape[1]
+) -> Tensor:  # fmt: skip
     return F.scaled_dot_product_attention(
         q_BHME,
-        k_BGTE.expand(-1, heads, -1, -1),  # of one head for all: nothing is copied
-        v_BGTE.expand(-1, heads, -1, -1),
+        k_BGTE.expand(-1, q_BHME.shape[1], -1, -1),  # of one head for all: nothing is copied
+        v_BGTE.expand(-1, q_BHME.shape[1], -1, -1),
         attn_mask=None if bias_BT is None else bias_BT[:, None, None],
         dropout_p=dropout,
         scale=scale,
@@ -188,7 +132,8 @@ def _attend(
     out = q.new_empty(*q.shape[:2], v.shape[2])
     keep, scale_kept = keep_mask(weights.shape if dropout else (0,), dropout)
     for n in _slices(weights):
-        scores = _scores(q[n], k[n], None if bias is None else bias[n], scale)
+        added = q.new_empty(()) if bias is None else bias[n]
+        scores = torch.baddbmm(added, q[n], k[n].mT, beta=float(bias is not None), alpha=scale)
         torch.softmax(scores, -1, out=weights[n])
         _product_into(out[n], _drop(weights[n], keep, n), v[n], float(scale_kept))
     return out, weights, keep, scale_kept
@@ -204,15 +149,9 @@ def _(q, k, v, bias, scale, dropout):
 
 @torch.library.custom_op("comera::attend_backward", mutates_args=())
 def _attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Tensor,
-    keep: Tensor,
-    scale_kept: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, keep: Tensor,
+    scale_kept: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
     kept = float(scale_kept)
     for n in _slices(weights):
@@ -225,7 +164,7 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(grad, q, k, v, weights, keep, scale_kept, scale):
+def _(grad, q, k, v, *_):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
@@ -238,21 +177,14 @@ def _setup_attend(ctx, inputs, output) -> None:
 def _back_attend(ctx, grad: Tensor | None, *_):
     if grad is None:
         return (None,) * 6
-    grads = _attend_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return *grads, None, None, None
+    return *_attend_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None
 
 
 _attend.register_autograd(_back_attend, setup_context=_setup_attend)
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    if bias is None:
-        return torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=scale)
-    return torch.baddbmm(bias, q, k.mT, alpha=scale)
-
-
 def _drop(x: Tensor, keep: Tensor, n: slice) -> Tensor:
-    """Mask without the scale: applying that to the narrow results saves a pass over all scores."""
+    """Mask without the scale, which the narrow results get: that saves a pass over all scores."""
     return keep[n].to(x.dtype).mul_(x) if keep.numel() else x
 
 
@@ -261,9 +193,8 @@ def _product_into(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 
 
 def _slices(weights: Tensor) -> Iterator[slice]:
-    count = -(-weights.numel() // _SCORES)
-    at_once = -(-weights.shape[0] // max(1, count))
-    return (slice(n, n + at_once) for n in range(0, weights.shape[0], max(1, at_once)))
+    at_once = max(1, -(-weights.shape[0] // max(1, -(-weights.numel() // _SCORES))))
+    return (slice(n, n + at_once) for n in range(0, weights.shape[0], at_once))
 
 
 @operator("comera::head_factors")
@@ -274,20 +205,14 @@ def head_factors(
 
     With ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a head are
     ``(x A_q) (B_q B_k^T) (x A_k)^T``. The batch meets ``A_q`` and then the small middle factors of
-    all heads side by side, which is a low-rank linear layer itself.
-
-    Args:
-        right_q: ``(R, D)``, heads side by side; D is the same for all.
-        right_k: ``(R, D)``, of an R of its own.
-        right_v: ``(R, D)``, of an R of its own.
-        left_o: ``(D, R)``, of an R of its own.
-        num_heads: Number of heads that D is split into.
+    all heads side by side, which is a low-rank linear layer itself. The right factors are
+    ``(R, D)``, the left one ``(D, R)``, each of an R of its own; D has the heads side by side.
 
     Returns:
         ``(R_q, H * R_k)``, each head's ``B_q B_k^T`` side by side, and ``(H * R_v, R_o)``, each
         head's ``B_v A_o`` below the other. They can be differentiated once.
     """
-    q, k, v, o = _by_head(right_q, right_k, right_v, left_o, num_heads)
+    q, k, v, o = _by_head([right_q, right_k, right_v, left_o], num_heads)
     scores = q.new_empty(q.shape[1], num_heads, k.shape[1])
     with without_autocast(q):
         torch.bmm(q, k.mT, out=scores.transpose(0, 1))
@@ -305,30 +230,23 @@ def _(right_q, right_k, right_v, left_o, num_heads):
 
 @torch.library.custom_op("comera::head_factors_backward", mutates_args=())
 def _head_factors_backward(
-    grad_scores: Tensor,
-    grad_values: Tensor,
-    right_q: Tensor,
-    right_k: Tensor,
-    right_v: Tensor,
-    left_o: Tensor,
-    num_heads: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    factors = right_q, right_k, right_v, left_o
-    of_q, of_k, of_v, of_o = (factor.new_empty(factor.shape) for factor in factors)
-    q, k, v, o = _by_head(*factors, num_heads)
-    to_q, to_k, to_v, to_o = _by_head(of_q, of_k, of_v, of_o, num_heads)
+    grad_scores: Tensor, grad_values: Tensor, factors: Sequence[Tensor], num_heads: int
+) -> list[Tensor]:
+    grads = [factor.new_empty(factor.shape) for factor in factors]
+    q, k, v, o = _by_head(factors, num_heads)
+    to_q, to_k, to_v, to_o = _by_head(grads, num_heads)
     scores = grad_scores.unflatten(1, (num_heads, -1)).transpose(0, 1)
     values = grad_values.unflatten(0, (num_heads, -1))
     torch.bmm(scores, k, out=to_q)
     torch.bmm(scores.mT, q, out=to_k)
     torch.bmm(values, o.mT, out=to_v)
     torch.bmm(v.mT, values, out=to_o)
-    return of_q, of_k, of_v, of_o
+    return grads
 
 
 @_head_factors_backward.register_fake
-def _(grad_scores, grad_values, right_q, right_k, right_v, left_o, num_heads):
-    return tuple(factor.new_empty(factor.shape) for factor in (right_q, right_k, right_v, left_o))
+def _(grad_scores, grad_values, factors, num_heads):
+    return [factor.new_empty(factor.shape) for factor in factors]
 
 
 def _setup_factors(ctx, inputs, output) -> None:
@@ -336,56 +254,32 @@ def _setup_factors(ctx, inputs, output) -> None:
     ctx.save_for_backward(*factors)
 
 
-def _back_factors(ctx, grad_scores: Tensor, grad_values: Tensor):
-    with without_autocast(grad_scores):
-        grads = _head_factors_backward(grad_scores, grad_values, *ctx.saved_tensors, ctx.num_heads)
-    return *grads, None
+def _back_factors(ctx, *grads: Tensor):
+    with without_autocast(grads[0]):
+        return *_head_factors_backward(*grads, list(ctx.saved_tensors), ctx.num_heads), None
 
 
 head_factors.register_autograd(_back_factors, setup_context=_setup_factors)
 
 
-def _by_head(
-    right_q: Tensor, right_k: Tensor, right_v: Tensor, left_o: Tensor, num_heads: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _by_head(factors: Sequence[Tensor], num_heads: int) -> list[Tensor]:
     """Split factors by head: ``(H, R, D / H)`` for q, k and v, ``(H, D / H, R)`` for o."""
-    q, k, v = (
-        right.unflatten(1, (num_heads, -1)).transpose(0, 1) for right in (right_q, right_k, right_v)
-    )
-    return q, k, v, left_o.unflatten(0, (num_heads, -1))
+    *rights, left_o = factors
+    apart = [right.unflatten(1, (num_heads, -1)).transpose(0, 1) for right in rights]
+    return [*apart, left_o.unflatten(0, (num_heads, -1))]
 
 
 def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) -> Tensor:
-    """Compute ``residual + dropout(x)``.
+    """Compute ``residual + dropout(x)``, or dropout alone where the residual is None.
 
-    Args:
-        x: Any shape.
-        residual: What is added, of the shape of x; None for dropout alone.
-        p: Probability of dropping an element.
-        training: Whether to drop anything at all.
-
-    Returns:
-        A tensor like x, whose kept elements are scaled so that its mean stays.
-
-    Raises:
-        ValueError: If p is no probability.
+    An element is dropped with probability p if ``training``; kept ones are scaled so that the mean
+    stays. A p that is no probability raises ``ValueError``.
     """
     check_probability(p)
     if not training or p == 0:
         return x if residual is None else residual + x
-    return _DROPOUT(x, residual, p)
-
-
-_DROPOUT = Ways("dropout_add", lambda new: (new(1024, 768), new(1024, 768), 0.1))
-
-
-@_DROPOUT.way("a mask of bytes", lambda x, *_: on_cpu_alone(x))
-def _dropout_by_bytes(x: Tensor, residual: Tensor | None, p: float) -> Tensor:
-    return _dropout_add(x, residual, p)[0]
-
-
-@_DROPOUT.way("torch")
-def _dropout_by_torch(x: Tensor, residual: Tensor | None, p: float) -> Tensor:
+    if is_on_cpu(x):
+        return _dropout_add(x, residual, p)[0]
     dropped, _ = torch.native_dropout(x, p, True)
     return dropped if residual is None else residual + dropped
 
@@ -397,11 +291,8 @@ def check_probability(p: float) -> None:
 
 
 def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
-    """Draw an int8 mask on the CPU, zero with probability p, and the scale of what it keeps.
-
-    Draws nothing for no entries: evaluation leaves torch's random state alone.
-    """
-    if not math.prod(shape):
+    """Draw an int8 mask on the CPU, zero with probability p, and the scale of what it keeps."""
+    if not math.prod(shape):  # as in evaluation, which leaves torch's random state alone
         return torch.zeros(shape, dtype=torch.int8), torch.ones(())
     seed = int(torch.randint(1 << 62, ()))  # torch's seed decides; numpy draws twice as fast
     numbers = np.random.SFC64(seed)
@@ -432,9 +323,7 @@ def _dropout_backward(grad: Tensor, keep: Tensor, scale: Tensor) -> Tensor:
     return torch.addcmul(_zero(grad.dtype), grad, keep.to(grad.dtype), value=float(scale))
 
 
-@_dropout_backward.register_fake
-def _(grad, keep, scale):
-    return grad.new_empty(grad.shape)
+_dropout_backward.register_fake(lambda grad, keep, scale: grad.new_empty(grad.shape))
 
 
 @functools.cache

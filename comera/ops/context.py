@@ -20,7 +20,7 @@ def without_autocast(like: Tensor) -> AbstractContextManager:
 def autocast_together(
     x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor] = ()
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Cast all to autocast's dtype where autocast is on; float64 is left as it is."""
+    """Cast all to autocast's dtype where autocast is on, except float64."""
     if not is_autocast_on(x) or lefts[0].dtype == torch.float64:
         return x, list(lefts), list(rights)
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -28,7 +28,7 @@ def autocast_together(
 
 
 def autocast_dtype(like: Tensor) -> torch.dtype:
-    """Return the dtype of products with a tensor: autocast's where it is on, but float64 stays."""
+    """Return the dtype of products with a tensor: autocast's where it is on, except of float64."""
     if like.dtype == torch.float64 or not is_autocast_on(like):
         return like.dtype
     return torch.get_autocast_dtype(like.device.type)
@@ -55,7 +55,7 @@ _depth = 0  # one for all threads: in another one it only costs time
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Run with no size that depends on values inside, as a CUDA graph needs."""
+    """Disable sizes that depend on values, as a CUDA graph needs."""
     global _depth
     _depth += 1
     try:

@@ -2,11 +2,9 @@
 
 A batch multiplies by the factors: ``left`` and ``right`` with the bond between them padded to a
 multiple of eight, which matrix products are fastest at, and the bias as the last row of ``right``.
-Where the batch has a one in that column, adding the bias and summing its gradient happen inside
-products that run anyway.
-
-There is one implementation by torch operations. In eager mode autograd differentiates it; a graph
-takes an operator, whose backward pass runs it again, or a kernel. The reference is
+Where the batch has a one in that column, products that run anyway add the bias and sum its
+gradient. In eager mode autograd differentiates the torch operations; a graph takes an operator,
+whose backward pass runs them again, or a kernel. The reference is
 :func:`~comera.ops.cores.contract_chain`.
 
 Shape suffixes: G = layers, I = input width, O = output width, R = padded bond between the factors.
@@ -15,7 +13,6 @@ Shape suffixes: G = layers, I = input width, O = output width, R = padded bond b
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ from torch.nn import functional as F
 
 from comera.ops.context import is_autocast_on, shapes_are_static, without_autocast
 from comera.ops.cores import Chains, open_gate
-from comera.ops.dispatch import Case, Times, Ways, is_eager
+from comera.ops.dispatch import Case, Way, Ways, is_eager
 from comera.ops.kernels import choose
 from comera.ops.operator import is_readable, operator, recomputed_grads
 
@@ -39,23 +36,21 @@ def contract_layer(
 ) -> tuple[Tensor, Tensor]:
     """Contract the cores of one layer to its factors; the bond between them is not padded.
 
-    Args:
-        cores: ``(left bond, mode, right bond)`` each, the first and last bond being 1.
-        gates: One vector for each inner bond, float32 or wider.
-        split: How many of the cores carry the input.
-        threshold: A gate at or below it is a pruned rank.
-        in_features: Rows of the left factor, at most what the input modes multiply to.
-        out_features: Columns of the right factor, likewise.
+    Cores, gates, which are float32 or wider, split and threshold are those of
+    :class:`~comera.ops.cores.Chains`; padding beyond the widths of the layer is cut.
 
     Returns:
         ``(in_features, R)`` and ``(R, out_features)`` of the cores' dtype, rounded once from the
-        dtype of the gates. They can be differentiated as often as one likes.
+        dtype of the gates. They can be differentiated any number of times.
     """
     if is_autocast_on(cores[0]):
         with without_autocast(cores[0]):
             return contract_layer(cores, gates, split, threshold, in_features, out_features)
     dtype, wide = cores[-1].dtype, gates[0].dtype
-    if _are_all_open(gates, threshold):
+    # Reading so few numbers takes an eighth of the time of autograd's operations on gates. Twice
+    # the threshold, as it may be rounded up to the dtype of the gates.
+    numbers = itertools.chain.from_iterable(map(Tensor.tolist, gates))
+    if is_readable(gates[0]) and min(numbers, default=1.0) > 2 * threshold:
         gated = [*torch._foreach_mul(list(cores[:-1]), list(gates)), cores[-1]]
     else:
         opened = [open_gate(gate, threshold) for gate in gates]
@@ -72,18 +67,6 @@ def contract_layer(
     return left_IR, right_RO
 
 
-def _are_all_open(gates: Sequence[Tensor], threshold: float) -> bool:
-    """Return whether :func:`open_gate` is sure to change no gate.
-
-    Reading so few numbers takes an eighth of the time of as many autograd operations. False where
-    they cannot be read, or change when what is recorded now is run again.
-    """
-    surely = 2 * threshold  # which may be rounded up to the dtype of the gates
-    return is_readable(gates[0]) and (
-        min(chain.from_iterable(map(Tensor.tolist, gates)), default=1.0) > surely
-    )
-
-
 def scale_bonds(cores: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor]:
     """Multiply each core by its gate, in one call where nothing is transformed."""
     if torch._C._are_functorch_transforms_active():  # torch.vmap knows no multiplication of lists
@@ -92,12 +75,7 @@ def scale_bonds(cores: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor
 
 
 def contract_left(cores: Sequence[Tensor]) -> Tensor:
-    """Contract the cores of the input from the left to ``(I, R)``.
-
-    Args:
-        cores: ``(L, N, R)`` each, the first L being 1; or ``(G, L, N, R)`` of G layers, for
-            ``(G, I, R)``.
-    """
+    """Contract cores ``(L, N, R)`` from the left to ``(I, R)``, or those of G layers, stacked."""
     made = cores[0].squeeze(-3)
     multiply = torch.mm if made.dim() == 2 else torch.bmm
     for core in cores[1:]:
@@ -108,11 +86,7 @@ def contract_left(cores: Sequence[Tensor]) -> Tensor:
 
 
 def contract_right(cores: Sequence[Tensor]) -> Tensor:
-    """Contract the cores of the output from the right to ``(R, O)``, or ``(G, R, O)``.
-
-    Args:
-        cores: As :func:`contract_left` takes them, the last R being 1.
-    """
+    """Contract cores ``(L, N, R)`` from the right to ``(R, O)``, or those of G layers, stacked."""
     made = cores[-1].squeeze(-1)
     multiply = torch.mm if made.dim() == 2 else torch.bmm
     for core in cores[-2::-1]:
@@ -123,9 +97,9 @@ def contract_right(cores: Sequence[Tensor]) -> Tensor:
 
 
 def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
-    """Contract a group to ``left (G, I, R)`` and ``right (G, R, O)`` by torch operations.
+    """Contract as :func:`contract_groups` one group, by torch operations.
 
-    They are those of :func:`contract_cores`, and can be differentiated as often as one likes.
+    They can be differentiated any number of times.
     """
     cores, split, layers = group.cores, group.split, group.num_layers
     with without_autocast(cores[0]):
@@ -142,19 +116,16 @@ def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
         more = group.width - right_GRO.shape[1]
         if more:  # of the left factor its last core is padded, which is smaller
             gated[split - 1] = F.pad(gated[split - 1], (0, more))
-            right_GRO = torch.cat([right_GRO, _rows_below(right_GRO, more, group.biases)], 1)
+            if group.biases:
+                rows = torch.stack(list(group.biases)).unsqueeze(1).to(wide)
+                missing = right_GRO.shape[2] - rows.shape[2]
+                if missing or more > 1:
+                    rows = F.pad(rows, (0, missing, more - 1, 0))
+            else:
+                rows = right_GRO.new_zeros(layers, more, right_GRO.shape[2])
+            right_GRO = torch.cat([right_GRO, rows], 1)
         left_GIR = contract_left(gated[:split])
         return left_GIR.to(group.factor_dtype), right_GRO.to(group.factor_dtype)
-
-
-def _rows_below(right_GRO: Tensor, more: int, biases: Sequence[Tensor]) -> Tensor:
-    """Return the rows that pad right factors: zeros, and a bias in the last one."""
-    layers, _, width = right_GRO.shape
-    if not biases:
-        return right_GRO.new_zeros(layers, more, width)
-    bias_G1O = torch.stack(list(biases)).unsqueeze(1).to(right_GRO.dtype)
-    missing = width - bias_G1O.shape[2]
-    return F.pad(bias_G1O, (0, missing, more - 1, 0)) if missing or more > 1 else bias_G1O
 
 
 def contract_cores(
@@ -164,69 +135,12 @@ def contract_cores(
     num_layers: int,
     split: int,
     threshold: float,
-    padded: bool = True,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Contract the first ``split`` cores of each layer, and the others.
-
-    Args:
-        cores: ``(left bond, mode, right bond)``, listed layer by layer; all layers have the same
-            modes and bonds.
-        gates: One vector for each inner bond, listed layer by layer, or none at all.
-        biases: One for each layer, or none at all; they may be narrower than the output modes.
-        num_layers: How many layers there are.
-        split: How many cores of a layer carry the input.
-        threshold: A gate at or below it is a pruned rank.
-        padded: Whether to pad the bond, which a bias needs.
-        dtype: Of the factors; None for that of the cores. They are rounded to it once, from sums
-            in float32.
-
-    Returns:
-        ``left (G, I, R)`` and ``right (G, R, O)``; what pads the bond is zero, but for the last row
-        of ``right``, which holds the bias.
-    """
-    layout = layout_of(cores, gates, biases, num_layers, split, padded, dtype)
-    left_GIR, right_GRO = contract_groups(cores, gates, biases, layout, [threshold])
+    """Contract one group by :func:`contract_groups`, with the attributes of its :class:`Chains`."""
+    group = Chains(cores, gates, biases, num_layers, split, threshold, dtype=dtype)
+    left_GIR, right_GRO = contract_groups([group])
     return left_GIR, right_GRO
-
-
-def layout_of(
-    cores: Sequence[Tensor],
-    gates: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    num_layers: int,
-    split: int,
-    padded: bool = True,
-    dtype: torch.dtype | None = None,
-) -> list[int]:
-    """Return what :func:`contract_groups` has to know of a group, as integers."""
-    counts = len(cores), len(gates), len(biases)
-    return [*counts, num_layers, split, int(padded), _DTYPES.index(dtype)]
-
-
-def contract_groups(
-    cores: Sequence[Tensor],
-    gates: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    layout: Sequence[int],
-    thresholds: Sequence[float],
-) -> list[Tensor]:
-    """Contract as :func:`contract_cores` does, for several groups of layers of one shape each.
-
-    Args:
-        cores: Those of all groups, one group after the other.
-        gates: Those of all groups, in the same order.
-        biases: Those of all groups, in the same order.
-        layout: :func:`layout_of` each group, in a row.
-        thresholds: One for each group: a gate at or below it is a pruned rank.
-
-    Returns:
-        ``left`` and ``right`` of each group.
-    """
-    groups = _groups(cores, gates, biases, layout, thresholds)
-    if _takes_operator(groups):
-        return _contract_groups(cores, gates, biases, layout, thresholds)
-    return [factor for group in groups for factor in contract_by_torch(group)]
 
 
 _FEW = 1 << 19
@@ -234,15 +148,61 @@ _FEW = 1 << 19
 stacked, and multiplied by gates."""
 
 
-def _takes_operator(groups: Sequence[Chains]) -> bool:
-    """Return whether one operator contracts the groups, whose backward pass runs them again."""
+def contract_groups(groups: Sequence[Chains]) -> list[Tensor]:
+    """Contract the first ``split`` cores of each layer, and the others, of several groups.
+
+    Factors are rounded to their dtype once, from sums in float32.
+
+    Returns:
+        ``left (G, I, R)`` and ``right (G, R, O)`` of each group. The padding of the bond is zero,
+        except the last row of ``right``, which holds the bias.
+    """
     core = groups[0].cores[0]
-    if not is_eager() or shapes_are_static(core):
-        return True  # one node of a graph, which saves and launches less
     numbers = sum(core.numel() for group in groups for core in group.cores)
-    if numbers > _FEW * sum(group.num_layers for group in groups):
-        return True  # what autograd saves is large
-    return CONTRACT.refusal(groups) is None  # a kernel takes one launch
+    if (
+        not is_eager()  # one node of a graph saves and launches less
+        or shapes_are_static(core)
+        or numbers > _FEW * sum(group.num_layers for group in groups)  # autograd saves as many
+        or kernel_refuses(groups) is None  # a kernel is one launch
+    ):
+        return _contract_groups(*arguments_of(groups))
+    return [factor for group in groups for factor in contract_by_torch(group)]
+
+
+_DTYPES = None, torch.float64, torch.float32, torch.bfloat16, torch.float16
+"""Dtypes of factors, by the last number of a layout."""
+
+_PER_GROUP = 7  # numbers of a group in a layout
+
+
+_Arguments = tuple[
+    Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[int], Sequence[float]
+]
+
+
+def arguments_of(groups: Sequence[Chains]) -> _Arguments:
+    """Return the arguments of the operator: cores, gates, biases, layouts and thresholds."""
+    lists = [(group.cores, group.gates, group.biases) for group in groups]
+    layout = [
+        number
+        for g, of in zip(groups, lists, strict=True)
+        for number in (*map(len, of), g.num_layers, g.split, int(g.padded), _DTYPES.index(g.dtype))
+    ]
+    cores, gates, biases = ([t for part in of for t in part] for of in zip(*lists, strict=True))
+    return cores, gates, biases, layout, [group.threshold for group in groups]
+
+
+def _groups(given: _Arguments) -> list[Chains]:
+    """Undo :func:`arguments_of`; without biases, all groups are without them."""
+    cores, gates, biases, layout, thresholds = given
+    rest = iter(cores), iter(gates), iter(biases)
+    groups = []
+    for number, threshold in enumerate(thresholds):
+        *counts, num_layers, split, padded, dtype = layout[number * _PER_GROUP :][:_PER_GROUP]
+        lists = [list(itertools.islice(*pair)) for pair in zip(rest, counts, strict=True)]
+        more = threshold, bool(padded), _DTYPES[dtype]
+        groups.append(Chains(lists[0], lists[1], lists[2], num_layers, split, *more))
+    return groups
 
 
 _OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
@@ -259,15 +219,14 @@ def _contract_groups(
     thresholds: Sequence[float],
 ) -> list[Tensor]:
     """Compute :func:`contract_groups`, in one launch where kernels run."""
-    return CONTRACT(_groups(cores, gates, biases, layout, thresholds))
+    return CONTRACT(_groups((cores, gates, biases, layout, thresholds)))
 
 
 @_contract_groups.register_fake
-def _(cores, gates, biases, layout, thresholds):
-    groups = _groups(cores, gates, biases, layout, thresholds)
+def _(*given):
     return [
-        cores[0].new_empty(shape, dtype=group.factor_dtype)
-        for group in groups
+        given[0][0].new_empty(shape, dtype=group.factor_dtype)
+        for group in _groups(given)
         for shape in group.factor_shapes
     ]
 
@@ -275,23 +234,20 @@ def _(cores, gates, biases, layout, thresholds):
 def _setup_context(ctx, inputs, output) -> None:
     cores, gates, biases, ctx.layout, ctx.thresholds = inputs
     ctx.num_cores = len(cores)
-    ctx.bias_widths = [bias.shape[0] for bias in biases]
-    ctx.bias_dtypes = [bias.dtype for bias in biases]
+    ctx.biases = [(bias.shape[0], bias.dtype) for bias in biases]
     ctx.save_for_backward(*cores, *gates)
 
 
 def _backward(ctx, grads: Sequence[Tensor]):
     saved = ctx.saved_tensors  # once: activation checkpointing forbids a second look
     cores, gates = list(saved[: ctx.num_cores]), list(saved[ctx.num_cores :])
-    groups = _groups(cores, gates, [], _without_biases(ctx.layout), ctx.thresholds)
-    layout = ctx.layout, ctx.thresholds
-    grad_cores, grad_gates = _CONTRACT_BACK(groups, grads, cores, gates, *layout)
+    groups = _groups((cores, gates, [], ctx.layout, ctx.thresholds))
+    grad_cores, grad_gates = _CONTRACT_BACK(groups, grads)
     grad_biases: list[Tensor] = []
-    for number, count in enumerate(ctx.layout[2::_PER_GROUP]):
+    for right, count in zip(grads[1::2], ctx.layout[2::_PER_GROUP], strict=True):
         if count:
-            first = len(grad_biases)
-            rows = grads[2 * number + 1][:, -1, : ctx.bias_widths[first]]
-            grad_biases += list(rows.to(ctx.bias_dtypes[first]).unbind(0))
+            width, dtype = ctx.biases[len(grad_biases)]
+            grad_biases += list(right[:, -1, :width].to(dtype).unbind(0))
     return grad_cores, grad_gates, grad_biases, None, None
 
 
@@ -307,8 +263,8 @@ def _contract_backward(
     thresholds: Sequence[float],
 ) -> list[Tensor]:
     """Return gradients of all cores one after the other, then those of all gates."""
-    groups = _groups(cores, gates, [], _without_biases(layout), thresholds)
-    if CONTRACT.refusal(groups) is None:
+    groups = _groups((cores, gates, [], layout, thresholds))
+    if kernel_refuses(groups) is None:
         from comera.ops.kernels.contract_kernel import contract_backward
 
         return list(contract_backward(groups, grads))
@@ -330,34 +286,27 @@ def _case(groups: Sequence[Chains], *_: Any) -> Case:
     return core, groups[0].factor_dtype, (sum(group.num_layers for group in groups), core.shape[0])
 
 
-_TIMES = Times("contract_cores", _case)
-_CONTRACT_BACK = Ways("contract_cores_backward", lambda new: (_sample_groups(new),), _TIMES)
+def _sample(new: Callable[..., Any]) -> tuple[list[Chains]]:
+    return ([Chains([new(1, 32, 32), new(32, 32, 1)], [], [], 1, 1, 0.0)],)
 
 
-def _back_refuses(groups: Sequence[Chains], *_: Any) -> str | None:
-    if torch.is_grad_enabled():
-        return choose.DIFFERENTIATED
-    return _kernel_refuses(groups)
-
-
-@_CONTRACT_BACK.way("kernel", _back_refuses, kernel="contract_cores")
 def _grads_by_kernel(
-    groups: Sequence[Chains],
-    grads: Sequence[Tensor],
-    cores: Sequence[Tensor],
-    gates: Sequence[Tensor],
-    layout: Sequence[int],
-    thresholds: Sequence[float],
+    groups: Sequence[Chains], grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
+    cores, gates, _, layout, thresholds = arguments_of(groups)
     flat = _contract_backward(grads, cores, gates, layout, thresholds)
     return _apart(flat[0], cores), _apart(flat[1], gates)
 
 
-@_CONTRACT_BACK.way("torch")
+def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Split a flat tensor into tensors with the shapes of others."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
 def _grads_by_torch(
-    groups: Sequence[Chains], grads: Sequence[Tensor], *_: Any
+    groups: Sequence[Chains], grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return gradients of all cores and gates; the biases are left out of the groups."""
     grad_cores: list[Tensor] = []
     grad_gates: list[Tensor] = []
     for group, grad_left_GIR, grad_right_GRO in zip(groups, grads[::2], grads[1::2], strict=True):
@@ -375,54 +324,8 @@ def _grads_by_torch(
     return grad_cores, grad_gates
 
 
-def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split a flat tensor into tensors with the shapes of others."""
-    parts = flat.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
-
-
-_PER_GROUP = 7
-"""Numbers of a group in a layout."""
-
-_DTYPES = None, torch.float64, torch.float32, torch.bfloat16, torch.float16
-"""Dtypes of factors, by the last number of a layout."""
-
-
-def _groups(
-    cores: Sequence[Tensor],
-    gates: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    layout: Sequence[int],
-    thresholds: Sequence[float],
-) -> list[Chains]:
-    if len(thresholds) == 1:
-        *_, num_layers, split, padded, dtype = layout
-        more = thresholds[0], bool(padded), _DTYPES[dtype]
-        return [Chains(cores, gates, biases, num_layers, split, *more)]
-    groups, rest = [], [iter(cores), iter(gates), iter(biases)]
-    for number, threshold in enumerate(thresholds):
-        *counts, num_layers, split, padded, dtype = layout[number * _PER_GROUP :][:_PER_GROUP]
-        of_cores, of_gates, of_biases = (
-            list(itertools.islice(tensors, count))
-            for tensors, count in zip(rest, counts, strict=True)
-        )
-        more = threshold, bool(padded), _DTYPES[dtype]
-        groups.append(Chains(of_cores, of_gates, of_biases, num_layers, split, *more))
-    return groups
-
-
-def _without_biases(layout: Sequence[int]) -> list[int]:
-    return [0 if k % _PER_GROUP == 2 else number for k, number in enumerate(layout)]
-
-
-def _sample_groups(new: Callable[..., Any]) -> list[Chains]:
-    return [Chains([new(1, 32, 32), new(32, 32, 1)], [], [], 1, 1, 0.0)]
-
-
-CONTRACT = Ways("contract_cores", lambda new: (_sample_groups(new),), _TIMES)
-
-
-def _kernel_refuses(groups: Sequence[Chains]) -> str | None:
+def kernel_refuses(groups: Sequence[Chains]) -> str | None:
+    """Return why no kernel contracts these groups, or None."""
     like, dtype = groups[0].cores[0], groups[0].factor_dtype
     file = choose.CONTRACT.get((like.dtype, dtype))
     if file is None and like.dtype in choose.DTYPES:
@@ -435,15 +338,30 @@ def _kernel_refuses(groups: Sequence[Chains]) -> str | None:
     return unfit(groups)
 
 
-@CONTRACT.way("kernel", _kernel_refuses, kernel="contract_cores")
+def may_take_kernel(groups: Sequence[Chains]) -> bool:
+    """Return whether a kernel contracts these groups; a graph on a card decides when it runs."""
+    return kernel_refuses(groups) is None if is_eager() else groups[0].cores[0].is_cuda
+
+
 def _by_kernel(groups: Sequence[Chains]) -> list[Tensor]:
     from comera.ops.kernels.contract_kernel import contract
 
     return contract(groups)
 
 
-@CONTRACT.way("torch")
 def _by_torch(groups: Sequence[Chains]) -> list[Tensor]:
     # Copied: an operator may not return its input, which one core without a gate is.
     factors = [factor for group in groups for factor in contract_by_torch(group)]
     return [factor.clone(memory_format=torch.contiguous_format) for factor in factors]
+
+
+CONTRACT = Ways(
+    "contract_cores", "contract_cores", _case, _sample,
+    Way("kernel", _by_kernel, kernel_refuses, "contract_cores"), Way("torch", _by_torch),
+)  # fmt: skip
+_CONTRACT_BACK = Ways(
+    "contract_cores_backward", "contract_cores", _case, _sample,
+    Way("kernel", _grads_by_kernel, lambda groups, *_: choose.DIFFERENTIATED
+        if torch.is_grad_enabled() else kernel_refuses(groups), "contract_cores"),
+    Way("torch", _grads_by_torch),
+)  # fmt: skip

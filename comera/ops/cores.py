@@ -2,7 +2,7 @@
 
 The chains of a layer are small next to its batch, so they are contracted first; the batch then
 meets narrow matrices only (CoMERA, arXiv 2405.14377, section 4). Chains of equal shape are
-contracted together: G of them are one tensor ``(G, L, N, R)`` for each position.
+contracted together.
 
 Shape suffixes: G = layers, L and R = left and right bond of a core, N = its mode, I = input width,
 O = output width.
@@ -10,7 +10,7 @@ O = output width.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,17 +22,17 @@ from comera.shapes import padded_rank
 
 @dataclass(slots=True)
 class Chains:
-    """Layers of one shape.
+    """Layers of one shape: equal modes and bonds.
 
     Attributes:
-        cores: Listed layer by layer, ``(left bond, mode, right bond)`` each.
-        gates: One for each inner bond, listed layer by layer, or none.
-        biases: One for each layer, or none.
-        num_layers: How many there are.
-        split: How many cores of a layer carry the input.
+        cores: ``(left bond, mode, right bond)`` each, listed layer by layer.
+        gates: One vector for each inner bond, listed layer by layer, or none at all.
+        biases: One for each layer, which may be narrower than the output modes, or none at all.
+        num_layers: Number of layers.
+        split: Number of cores of a layer that carry the input.
         threshold: A gate at or below it is a pruned rank.
         padded: Whether the bond between the factors is padded, for a bias and for fast products.
-        dtype: Of the factors; None for that of the cores.
+        dtype: Dtype of the factors; None for that of the cores.
     """
 
     cores: Sequence[Tensor]
@@ -71,21 +71,19 @@ class Chains:
 
     @property
     def width(self) -> int:
-        """Width of the bond between the factors, what pads it included."""
+        """Width of the bond between the factors, padding included."""
         rank = self.cores[self.split].shape[0]
         return padded_rank(rank, bool(self.biases)) if self.padded else rank
 
-    def of_layers(self, first: int, count: int) -> "Chains":
-        """Select ``count`` of the layers, from number ``first`` on."""
+    def layer(self, number: int) -> "Chains":
+        """Select one of the layers."""
 
-        def some(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             each = len(tensors) // self.num_layers
-            return tensors[first * each : (first + count) * each]
+            return tensors[number * each : (number + 1) * each]
 
-        return Chains(
-            some(self.cores), some(self.gates), some(self.biases), count, self.split,
-            self.threshold, self.padded, self.dtype,
-        )  # fmt: skip
+        cores, gates, biases = map(part, (self.cores, self.gates, self.biases))
+        return replace(self, cores=cores, gates=gates, biases=biases, num_layers=1)
 
 
 def contract_chain(
@@ -93,15 +91,9 @@ def contract_chain(
 ) -> Tensor:
     """Contract a run of cores into one ``(first bond, product of modes, last bond)``.
 
-    Core by core, for autograd to differentiate: what everything faster is compared with.
-
-    Args:
-        cores: Each ``(left bond, mode(s), right bond)``; neighbours agree on their bond.
-        gates: ``gates[k]`` scales the right bond of ``cores[k]``; there may be fewer than cores.
-        threshold: A gate at or below it is a pruned rank.
-
-    Returns:
-        A tensor of the cores' dtype. Narrow dtypes are contracted in float32 and rounded once.
+    The reference of faster contractions, core by core and differentiable; narrow dtypes are
+    contracted in float32 and rounded once. Cores are ``(left bond, mode(s), right bond)``;
+    ``gates[k]`` scales the right bond of ``cores[k]``, and there may be fewer gates than cores.
     """
     wide = torch.promote_types(cores[0].dtype, torch.float32)
     with without_autocast(cores[0]):
@@ -115,16 +107,9 @@ def contract_chain(
 
 
 def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
-    """Return which ranks of a gate are not pruned: those above the threshold; no NaN is.
+    """Return booleans ``(R,)``: which ranks are not pruned, those above the threshold; no NaN is.
 
     ``kernels/contract.cuh`` repeats this comparison for the card.
-
-    Args:
-        gate_R: ``(R,)``.
-        threshold: One for all, or ``(R,)``.
-
-    Returns:
-        Booleans ``(R,)``.
     """
     return gate_R > threshold
 
@@ -142,20 +127,13 @@ def rank_gate_reference(core: Tensor, gate_R: Tensor, threshold: float) -> Tenso
 def rank_gate(core: Tensor, gate_R: Tensor, threshold: float) -> Tensor:
     """Multiply the last dimension of ``core`` by ``gate_R`` where that is above ``threshold``.
 
-    Args:
-        core: ``(..., R)``, any floating dtype.
-        gate_R: ``(R,)``, float32 or float64.
-        threshold: At or below it a rank is pruned: its slice is zero and gets no gradient.
-
-    Returns:
-        A tensor like ``core``.
+    Elsewhere a rank is pruned: its slice is zero and gets no gradient. The core is
+    ``(..., R)`` of any floating dtype, the gate ``(R,)`` of float32 or float64.
     """
     return rank_gate_reference(core, gate_R, threshold)
 
 
-@rank_gate.register_fake
-def _(core: Tensor, gate_R: Tensor, threshold: float) -> Tensor:
-    return torch.empty_like(core)
+rank_gate.register_fake(lambda core, gate_R, threshold: torch.empty_like(core))
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -163,18 +141,11 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(core, gate_R)
 
 
-def rank_gate_grads(
-    grad: Tensor, core: Tensor, gate_R: Tensor, threshold: float
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a core and its gate from that of the gated core."""
-    per_rank_R = (grad.to(gate_R.dtype) * core).flatten(0, -2).sum(0)
-    grad_gate_R = torch.where(is_open(gate_R, threshold), per_rank_R, 0)
-    return rank_gate_reference(grad, gate_R, threshold), grad_gate_R
-
-
 def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     core, gate_R = ctx.saved_tensors
-    return *rank_gate_grads(grad, core, gate_R, ctx.threshold), None
+    per_rank_R = (grad.to(gate_R.dtype) * core).flatten(0, -2).sum(0)
+    grad_gate_R = torch.where(is_open(gate_R, ctx.threshold), per_rank_R, 0)
+    return rank_gate_reference(grad, gate_R, ctx.threshold), grad_gate_R, None
 
 
 rank_gate.register_autograd(_backward, setup_context=_setup_context)

@@ -1,126 +1,94 @@
-"""One table of the operators with more than one implementation ("way"), and the choice among them.
+"""Operators with a kernel or another implementation ("way") that is fastest on some cards.
 
-An operator lists its ways in its own file, each beside the function that runs it; the last one
-takes everything. A call takes the first way that does not refuse. On a card, where kernels are, the
-ways of operators that name what their time depends on (:class:`Times`) are ordered fastest first,
-as ``comera calibrate`` has measured them on this device. So each way must be right wherever it does
-not refuse, in any order. ``comera doctor`` prints the table with reasons and times.
+An operator lists its ways at the end of its file; the last one takes everything. A call takes the
+first way that does not refuse. On a card, the ways are ordered fastest first, as ``comera
+calibrate`` has measured them on this device, so each must be right wherever it does not refuse.
+``comera doctor`` prints the table with reasons and times.
 
-Below the table are the conditions that operators ask before they look at sizes or values.
+Below the table are the conditions that operators check before sizes or values.
 """
 
 import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from comera.ops.context import shapes_are_static
-from comera.ops.kernels.choose import ON_CPU, warn_of
+from comera.ops.kernels.choose import warn_of
 from comera.ops.operator import is_concrete
 from comera.planning.machine import processor_name
 from comera.planning.way_times import BUILT_IN, Setting, Size, WayTimes, load_way_times
 
-COMPILING = "a graph is compiled"
-EXPORTING = "a graph is exported"
-NO_VALUES = "the tensors have no values"
-OFF_CPU = "the tensors are not on a CPU"
-STATIC = "shapes are static"
-
 ORDERED = ("cuda",)
 """Kinds of devices on which ways are ordered by times; on others they are tried as listed."""
-
-Refusal = Callable[..., str | None]
-_Run = TypeVar("_Run", bound=Callable[..., Any])
 
 
 class Way(NamedTuple):
     """A way an operator can run.
 
     Attributes:
-        name: What the way does, in a few words.
+        name: A few words for the table.
         run: Computes the operator in this way.
         refuses: Returns why the way does not take the operator's arguments, or None where it does.
             None in its place takes everything.
-        kernel: What kernels compute here, for the warning where a card has to do without; None of
-            ways that launch none.
-        timed_as: The name of its times, where that is neither ``"kernel"`` nor ``"torch"``.
+        kernel: Name in the warning where a card runs no kernel; None of ways that launch none.
+        named: Name of its times, where that is neither ``"kernel"`` nor ``"torch"``.
     """
 
     name: str
     run: Callable[..., Any]
-    refuses: Refusal | None
-    kernel: str | None
-    timed_as: str | None = None
+    refuses: Callable[..., str | None] | None = None
+    kernel: str | None = None
+    named: str | None = None
+
+    @property
+    def timed_as(self) -> str:
+        """Name of the way's times."""
+        return self.named or ("torch" if self.kernel is None else "kernel")
 
 
 Case = tuple[Tensor, torch.dtype, tuple[int | str, ...]]
 """A tensor of the device, the dtype of the arithmetic, and sizes: what a time depends on."""
 
 
-class Times(NamedTuple):
-    """The sizes on which the times of an operator's ways depend.
-
-    Attributes:
-        group: Operators of one group are timed, and their ways ordered, together.
-        case: Returns the case of an operator's arguments; None for arguments whose ways are tried
-            in the order of the list. It is called at every call on a machine with cards.
-    """
-
-    group: str
-    case: Callable[..., Case | None]
-
-
 class Ways:
     """The ways of an operator; a call takes the first that does not refuse.
 
     Args:
-        name: The operator's, as the table lists it.
+        name: Name of the operator in the table.
+        group: Operators of one group are timed, and their ways ordered, together.
+        case: Returns the case of an operator's arguments; None where no times order their ways. It
+            is called at every call on a machine with cards.
         sample: Makes arguments of ordinary sizes from a function of shapes, for the table.
-        times: What the time of its ways depends on; None where the order of the list is right.
+        ways: The ways, as they are tried where no times order them.
     """
 
     def __init__(
         self,
         name: str,
+        group: str,
+        case: Callable[..., Case | None],
         sample: Callable[[Callable[..., Any]], tuple[Any, ...]],
-        times: Times | None = None,
+        *ways: Way,
     ) -> None:
         assert name not in TABLE, f"{name} is in the table already"
-        self.name, self.sample, self.times = name, sample, times
-        self.ways: list[Way] = []
+        self.name, self.group, self.case, self.sample = name, group, case, sample
+        self.ways = list(ways)
         TABLE[name] = self
 
-    def way(
-        self,
-        name: str,
-        refuses: Refusal | None = None,
-        *,
-        kernel: str | None = None,
-        timed_as: str | None = None,
-    ) -> Callable[[_Run], _Run]:
-        """Add a way after those that are there; a decorator of the function that goes it."""
-
-        def add(run: _Run) -> _Run:
-            self.ways.append(Way(name, run, refuses, kernel, timed_as))
-            return run
-
-        return add
-
     def __call__(self, *args: Any) -> Any:
-        return self.choose(*args)(*args)
-
-    def choose(self, *args: Any) -> Any:
-        """Return the function of the first way that takes these arguments."""
-        for _, run, refuses, kernel, _ in self.ways if self.times is None else self.order(*args):
-            reason = None if refuses is None else refuses(*args)
+        for way in self.order(*args):
+            reason = None if way.refuses is None else way.refuses(*args)
             if reason is None:
-                return run
-            if kernel is not None:
-                warn_of(kernel, reason)
+                if _seen is not None:
+                    _seen.append((self.group, way.timed_as, self.case(*args)))
+                return way.run(*args)
+            if way.kernel is not None:
+                warn_of(way.kernel, reason)
         raise AssertionError(f"the last way of {self.name} refuses: {reason}")
 
     def order(self, *args: Any) -> Sequence[Way]:
@@ -128,52 +96,35 @@ class Ways:
 
         In a graph that is compiled, or without values, it is the list's: one order for all sizes.
         """
-        if self.times is None or torch.compiler.is_compiling() or not _times_matter():
+        if torch.compiler.is_compiling() or not _times_matter():
             return self.ways
-        found = self.times.case(*args)
+        found = self.case(*args)
         if found is None or not is_concrete(found[0]):
             return self.ways
-        if found[0].device.type not in ORDERED and self.times.group not in _preferred:
-            return self.ways
         like, dtype, sizes = found
-        listed = tuple(dict.fromkeys(map(known_as, self.ways)))
-        case = like.device, dtype, shapes_are_static(like), sizes
-        fastest = _fastest(self.times.group, listed, *case)
-        return [way for name in fastest for way in self.ways if known_as(way) == name]
-
-    def refusal(self, *args: Any) -> str | None:
-        """Return why the first way is not taken, for a way of another operator that leads there."""
-        refuses = self.ways[0].refuses
-        return None if refuses is None else refuses(*args)
-
-    def refusal_of_graph(self, like: Tensor, *args: Any) -> str | None:
-        """Return :meth:`refusal`, but in a graph None on a card, which decides at run time."""
-        if torch.compiler.is_compiling():
-            return None if like.is_cuda else ON_CPU
-        return self.refusal(*args)
+        if like.device.type not in ORDERED and self.group not in _preferred:
+            return self.ways
+        listed = tuple(dict.fromkeys(way.timed_as for way in self.ways))
+        static = shapes_are_static(like)
+        fastest = _fastest(self.group, listed, like.device, dtype, static, sizes)
+        return [way for name in fastest for way in self.ways if way.timed_as == name]
 
     def reasons(self, *args: Any) -> dict[str, str | None]:
-        """List what each way says to these arguments, None where it takes them; warn of nothing.
-
-        In the order in which they are tried.
-        """
+        """Return why each way refuses these arguments, or None, as they are tried."""
         return {way.name: way.refuses and way.refuses(*args) for way in self.order(*args)}
 
     def chosen(self, *args: Any) -> str:
-        """Name the first way that takes these arguments; warn of nothing."""
+        """Return the name of the first way that takes these arguments."""
         return next(name for name, reason in self.reasons(*args).items() if reason is None)
 
 
-TABLE: dict[str, Ways] = {}
-"""All operators with more than one way, by name."""
+TABLE: dict[str, Ways] = {}  # all operators with more than one way, by name
 
 _preferred: dict[str, str] = {}
 """Ways that are tried first whatever the times, by group; see :func:`preferring`."""
 
-
-def known_as(way: Way) -> str:
-    """Return the name of a way's times: ``timed_as``, else ``"kernel"`` or ``"torch"``."""
-    return way.timed_as or ("torch" if way.kernel is None else "kernel")
+_seen: list[tuple[str, str, Case | None]] | None = None
+"""The ways that have run, inside :func:`recorded`."""
 
 
 @functools.cache
@@ -208,12 +159,7 @@ def _fastest(
 
 @contextlib.contextmanager
 def preferring(group: str, way: str) -> Iterator[None]:
-    """Try one way of a group of operators first, whatever the times; for measuring them.
-
-    Args:
-        group: As :class:`Times` names it.
-        way: The name of a way's times, see :func:`known_as`.
-    """
+    """Try one way of a group first, by the name of its times, whatever they are; to measure it."""
     before = dict(_preferred)
     _preferred[group] = way
     forget_times()
@@ -225,31 +171,38 @@ def preferring(group: str, way: str) -> Iterator[None]:
         forget_times()
 
 
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[str, str, Case | None]]]:
+    """Yield a list, to which every call inside adds its group, the name of its times, its case."""
+    global _seen
+    _seen = []
+    try:
+        yield _seen
+    finally:
+        _seen = None
+
+
 def forget_times() -> None:
     """Read the times of all operators again at their next calls."""
     _times_matter.cache_clear()
     _fastest.cache_clear()
 
 
-def operators_of(group: str) -> list[Ways]:
-    """List the operators of a group."""
-    return [ways for ways in TABLE.values() if ways.times is not None and ways.times.group == group]
-
-
 def ways_of(group: str) -> list[str]:
     """List the ways of a group of operators by the names of their times."""
-    return list(dict.fromkeys(known_as(way) for one in operators_of(group) for way in one.ways))
+    found = [way.timed_as for ways in TABLE.values() if ways.group == group for way in ways.ways]
+    return list(dict.fromkeys(found))
 
 
 def way_times_of(device: torch.device) -> WayTimes:
-    """Load how long the ways of operators take on a device, as measured, else as is known."""
+    """Load the times of operators' ways on a device, as measured, else those built in."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return BUILT_IN
     return load_way_times(way_setting(device))
 
 
 def way_setting(device: torch.device) -> Setting:
-    """Return what times of a device hold for: a CPU's unless it is a GPU."""
+    """Return the setting that times of a device hold for: a CPU's unless it is a GPU."""
     if device.type != "cuda":
         return Setting("cpu", processor_name(), torch.get_num_threads(), torch.__version__, "")
     from comera.ops.kernels import nvrtc  # on a card alone
@@ -279,37 +232,22 @@ class Sample(NamedTuple):
         return torch.Size(self.shape).numel()
 
 
-def on_cpu_alone(like: Tensor) -> str | None:
-    """Return why loops over pieces are not good: off the CPU, or shapes are static; or None."""
-    if not like.is_cpu:
-        return OFF_CPU
-    return STATIC if shapes_are_static(like) else None
-
-
-def with_values(like: Tensor) -> str | None:
-    """Return why values cannot be read here, as :func:`on_cpu_alone` and in a graph; or None."""
-    if torch.compiler.is_compiling():
-        return COMPILING
-    return on_cpu_alone(like) if is_concrete(like) else NO_VALUES
+def is_on_cpu(like: Tensor) -> bool:
+    """Return whether loops over pieces pay: on a CPU, where shapes vary."""
+    return like.is_cpu and not shapes_are_static(like)
 
 
 def may_read_values(like: Tensor) -> bool:
     """Return whether a check may look at the values: in eager mode, on a CPU, where shapes vary."""
-    return with_values(like) is None
-
-
-def may_keep(like: Tensor) -> bool:
-    """Return whether what is made now of a tensor may outlive this call: nothing of a graph may."""
-    if torch.compiler.is_compiling() or not is_concrete(like):
-        return False
-    return not (like.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not torch.compiler.is_compiling() and is_concrete(like) and is_on_cpu(like)
 
 
 def is_eager() -> bool:
-    """Return whether a check may look at objects: nothing is compiled."""
+    """Return whether nothing is compiled, so that checks may look at objects."""
     return not torch.compiler.is_compiling()
 
 
 def on_this_machine() -> str | None:
-    """Return why a choice for this machine is wrong: the graph is exported or traced; or None."""
-    return EXPORTING if torch.compiler.is_exporting() or torch.jit.is_tracing() else None
+    """Return why a choice for this machine is wrong, or None."""
+    exporting = torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return "a graph is exported" if exporting else None

@@ -1,8 +1,8 @@
 """Operators that ``torch.compile`` sees as one node and eager mode runs without a detour.
 
-``torch.library`` flattens and checks every argument in Python, forward and backward: 0.4 ms for
-the cores of one layer, as much as contracting them takes. Eager mode needs none of that and goes
-through a plain ``torch.autograd.Function`` around the same three functions.
+``torch.library`` flattens and checks every argument in Python, which for the cores of one layer
+takes as long as contracting them. Eager mode runs a plain ``torch.autograd.Function`` around the
+same three functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Operator:
-    """A function of tensors, as a rule with its own backward pass; what :func:`operator` makes.
+    """A function of tensors, as a rule with its own backward pass; see :func:`operator`.
 
     Args:
         name: Name with its namespace, e.g. ``"comera::contract_cores"``.
@@ -43,7 +43,12 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.custom_op(*args)
-        lengths = [len(arg) if _is_opened(arg) else None for arg in args]
+        lengths = [
+            len(arg)
+            if isinstance(arg, list | tuple) and (not arg or isinstance(arg[0], Tensor))
+            else None
+            for arg in args
+        ]
         flat = _flat(lengths, args)
         if not all(map(is_concrete, flat)):
             return self.custom_op(*args)
@@ -60,6 +65,16 @@ def operator(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable[..
     return lambda run: Operator(name, run, tags)
 
 
+def _run(made: Operator, lengths: list[int | None], *flat: Any) -> Any:
+    output = made.run(*_nested(lengths, flat))
+    return tuple(output) if made.returns_list else output
+
+
+def _prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.made, ctx.lengths, *flat = inputs
+    ctx.made.setup_context(ctx, _nested(ctx.lengths, flat), output)
+
+
 class _Eager(torch.autograd.Function):
     """An operator on its arguments, those in lists one by one, as autograd wants them."""
 
@@ -72,11 +87,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         nested = _Context(ctx, _nested(ctx.lengths, ctx.needs_input_grad[2:]))
-        found = (
-            ctx.made.backward(nested, grads)
-            if ctx.made.returns_list
-            else ctx.made.backward(nested, *grads)
-        )
+        given = (grads,) if ctx.made.returns_list else grads
+        found = ctx.made.backward(nested, *given)
         found = found if isinstance(found, tuple) else (found,)
         return None, None, *_flat(ctx.lengths, found)
 
@@ -84,23 +96,8 @@ class _Eager(torch.autograd.Function):
 class _Transformed(_Eager):
     """Rule for ``torch.func``; in plain calls autograd would inspect a signature each time."""
 
-    @staticmethod
-    def forward(made: Operator, lengths: list[int | None], *flat: Any) -> Any:  # type: ignore[override]
-        return _run(made, lengths, *flat)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _prepare(ctx, inputs, output)
-
-
-def _run(made: Operator, lengths: list[int | None], *flat: Any) -> Any:
-    output = made.run(*_nested(lengths, flat))
-    return tuple(output) if made.returns_list else output
-
-
-def _prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.made, ctx.lengths, *flat = inputs
-    ctx.made.setup_context(ctx, _nested(ctx.lengths, flat), output)
+    forward = staticmethod(_run)  # type: ignore[assignment]
+    setup_context = staticmethod(_prepare)
 
 
 class _Context:
@@ -119,12 +116,8 @@ def recomputed_grads(
 ) -> Sequence[Tensor]:
     """Compute the gradients of a function by running it again, so that nothing else was saved.
 
-    They can be differentiated again where autograd is on.
-
-    Args:
-        run: Takes the inputs, returns a sequence of tensors.
-        inputs: Floating-point tensors.
-        grads: Gradients of what ``run`` returns.
+    They can be differentiated again where autograd is on. ``grads`` are those of the sequence that
+    ``run`` returns for the inputs.
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
         # Inside a custom operator, where autograd records nothing.
@@ -145,28 +138,17 @@ def is_concrete(value: Any) -> bool:
 
 
 def is_readable(value: Tensor) -> bool:
-    """Return whether numbers of a tensor may decide what is computed: on a CPU, not traced."""
-    return (
-        value.is_cpu
-        and type(value) in (Tensor, torch.nn.Parameter)
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._get_tracing_state() is None
-        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
-    )
+    """Return whether code may branch on a tensor's numbers: on a CPU, in eager mode."""
+    return value.is_cpu and type(value) in (Tensor, torch.nn.Parameter) and not is_traced()
 
 
 def is_traced() -> bool:
-    """Return whether operations are transformed, or recorded to be run again on other numbers."""
+    """Return whether operations are transformed, or traced to be run again on other numbers."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     )
-
-
-def _is_opened(value: Any) -> bool:
-    """Return whether it is a list, but not one of numbers."""
-    return isinstance(value, list | tuple) and (not value or isinstance(value[0], Tensor))
 
 
 def _flat(lengths: Sequence[int | None], nested: Sequence[Any]) -> list[Any]:

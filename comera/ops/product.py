@@ -1,8 +1,7 @@
 """Matrix products by the library that is faster at them on this machine.
 
-torch multiplies float32 matrices on a CPU with MKL, which keeps to AVX2 on processors that are
-not Intel's; oneDNN, which torch carries as well, uses AVX-512 wherever it is and takes half the
-time there.
+torch multiplies float32 matrices on a CPU with MKL, which keeps to AVX2 on processors that are not
+Intel's. oneDNN, which torch carries as well, uses AVX-512 there and takes half the time.
 """
 
 import functools
@@ -11,18 +10,15 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import autocast_together, machine_of, without_autocast
-from comera.ops.dispatch import on_cpu_alone
+from comera.ops.dispatch import is_on_cpu
 from comera.ops.operator import is_concrete, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _CPU = torch.device("cpu")
 
 NODE_FROM = 4 * ONEDNN_FROM
-"""Multiply-adds from which oneDNN saves more than a node of autograd in Python takes.
-
-Measured forward and backward on one thread of an EPYC: at widths 768 and rank 30 even at 512 rows,
-a sixth faster at 1,024, a quarter at 2,048; at width 256 and rank 16 slower by a third at 1,024
-rows, a twentieth faster at 4,096."""
+"""Multiply-adds from which oneDNN saves more than a node of autograd in Python takes: at widths 768
+and rank 30 from 512 rows on, measured on one thread of an EPYC."""
 
 
 def prefers_onednn() -> bool:
@@ -61,9 +57,9 @@ def by_onednn(a: Tensor, b: Tensor, row: Tensor | None = None) -> Tensor:
 def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
     """Return whether oneDNN multiplies a matrix by one of so many columns, of no fewer operations.
 
-    In a graph, where sizes may be unknown, it might.
+    Sizes are not checked in a graph, where they may be unknown.
     """
-    if a.dtype != torch.float32 or on_cpu_alone(a) is not None:
+    if a.dtype != torch.float32 or not is_on_cpu(a):
         return False
     if is_concrete(a) and a.numel() * columns < fewest:
         return False
@@ -100,15 +96,13 @@ def _product_in_a_graph(a: Tensor, b: Tensor) -> Tensor:
     return product(a, b).contiguous()
 
 
-@_product_in_a_graph.register_fake
-def _(a, b):
-    return a.new_empty(a.shape[0], b.shape[1])
+_product_in_a_graph.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
 
 
 def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x @ weight + bias`` of a matrix x, at autocast's dtype where that is on.
 
-    It can be differentiated as often as one likes.
+    It can be differentiated any number of times.
     """
     x_BI, (weight_IO, *biases), _ = autocast_together(
         x_BI, [weight_IO] if bias_O is None else [weight_IO, bias_O]
@@ -130,13 +124,7 @@ def _affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
         return run(x_BI, weight_IO, bias_O)
 
 
-@_affine.register_fake
-def _(x_BI, weight_IO, bias_O):
-    return x_BI.new_empty(x_BI.shape[0], weight_IO.shape[1])
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:2])
+_affine.register_fake(lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[1]))
 
 
 def _backward(ctx, grad_BO: Tensor):
@@ -150,7 +138,9 @@ def _backward(ctx, grad_BO: Tensor):
         )
 
 
-_affine.register_autograd(_backward, setup_context=_setup_context)
+_affine.register_autograd(
+    _backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2])
+)
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from comera.planning.contraction import chain_indices
 from comera.planning.machine import Machine, item_size
@@ -102,9 +103,8 @@ def product_seconds(
 ) -> float:
     """Predict the time of a batched ``(rows, depth) @ (depth, columns)``, its call not counted.
 
-    The larger of computing and moving, where computing takes longer the further a thin product
-    stays below the machine's peak (:meth:`~comera.planning.machine.Machine.share`). A product
-    with a vector only moves.
+    The larger of computing, at a share of the peak rate, and moving. A product with a vector only
+    moves.
     """
     numbers = batch * (rows * depth + depth * columns + rows * columns)
     moving = machine.moving(numbers * item_size(dtype))
@@ -161,9 +161,7 @@ class Candidate:
     """One way to compute a layer, with its predicted time and memory.
 
     Attributes:
-        name: Name of the way.
-        forward: Steps of the forward pass.
-        backward: Steps of the backward pass; empty when there is none.
+        forward: Steps of the forward pass; ``backward`` may be empty.
         seconds: Predicted time of both passes.
         saved_bytes: Kept from the forward to the backward pass; parameters, and the copies of small
             cores in eager mode, are not counted.
@@ -197,15 +195,8 @@ def candidate(
 ) -> Candidate:
     """Make a candidate, and add up the time and memory of its steps.
 
-    Args:
-        name: Name of the way.
-        work: The layer and its batch; without training the backward pass is left out, and the
-            gradient of an input that needs none.
-        machine: The machine on which it runs.
-        dtype: Dtype of all numbers.
-        forward: Steps of the forward pass in the order in which they run.
-        backward: Steps of the backward pass likewise.
-        parameters: Numbers in each parameter, by name.
+    Steps are in the order in which they run; ``parameters`` are the numbers in each, by name. The
+    backward pass is left out without training, and the gradient of an input that needs none.
     """
     wanted = [step for step in backward if work.input_grad or step.result != "grad(x)"]
     backward = wanted if work.train else []
@@ -239,10 +230,7 @@ def candidate(
 
 
 def _peak(
-    steps: Sequence[Step],
-    start: Mapping[str, int],
-    keep: set[str],
-    parameters: Mapping[str, int],
+    steps: Sequence[Step], start: Mapping[str, int], keep: set[str], parameters: Mapping[str, int]
 ) -> int:
     """Count the most numbers held at once; a tensor goes after its last reader unless kept."""
     last = {name: k for k, step in enumerate(steps) for name in step.reads}
@@ -258,15 +246,14 @@ def _peak(
     return most
 
 
-@dataclass(frozen=True)
-class FactorChain:
+class FactorChain(NamedTuple):
     """The contraction of one factor from its cores, outermost first.
 
     Attributes:
         name: The factor: ``A`` or ``B``, or the name of its only core.
         forward: The products.
-        backward: The gradients of the cores, from that of the factor. The partial products are
-            computed again: they are small, and keeping them would take memory.
+        backward: The gradients of the cores, from that of the factor; small partial products are
+            computed again.
     """
 
     name: str
@@ -328,9 +315,7 @@ def _factor_chain(
 def gates(shape: Shape, operators: float) -> Step:
     """Return the step that multiplies each core by the gate of its right bond.
 
-    Args:
-        shape: Modes and ranks of the cores.
-        operators: Python operators of the layer, whose overhead is counted here.
+    It also counts the overhead of the layer's Python operators.
     """
     calls, moved = 3 + len(shape.ranks), 2 * shape.num_params
     return Step("gates", (), "gates, dispatch", 0, moved=moved, calls=calls, operators=operators)

@@ -12,7 +12,7 @@ import math
 import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
 from opt_einsum import get_symbol
 from opt_einsum.paths import DynamicProgramming
@@ -27,20 +27,12 @@ _ALL_TREES_UP_TO = 9
 """Tensors of a network up to which every tree is considered. Beyond (more than 4 + 4 modes) trees
 with outer products are left out, which keeps the search below a tenth of a second."""
 
-Indices: TypeAlias = tuple[str, ...]
-Tree: TypeAlias = "str | tuple[Tree, Tree]"
-"""Nested pairs of tensor names, e.g. ``("x", ("core0", "core1"))``."""
+Indices = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Network:
-    """Named tensors; an index is summed over unless the output keeps it.
-
-    Attributes:
-        tensors: The indices of each tensor, in the order in which it is stored.
-        sizes: The size of each index.
-        output: The indices of the result.
-    """
+    """Indices of named tensors and of the output, and their sizes; other indices are summed."""
 
     tensors: Mapping[str, Indices]
     sizes: Mapping[str, int]
@@ -86,59 +78,39 @@ def _letter(alphabet: str, k: int) -> str:
     return get_symbol(len(string.ascii_letters) + 2 * (k - len(alphabet)) + (alphabet is _BONDS))
 
 
-@dataclass(frozen=True)
-class Search:
-    """The contraction tree with the fewest operations.
+class Search(NamedTuple):
+    """The multiply-adds of the best contraction tree.
 
     Attributes:
-        tree: The products, as nested pairs of tensor names.
         forward: Multiply-adds of the forward pass.
         operations: Multiply-adds of both passes, every partial product computed once.
-        gradients: Number of tensors that get a gradient.
+        separate: Multiply-adds of the forward pass and each gradient by itself, nothing shared: the
+            best tree of a gradient is that of the forward pass with another root.
     """
 
-    tree: Tree
     forward: int
     operations: int
-    gradients: int
-
-    @property
-    def separate_operations(self) -> int:
-        """Multiply-adds of the forward pass and each gradient by itself, nothing shared.
-
-        With another tensor as its root, the best tree of the forward pass is the best tree of that
-        tensor's gradient and costs the same.
-        """
-        return (1 + self.gradients) * self.forward
+    separate: int
 
 
 def search(network: Network, wanted: Collection[str]) -> Search:
-    """Search the tree of a network that takes the fewest multiply-adds.
+    """Search the tree of a network with the fewest multiply-adds; ``wanted`` get a gradient.
 
     opt_einsum's dynamic programming counts one multiply-add for each point of the joint index
     space, as this package does; its ``optimal`` counts two where an index is summed.
-
-    Args:
-        network: The network of the forward pass.
-        wanted: Names of the tensors whose gradient is needed.
     """
-    names = list(network.tensors)
-    find = DynamicProgramming("flops", search_outer=len(names) <= _ALL_TREES_UP_TO)
-    inputs = [frozenset(network.tensors[name]) for name in names]
-    path = find(inputs, frozenset(network.output), dict(network.sizes)) if len(names) > 1 else []
-    # Each node: the place of its first tensor, its tree, its indices, whether it gets a gradient.
-    nodes: list[tuple[int, Tree, frozenset[str], bool]] = [
-        (k, name, inputs[k], name in wanted) for k, name in enumerate(names)
-    ]
+    find = DynamicProgramming("flops", search_outer=len(network.tensors) <= _ALL_TREES_UP_TO)
+    # The indices of each tensor or partial product, and whether it gets a gradient.
+    nodes = [(frozenset(each), name in wanted) for name, each in network.tensors.items()]
+    gradients, output = sum(grad for _, grad in nodes), frozenset(network.output)
+    inputs = [indices for indices, _ in nodes]
+    path = find(inputs, output, dict(network.sizes)) if len(nodes) > 1 else []
     forward = backward = 0
     for pair in path:
-        taken = sorted((nodes.pop(k) for k in sorted(pair, reverse=True)), key=lambda node: node[0])
-        (place, left, left_indices, left_wanted), (_, right, right_indices, right_wanted) = taken
-        joint = left_indices | right_indices
-        cost = math.prod(network.sizes[index] for index in joint)
+        (one, one_grad), (two, two_grad) = (nodes.pop(k) for k in sorted(pair, reverse=True))
+        cost = math.prod(network.sizes[index] for index in one | two)
         forward += cost
-        backward += cost * (left_wanted + right_wanted)
-        kept = joint & frozenset(network.output).union(*(node[2] for node in nodes))
-        nodes.append((place, (left, right), kept, left_wanted or right_wanted))
-    ((_, tree, _, _),) = nodes
-    return Search(tree, forward, forward + backward, sum(name in wanted for name in names))
+        backward += cost * (one_grad + two_grad)
+        kept = (one | two) & output.union(*(indices for indices, _ in nodes))
+        nodes.append((kept, one_grad or two_grad))
+    return Search(forward, forward + backward, (1 + gradients) * forward)

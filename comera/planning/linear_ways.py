@@ -44,9 +44,6 @@ class Layer(Work):
         train: Whether a backward pass follows.
         input_grad: Whether the input needs a gradient; the first layer's does not.
         together: Number of layers of this shape that contract their cores in the same calls.
-
-    Raises:
-        ValueError: If ``tokens`` or ``together`` is below one, or a width does not fit the modes.
     """
 
     shape: LinearShape
@@ -274,15 +271,11 @@ def dense_from(layer: Layer, *, machine: Machine, dtype: str = "float32") -> int
     """Find the number of tokens from which multiplying by the dense weight beats its two factors.
 
     The dense weight is formed in each pass, a cost that does not depend on the batch; in return
-    each token is cheaper where ``r (in + out) > in * out``. Only the products in which the two ways
-    differ are compared. The layer's own number of tokens does not count.
+    each token is cheaper where ``r (in + out) > in * out``. The layer's own tokens do not count.
 
     Returns:
         The smallest such number, or None if dense is slower at any batch (up to 2**24 tokens), or
         if the layer's weight has vanished.
-
-    Raises:
-        ValueError: If the machine has no rate for ``dtype``.
     """
     machine.rate(dtype)
     if 0 in layer.shape.ranks:

@@ -38,10 +38,6 @@ class Lookup(Work):
         num_embeddings: Rows of the table if the modes multiply to more.
         embedding_dim: Width of the table if the modes multiply to more.
         train: Whether a backward pass follows.
-
-    Raises:
-        ValueError: If ``tokens`` is below one, ``distinct`` is not between one and ``tokens``, or a
-            size does not fit the modes.
     """
 
     shape: TTMShape

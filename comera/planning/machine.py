@@ -105,11 +105,7 @@ class Machine:
             _check_number(name, getattr(self, name), above_zero=name in _ABOVE_ZERO)
 
     def rate(self, dtype: str) -> float:
-        """Return the floating-point operations a second of a large product.
-
-        Raises:
-            ValueError: If this machine has no rate for ``dtype``.
-        """
+        """Return the floating-point operations a second; ValueError if there is no such rate."""
         for name, rate in self.flops:
             if name == dtype:
                 return rate
@@ -149,12 +145,7 @@ class Machine:
         return max(working, starting) if self.runs_ahead else working + starting
 
     def share(self, narrow: int, depth: int) -> float:
-        """Predict the share of its peak rate that a matrix product reaches; at most 1.
-
-        Args:
-            narrow: Narrower side of the result.
-            depth: The side that is summed over.
-        """
+        """Predict the share of the peak rate of a product: narrower side, side summed over."""
         whole, rest = divmod(narrow, self.tile)
         tiles = whole + (rest > 0 if self.whole_tiles else rest.bit_count())
         width = narrow / (tiles * self.tile + self.half_width)
@@ -190,51 +181,26 @@ def _check_number(name: str, value: object, above_zero: bool) -> None:
 _DEFAULTS = {
     # A desktop-like CPU with two cores.
     "cpu": Machine(
-        name="two cores",
-        kind="cpu",
+        name="two cores", kind="cpu", threads=2, measured=False,
         flops=(("float64", 65e9), ("float32", 130e9), ("bfloat16", 65e9), ("float16", 30e9)),
-        bandwidth=12e9,
-        strided_bandwidth=6e9,
-        cache_bandwidth=40e9,
-        cache_bytes=8e6,
-        call_overhead=6e-6,
-        operator_overhead=250e-6,
-        tile=16,
-        whole_tiles=False,
-        half_width=4,
-        half_depth=6,
-        threads=2,
-        measured=False,
+        bandwidth=12e9, strided_bandwidth=6e9, cache_bandwidth=40e9, cache_bytes=8e6,
+        call_overhead=6e-6, operator_overhead=250e-6,
+        tile=16, whole_tiles=False, half_width=4, half_depth=6,
     ),
     # Like an H200, with a host like that of an H100 with a slow Xeon.
     "cuda": Machine(
-        name="H200",
-        kind="cuda",
+        name="H200", kind="cuda", measured=False,
         flops=(("float64", 60e12), ("float32", 60e12), ("bfloat16", 790e12), ("float16", 790e12)),
-        bandwidth=4.3e12,
-        strided_bandwidth=2e12,
-        cache_bandwidth=8e12,
-        cache_bytes=40e6,
-        call_overhead=2e-6,
-        operator_overhead=0.0,
-        tile=64,
-        whole_tiles=True,
-        half_width=32,
-        half_depth=64,
-        measured=False,
-        eager_call=7.7e-6,
-        eager_operator=250e-6,
-        eager_module=220e-6,
+        bandwidth=4.3e12, strided_bandwidth=2e12, cache_bandwidth=8e12, cache_bytes=40e6,
+        call_overhead=2e-6, operator_overhead=0.0,
+        tile=64, whole_tiles=True, half_width=32, half_depth=64,
+        eager_call=7.7e-6, eager_operator=250e-6, eager_module=220e-6,
     ),
-}
+}  # fmt: skip
 
 
 def default_machine(kind: str = "cpu") -> Machine:
-    """Return rough numbers of a two-core CPU, or of an H200-like GPU (``"cuda"``).
-
-    Raises:
-        ValueError: If ``kind`` is unknown.
-    """
+    """Return rough numbers of a two-core CPU, or of an H200-like GPU (``"cuda"``)."""
     _check_kind(kind)
     return _DEFAULTS[kind]
 
@@ -242,14 +208,8 @@ def default_machine(kind: str = "cpu") -> Machine:
 def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None = None) -> Machine:
     """Load the saved profile of a machine; without one log that once and return the default.
 
-    Args:
-        kind: ``"cpu"`` or ``"cuda"``.
-        name: Name of the device, as it was saved. This computer's processor if None; a GPU without
-            a name has no profile.
-        threads: Threads in use on a CPU. As many as this process may run on if None.
-
-    Raises:
-        ValueError: If ``kind`` is unknown.
+    On a CPU None is this computer's processor, and as many threads as this process may run on. A
+    GPU without a name has no profile.
     """
     _check_kind(kind)
     if kind == "cpu":
@@ -295,7 +255,6 @@ def usable_threads() -> int:
 @functools.cache  # a missing profile is logged once
 def _load(kind: str, name: str | None, threads: int | None) -> Machine:
     path = profile_path(kind, name or "", threads)
-    problem: str
     if name is None or not path.exists():
         problem = f"no profile of this machine ({name or kind})"
     else:

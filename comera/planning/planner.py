@@ -77,7 +77,7 @@ class Plan(Report):
         return self.chosen.operations / self.search.operations - 1
 
     def candidate(self, name: str) -> Candidate:
-        """Return the candidate of that name. Raises ValueError if there is none."""
+        """Return the candidate of that name; ValueError if there is none."""
         for one in self.candidates:
             if one.name == name:
                 return one
@@ -146,11 +146,10 @@ class Plan(Report):
                 f"best tree by operations: {show_count(self.search.operations)}; "
                 f"{self.chosen.name} takes {abs(self.excess):.1%} {side}"
             )
-            if self.search.gradients:
-                separate = self.search.separate_operations
+            if self.search.separate > self.search.forward:
                 lines.append(
-                    f"each gradient planned by itself: {show_count(separate)}, "
-                    f"{separate / self.search.operations:.2f}x"
+                    f"each gradient planned by itself: {show_count(self.search.separate)}, "
+                    f"{self.search.separate / self.search.operations:.2f}x"
                 )
         return "\n".join(lines)
 
@@ -200,38 +199,41 @@ class BreakEven:
     """Comparison of a tensor train with nn.Linear at a batch; ``str`` gives a sentence or two.
 
     Attributes:
-        tokens: Rows of the batch.
-        time_ratio: Predicted time in units of nn.Linear's; above 1 loses.
-        memory_ratio: The same for the most memory held at once.
+        plan: The plan of the layer.
         suggestion: A shape that is faster than nn.Linear; None if this one is, or if none is.
-        eager_ratio: ``time_ratio`` in eager mode on a GPU, where that is of a captured step; None
-            on a CPU, which has one mode.
         blocks: Whether it is a block tensor train.
     """
 
-    tokens: int
-    time_ratio: float
-    memory_ratio: float
+    plan: Plan
     suggestion: Suggestion | None
-    eager_ratio: float | None = None
     blocks: bool = False
+
+    @property
+    def time_ratio(self) -> float:
+        """Predicted time in units of nn.Linear's; above 1 loses."""
+        return self.plan.time_ratio
 
     @property
     def loses_time(self) -> bool:
         return self.time_ratio > 1
 
     @property
+    def eager_ratio(self) -> float | None:
+        """:attr:`time_ratio` in eager mode on a GPU; None on a CPU, which has one mode."""
+        return None if self.plan.eager is None else self.plan.eager.time_ratio
+
+    @property
     def worst(self) -> float:
-        """The largest of all ratios."""
-        return max(self.time_ratio, self.memory_ratio, self.eager_ratio or 0.0)
+        """The largest of all ratios, memory included."""
+        return max(self.time_ratio, self.plan.memory_ratio, self.eager_ratio or 0.0)
 
     def __str__(self) -> str:
         kind = "block tensor train" if self.blocks else "tensor train"
-        text = f"at {self.tokens} tokens this {kind} takes {self.time_ratio:.2g}x the time "
+        text = f"at {self.plan.tokens} tokens this {kind} takes {self.time_ratio:.2g}x the time "
         text += "of nn.Linear "
         if self.eager_ratio is not None:
             text += f"in a captured step, {self.eager_ratio:.2g}x in eager mode, "
-        text += f"and {self.memory_ratio:.2g}x its memory"
+        text += f"and {self.plan.memory_ratio:.2g}x its memory"
         if self.suggestion is not None:
             return f"{text}; {self.suggestion.change} would take {self.suggestion.time_ratio:.2g}x"
         if self.loses_time:
@@ -246,14 +248,8 @@ class BreakEven:
 def break_even(layer: Layer, *, machine: Machine, dtype: str = "float32") -> BreakEven:
     """Predict whether a tensor train, run in its fastest way, beats nn.Linear at a batch."""
     plan = plan_layer(layer, machine=machine, dtype=dtype)
-    return BreakEven(
-        layer.tokens,
-        plan.time_ratio,
-        plan.memory_ratio,
-        suggest(layer, machine=machine, dtype=dtype) if plan.time_ratio > 1 else None,
-        plan.eager.time_ratio if plan.eager else None,
-        isinstance(layer.shape, BTTShape),
-    )
+    better = suggest(layer, machine=machine, dtype=dtype) if plan.time_ratio > 1 else None
+    return BreakEven(plan, better, isinstance(layer.shape, BTTShape))
 
 
 @functools.lru_cache(_CACHED)

@@ -31,15 +31,12 @@ Size = int | str
 class Timing:
     """Times of the ways of one group of operators at one size.
 
+    A group is chosen together, such as a forward and a backward pass.
+
     Attributes:
-        group: Operators whose ways are chosen together, such as a forward and a backward pass.
-        dtype: Such as ``"bfloat16"``.
         captured: Whether measured in a CUDA graph, or in eager mode.
         sizes: Sizes that the times depend on, as the group lists them.
         seconds: Both passes, by the name of the way.
-
-    Raises:
-        ValueError: If a time is not positive and finite, or there is none.
     """
 
     group: str
@@ -111,11 +108,10 @@ def _distance(measured: Sequence[Size], asked: Sequence[Size]) -> float | None:
         return None
     total = 0.0
     for one, other in zip(measured, asked, strict=True):
-        if isinstance(one, str) or isinstance(other, str):
-            if one != other:
-                return None
-        else:
+        if isinstance(one, int) and isinstance(other, int):
             total += abs(math.log2(max(1, one) / max(1, other)))
+        elif one != other:
+            return None
     return total
 
 

@@ -1,4 +1,4 @@
-"""Ranks cut to a target at once, by their importance: what the loss would lose with each."""
+"""Ranks cut to a target at once, by their importance for the loss."""
 
 import logging
 from collections.abc import Mapping
@@ -83,7 +83,7 @@ class ImportanceScores:
             self._observed[number] = gate, gate.register_hook(add)
 
     def _add(self, number: int, grad: Tensor) -> None:
-        """Add gate times gradient of one part of a batch, while the gate is still what it was."""
+        """Add gate times gradient of one part of a batch, before the gate is stepped."""
         lost = grad.detach() * self._observed[number][0].detach()
         before = self._lost.get(number)
         self._lost[number] = lost if before is None else before + lost

@@ -1,7 +1,7 @@
 """The base of the methods of rank learning: when ranks are cut, and how.
 
-Processes that average their gradients must cut the same ranks: :func:`check_alike` compares their
-settings, ranks and gates, and :func:`agreed` their plans, before anything is changed.
+Processes that average their gradients must cut the same ranks: their settings, ranks and gates are
+compared, and by :func:`agreed` their plans, before anything is changed.
 """
 
 import logging
@@ -53,33 +53,6 @@ def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
     for wrapper in wrappers_of(model):
         return wrapper.process_group
     return dist.group.WORLD if dist.get_world_size() > 1 else None
-
-
-def check_alike(
-    group: "dist.ProcessGroup | None", model: nn.Module, settings: Mapping[str, object]
-) -> None:
-    """Check that the processes of a group hold the same ranks and gates; all of them call it.
-
-    Args:
-        group: None for a process that is alone.
-        model: The copy of this process.
-        settings: Values by name that must be equal too.
-
-    Raises:
-        ValueError: If any two differ, in all processes; the message has the difference.
-    """
-    layers = tensor_trains(model)
-    gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
-    thresholds = {name: layer.prune_below for name, layer in layers.items()}
-    known = {**settings, "prune_below": thresholds}
-    (first, mine), *others = _gathered(group, (known, gates)).items()
-    for process, theirs in others:
-        what = _difference(mine, theirs)
-        if what is not None:
-            raise ValueError(
-                f"processes {first} and {process} do not hold copies of one model: {what}. "
-                f"{_WAY_OUT}"
-            )
 
 
 def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
@@ -395,16 +368,26 @@ class RankLearning(ABC):
         """Return the group to work with, whose processes hold the same ranks, gates and settings.
 
         Raises:
-            ValueError: If they do not; raised in all of them.
+            ValueError: If they do not, in all of them; the message has the difference.
         """
         check_unsharded(self.model, self.method)
         given = self.process_group
         group = processes_of(self.model) if isinstance(given, str) else given
-        alike = {
+        layers = tensor_trains(self.model)
+        known = {
             "method": self.method, "target_size": self.target_size, "min_rank": self.min_rank,
             **settings, "due": self.forced is None,
+            "prune_below": {name: layer.prune_below for name, layer in layers.items()},
         }  # fmt: skip
-        check_alike(group, self.model, alike)
+        gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
+        (first, mine), *others = _gathered(group, (known, gates)).items()
+        for process, theirs in others:
+            what = _difference(mine, theirs)
+            if what is not None:
+                raise ValueError(
+                    f"processes {first} and {process} do not hold copies of one model: {what}. "
+                    f"{_WAY_OUT}"
+                )
         return group
 
     @torch.no_grad()

@@ -203,11 +203,7 @@ def export(folder: str, out: str, console: Console, step: str = "latest") -> int
 
 
 def evaluate(
-    run: str,
-    console: Console,
-    chain: str | None = None,
-    at: str | None = None,
-    train_on: int = 0,
+    run: str, console: Console, chain: str | None = None, at: str | None = None, train_on: int = 0
 ) -> int:
     """Show the loss of checkpoints beside that of the run.
 

@@ -129,7 +129,7 @@ def _times(device: torch.device) -> Table:
     title = f"times of the ways on {device}, {known.origin}"
     columns = ("operators", "sizes", "dtype", "", "first", "times")
     table = Table(*columns, title=title, title_justify="left")
-    for group in sorted({ways.times.group for ways in TABLE.values() if ways.times}):
+    for group in sorted({ways.group for ways in TABLE.values()}):
         timings = [timing for timing in known.timings if timing.group == group]
         for timing in timings:
             first = timing.order(ways_of(group))[0]

@@ -301,6 +301,17 @@ class Begun:
         text = ", ".join(self.others[:_SHOWN]) + more + (_LET_IT_END if self.late else "")
         return text or None
 
+    def is_finished(self, folder: Path) -> bool:
+        """Return whether the folder holds the result of a run with just these settings."""
+        # Only digests show whether data at another place are the same.
+        if self.others or self.longer or self.moved:
+            return False
+        try:
+            read_result(folder)
+        except (OSError, ValueError):  # the run writes a damaged one again
+            return False
+        return True
+
 
 @contextlib.contextmanager
 def lock(folder: Path, what: str = "run") -> Iterator[None]:
@@ -384,22 +395,10 @@ def other_data(folder: Path, record: DataRecord) -> str | None:
     return None if recorded is None else changed_data(recorded, record)
 
 
-def is_finished(config: RunConfig, found: Begun | None = None) -> bool:
-    """Return whether the folder holds the result of just this run.
-
-    Args:
-        config: The run.
-        found: What :func:`begun_run` returned, if it was asked already.
-    """
-    found = found or begun_run(config)
-    # Only digests show whether data at another place are the same.
-    if found is None or found.others or found.longer or found.moved:
-        return False
-    try:
-        read_result(Path(config.out))
-    except (OSError, ValueError):  # the run writes a damaged one again
-        return False
-    return True
+def is_finished(config: RunConfig) -> bool:
+    """Return whether the folder holds the result of just this run."""
+    found = begun_run(config)
+    return found is not None and found.is_finished(Path(config.out))
 
 
 def check_folder(config: RunConfig, found: Begun | None) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 from uuid import uuid4
 
 import torch
@@ -122,34 +122,18 @@ def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
             begin_anew(job, f"that was begun with other data ({difference}); restore them, choose")
 
 
-# ── where runs are started ───────────────────────────────────────────────────────────────────────
+class Started(NamedTuple):
+    """A run that was started or queued."""
+
+    poll: Callable[[], int | str | None]  # exit status, or error of its cluster; None until it ends
+    stop: Callable[[], object]  # makes it save and stop; called again, stops it at once
 
 
-@dataclass
-class Started:
-    """A run that was started or queued.
+class Launcher(NamedTuple):
+    """A place where runs are started."""
 
-    Attributes:
-        poll: Returns its exit status, or the error of its cluster; None until it has ended.
-        stop: Makes it save and stop; called again, stops it at once.
-    """
-
-    poll: Callable[[], int | str | None]
-    stop: Callable[[], object]
-
-
-@dataclass
-class Launcher:
-    """A place where runs are started.
-
-    Attributes:
-        start: Starts the run of a folder; the flag has it begin anew.
-        at_once: Number of runs at a time; None leaves it to a queue.
-        close: Closes what was opened.
-    """
-
-    start: Callable[[str, bool], Started]
-    at_once: int | None
+    start: Callable[[str, bool], Started]  # takes the folder of a run, and whether it begins anew
+    at_once: int | None  # number of runs at a time; None leaves it to a queue
     close: Callable[[], object] = lambda: None
 
 
@@ -160,14 +144,9 @@ def make_launcher(
     at_once: int | None,
     console: Console,
 ) -> Launcher:
-    """Make a launcher by its name.
+    """Make a launcher of runs below the folder ``out``, which other machines see by the same name.
 
-    Args:
-        name: ``local``, ``submitit`` or ``ray``.
-        settings: Settings of launchers by name, as in the sweep's file.
-        out: Folder of the sweep, which other machines see by the same name.
-        at_once: Number of runs at a time; None for one here, and as many as a queue takes.
-        console: Receives a line about the cluster that is used.
+    ``settings`` are those of all launchers, as in the sweep's file.
 
     Raises:
         ValueError: If there is no such launcher, or it has no such settings.
@@ -364,16 +343,13 @@ def _ray(settings: Mapping[str, Any], at_once: int | None) -> Launcher:
     return Launcher(start, at_once, ray.shutdown)
 
 
-# ── running them ─────────────────────────────────────────────────────────────────────────────────
-
-
 def run_jobs(
     jobs: list[Job],
     launcher: Launcher,
     watch: Callable[[], None] = lambda: None,
     more: Callable[[], Sequence[Job]] = lambda: (),
 ) -> bool:
-    """Run all jobs that wait, in their order.
+    """Run all jobs that wait, in their order; returns False after a signal.
 
     A job that fails does not stop the others. Ctrl-C, SIGTERM or a closed terminal is passed on to
     every running job, which saves and stops; a second signal stops them at once.
@@ -381,11 +357,8 @@ def run_jobs(
     Args:
         jobs: The jobs as :func:`resolve` left them; their states are updated.
         launcher: Where they run.
-        watch: Called when states have changed, and several times a second.
+        watch: Called several times a second, after states have changed.
         more: Called when there is room for a job and none waits; returns jobs to append, if any.
-
-    Returns:
-        Whether all jobs were run; False after a signal.
     """
     running: dict[Job, Started] = {}
     signals: list[int] = []

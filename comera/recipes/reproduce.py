@@ -20,7 +20,7 @@ from comera.planning.machine import processor_name
 from comera.planning.printing import show_bytes
 from comera.recipes import parse
 from comera.recipes.parse import read_yaml
-from comera.recipes.report.comparison import comparison_cells, read_comparison
+from comera.recipes.report.sweep_report import comparison_cells, read_comparison
 from comera.recipes.run import (
     build_step,
     make_model,
@@ -40,8 +40,7 @@ _FACTS = "machine.txt"
 _ROWS, _STEPS = 2, 2
 _STEPPED_UP_TO = 1 << 29
 """Bytes of weights, gradients and optimizer state up to which a dry run does steps."""
-_WHERE_DATA_TELL = 1000
-"""Steps of a run that is as long as its data, for schedules and stages."""
+_WHERE_DATA_TELL = 1000  # steps of a run that is as long as its data, for schedules and stages
 
 
 def experiments() -> dict[str, dict[str, Path]]:
@@ -125,16 +124,11 @@ def reproduce(
     return status
 
 
-# ── the page ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def write_reproduction(out: Path) -> Path:
     """Collect the results below ``out`` in its ``REPRODUCTION.md``, beside those of the papers."""
     parts = ["# Reproduction", "What the papers report, and what came out here."]
     for name, scales in experiments().items():
-        for scale in get_args(Scale):
-            if scale in scales:
-                parts.append(_section(name, scale, scales[scale], out))
+        parts += [_section(name, s, scales[s], out) for s in get_args(Scale) if s in scales]
     out.mkdir(parents=True, exist_ok=True)
     path = out / "REPRODUCTION.md"
     with replacing(path) as temporary:
@@ -187,9 +181,6 @@ def write_facts(folder: Path, changes: Mapping[str, Any]) -> None:
         temporary.write_text(facts, encoding="utf-8")
 
 
-# ── dry runs ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def try_out(
     name: str,
     scale: Scale,
@@ -200,12 +191,9 @@ def try_out(
     """Train every variant for two steps, see :func:`dry_run`; returns a line for each.
 
     ``changes`` and ``skip`` are those of :func:`comera.recipes.sweep.run_sweep`.
-
-    Raises:
-        ValueError: If a variant's settings do not go together; names it.
     """
     lines = []
-    sweep = read_sweep(file_of(name, scale), changes or {})
+    sweep = read_sweep(file_of(name, scale), changes)
     for variant in dict.fromkeys(job.variant for job in unskipped(make_jobs(sweep), skip)):
         try:
             lines.append(f"{variant}: {dry_run(sweep.variants[variant], most)}")
@@ -218,13 +206,8 @@ def dry_run(config: RunConfig, most_bytes: int) -> str:
     """Train a run for two steps of two drawn rows each, with its optimizer and rank learning.
 
     Nothing is read or written, and losses mean nothing. Above ``most_bytes`` of weights, gradients
-    and optimizer state, forward and backward go through the shapes alone.
-
-    Returns:
-        Its parameters, its memory and what was done, in a sentence.
-
-    Raises:
-        ValueError: If the settings do not go together.
+    and optimizer state, forward and backward go through the shapes alone. Returns a sentence on
+    parameters, memory and steps; raises ``ValueError`` for settings that do not go together.
     """
     needed = planned_memory(dataclasses.replace(config, twin=False))[0].total.total
     steps = config.train.steps or _WHERE_DATA_TELL

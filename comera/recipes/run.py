@@ -30,7 +30,6 @@ from comera.recipes.folder import (
     check_data,
     check_folder,
     claim,
-    is_finished,
     lock,
     missing_data,
     outcome_table,
@@ -127,9 +126,9 @@ def _print(console: Console, text: str) -> None:
 
 def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[Outcome] | None:
     """Print and return the outcomes of a run that is finished; None of one that is not."""
-    if config.overwrite or not is_finished(config, found):
-        return None
     folder = Path(config.out)
+    if config.overwrite or found is None or not found.is_finished(folder):
+        return None
     try:
         outcomes = [read_outcome(folder / place) for place in _places(config)]
     except (OSError, ValueError, TypeError):  # the last step writes it again

@@ -13,7 +13,7 @@ import numpy as np
 from comera.extras import needed_by
 from comera.recipes.jobs import Job
 from comera.recipes.parse import check_nulls, parse_settings
-from comera.recipes.report.comparison import read_trained
+from comera.recipes.report.sweep_report import read_trained
 from comera.recipes.run_config import HIGHER_IS_BETTER
 
 JOURNAL = "search.journal"
@@ -22,26 +22,20 @@ JOURNAL = "search.journal"
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """Settings of a search.
-
-    Attributes:
-        trials: Number of trials in the end.
-        over: Domains of settings by dotted names: lists of values, or what Optuna's distributions
-            of numbers take, ``{low: 4, high: 32, log: true}``.
-        sampler: ``tpe`` learns from earlier trials, ``random`` does not.
-        seed: Seed of the sampler.
-        extends: The variant that trials change; None for the base.
-    """
+    """Settings of a search."""
 
     trials: int = 0
-    over: dict[str, Any] = field(default_factory=dict)
-    sampler: Literal["tpe", "random"] = "tpe"
+    over: dict[str, Any] = field(default_factory=dict)  # domains of settings, by dotted names
+    sampler: Literal["tpe", "random"] = "tpe"  # tpe learns from earlier trials
     seed: int = 0
-    extends: str | None = None
+    extends: str | None = None  # the variant that trials change; None for the base
 
 
 def read_search(given: Any) -> SearchConfig:
     """Parse the section; its ``over`` becomes Optuna's distributions.
+
+    Domains are lists of values, or keywords of Optuna's distributions of numbers, ``{low: 4,
+    high: 32, log: true}``.
 
     Raises:
         ValueError: If something is wrong; names the first such thing.

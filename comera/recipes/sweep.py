@@ -21,15 +21,15 @@ from comera.extras import did_you_mean
 from comera.recipes.folder import is_finished, lock, missing_data, with_whole_paths
 from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
 from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
-from comera.recipes.report.comparison import (
+from comera.recipes.report.page import show_metric
+from comera.recipes.report.sweep_report import (
     Failed,
     compare,
     comparison_text,
     read_trained,
-    show_metric,
     write_comparison,
+    write_sweep_report,
 )
-from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
@@ -47,29 +47,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 @dataclass(frozen=True)
 class Sweep:
-    """Content of a sweep file.
-
-    Attributes:
-        out: Folder of the sweep.
-        seeds: Each variant is trained with each of them.
-        reference: Name of the variant that the others are compared with.
-        metric: Key of the last evaluation to compare.
-        variants: Settings of the variants by name, in the order of the file, for any seed.
-        launchers: Settings of launchers by their names.
-        search: Variants that are to be proposed, if any.
-        base: Settings that all variants share, as given.
-        given: What each variant changes of them, as given.
-    """
+    """Content of a sweep file."""
 
     out: Path
     seeds: tuple[int, ...]
-    reference: str
-    metric: str
-    variants: dict[str, RunConfig]
+    reference: str  # name of the variant that the others are compared with
+    metric: str  # key of the last evaluation
+    variants: dict[str, RunConfig]  # in the order of the file, for any seed
     launchers: dict[str, dict[str, Any]]
     search: SearchConfig | None
-    base: dict[str, Any]
-    given: Mapping[str, Any]
+    base: dict[str, Any]  # settings that all variants share, as given
+    given: Mapping[str, Any]  # what each variant changes of them, as given
 
 
 def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
@@ -98,12 +86,8 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     if changes:
         given = {name: {**(own or {}), **changes} for name, own in given.items()}
     variants = {name: variant_of(name, base, given) for name in given}
-    if (published := content.get("published")) is not None:
-        figures = published.get("figures") if isinstance(published, Mapping) else None
-        if not isinstance(figures, Mapping) or not isinstance(published.get("source"), str):
-            raise ValueError(f"published={published!r} must have a source, and figures by variant")
-        for name in figures:
-            _check_named(name, variants, "published.figures.")
+    for name in (content.get("published") or {}).get("figures", ()):
+        _check_named(name, variants, "published.figures.")
     reference = content.get("reference") or next(iter(variants))
     _check_named(reference, variants, "reference=")
     for key in _LAUNCHERS:
@@ -157,11 +141,7 @@ def _check_variants(given: Any) -> None:
 
 
 def variant_of(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of a variant, with what it extends.
-
-    Raises:
-        ValueError: If they do not go together; names the variant.
-    """
+    """Return the settings of a variant; raises ``ValueError`` if they do not go together."""
     try:
         config = parse_settings(RunConfig, merged(base, _overrides(name, given)))
         config.check()
@@ -228,9 +208,6 @@ def _read_search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) 
     return search
 
 
-# ── running ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def sweep(
     file: str,
     /,
@@ -267,15 +244,11 @@ def run_sweep(
     changes: Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
 ) -> int:
-    """Train what is unfinished of a sweep, and compare what is finished.
+    """Train what is unfinished of a sweep, and compare what is finished; see :func:`sweep`.
 
-    Args:
-        path: The sweep file.
-        at_once: Number of runs at a time, None as in :func:`sweep`; so are the options not named.
-        console: Receives progress and the table.
-        changes: Settings by dotted names that every run gets, whatever the file says.
-        skip: Variants, or runs as ``VARIANT/seed-K``, that are not trained this time; those that
-            are finished are compared all the same.
+    ``changes`` are settings by dotted names that every run gets, whatever the file says. ``skip``
+    are variants, or runs as ``VARIANT/seed-K``, that are not trained this time; those that are
+    finished are compared all the same.
 
     Returns:
         Exit status: 0, 1 if a run failed, 130 after Ctrl-C.
@@ -349,25 +322,24 @@ def run_sweep(
 
 
 def _check_data(jobs: Sequence[Job]) -> None:
-    """Raise ``FileNotFoundError`` if no run has its data; otherwise each that lacks them fails."""
-    waiting = {repr(job.config.data): job.config for job in jobs if job.state == "waiting"}
-    lacking: list[str | None] = []
-    for config in waiting.values():
-        problem = None
+    """Raise ``FileNotFoundError`` if no run has its data; otherwise those without fail."""
+    problems: dict[str, None] = {}
+    for config in [job.config for job in jobs if job.state == "waiting"]:
         if missing := missing_data(config):
             named = ", no ".join(f"{path} ({key})" for key, path in missing.items())
-            problem = (
+            said = (
                 f"there is no {named}; put the data there, or say by those settings where they are"
             )
         else:
             try:
                 config.data.find()
             except (FileNotFoundError, ValueError) as error:  # as of a pattern without a file
-                problem = str(error)
-        lacking.append(problem)
-    if lacking and all(lacking):
-        said = "; ".join(text for text in dict.fromkeys(lacking) if text)
-        raise FileNotFoundError(f"no run can begin without its data: {said}")
+                said = str(error)
+            else:
+                return
+        problems[said] = None
+    if problems:
+        raise FileNotFoundError(f"no run can begin without its data: {'; '.join(problems)}")
 
 
 def _trial_jobs(sweep: Sweep, name: str, settings: dict[str, Any]) -> list[Job]:
@@ -439,14 +411,7 @@ def show_progress(
 ) -> Iterator[Callable[[], None]]:
     """Show a bar for all jobs and one for each that runs, and a line for each that ends.
 
-    Args:
-        jobs: All jobs that are known, finished or not; others may be added.
-        metric: Key of the metric that is shown for each that finishes.
-        console: The console; bars are shown only if it is a terminal.
-        expected: Number of jobs in the end.
-
-    Yields:
-        A function that shows the present state of all jobs.
+    Jobs may be added, up to the expected number. Yields a function that shows their state.
     """
     width = max(len(job.name) for job in jobs)
     bars: dict[Job, TaskID] = {}

@@ -30,7 +30,7 @@ from comera.nn.targets import TTConfig, find_targets
 from comera.params import checksum, model_size
 from comera.planning.printing import with_bar
 from comera.report.exploration import WHOLE, Exploration, Point
-from comera.report.model_plan import ModelPlan, plan
+from comera.report.model_plan import plan
 
 log = logging.getLogger("comera")
 
@@ -164,11 +164,7 @@ def explore(
 
 
 class _Kept:
-    """The points measured so far, in a file where there is one.
-
-    Raises:
-        ValueError: If the file is no file of points, or of another model or batch.
-    """
+    """The points measured so far, in a file if ``keep`` names one."""
 
     def __init__(self, keep: str | Path | None, model: nn.Module, tokens: int) -> None:
         self.path = None if keep is None else Path(keep)
@@ -256,11 +252,10 @@ def _facts(model: nn.Module, small: nn.Module, tokens: int) -> dict[str, Any]:
         else len(layer.cores) // (2 if isinstance(layer, TTLinear) else 1)
         for layer in layers.values()
     }  # fmt: skip
-    planned = plan(small, tokens=tokens)
-    assert isinstance(planned, ModelPlan), "a layer inside a model"
     ranks = [layer.ranks for layer in layers.values()]
     bonds = sorted({bond for each in ranks for bond in each})
     between = str(bonds[0]) if len(bonds) == 1 else f"{bonds[0]} to {bonds[-1]}"
+    planned: Any = plan(small, tokens=tokens)  # of a layer inside a model
     return facts | {
         "order": orders.pop() if len(orders) == 1 else None,
         "ranks": " ".join(map(str, ranks[0])) if len(set(ranks)) == 1 else between,

@@ -22,9 +22,7 @@ from comera.planning.printing import Report, Table, show_bytes
 
 
 def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
-    """Count the bytes of every parameter's state from its first step on; nothing is changed.
-
-    Where a parameter has state already, that is counted.
+    """Count the bytes of every parameter's state, or of what its first step will make.
 
     Raises:
         ValueError: If the step does not run without numbers, so that it can only be counted later.
@@ -86,10 +84,9 @@ class GroupMemory:
     Attributes:
         name: Name of the optimizer's group, such as ``cores``; or ``not trained``, for frozen
             parameters and buffers.
-        entries: Numbers in them.
-        weights: Bytes of them.
-        gradients: Bytes of their gradients, between the backward pass and the step.
-        state: Bytes of the optimizer's state from its first step on.
+        entries: Numbers in them; all others are bytes.
+        gradients: Between the backward pass and the step.
+        state: The optimizer's, from its first step on.
     """
 
     name: str
@@ -148,9 +145,7 @@ class MemoryReport(Report):
 
 
 def memory_report(
-    model: nn.Module,
-    optimizer: AnyOptimizer,
-    title: str = "memory at the start",
+    model: nn.Module, optimizer: AnyOptimizer, title: str = "memory at the start"
 ) -> MemoryReport:
     """Count the bytes of weights, gradients and optimizer state exactly, without allocating.
 

@@ -1,1 +1,1 @@
-"""A folder that holds a model: its weights, and what they are the weights of."""
+"""Models saved in folders and loaded from them."""

@@ -1,4 +1,4 @@
-"""Descriptions of models in what JSON can hold, and models rebuilt from descriptions and tensors.
+"""Descriptions of models as JSON, and models rebuilt from descriptions and tensors.
 
 A registry has the classes of layers by the names that files use. A layer describes itself by
 ``config()``, and its class rebuilds it by ``from_config()``.
@@ -49,7 +49,7 @@ _DAMAGE = (
 def register_kind(name: str, layer_class: type[nn.Module]) -> None:
     """Register a class of layers with :func:`~comera.save_model` and :func:`~comera.load_model`.
 
-    The class has a method ``config()``, which returns a dict of what JSON can hold, and a class
+    The class has a method ``config()``, which returns a dict that JSON can hold, and a class
     method ``from_config(config, lead)``, which makes such a layer on the ``meta`` device. ``lead``
     is the layer whose parameters it works on, or None. A class derived from a layer of comera
     inherits both, and extends them if its constructor takes more.
@@ -91,8 +91,8 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
         config: How it was compressed, kept for people.
 
     Returns:
-        What JSON can hold: ``layers`` by name; the later names of tied tensors by the first one
-        (``tied``); the names of ``frozen`` parameters, of experts that were taken apart
+        A dict that JSON can hold: ``layers`` by name; the later names of tied tensors by the first
+        one (``tied``); the names of ``frozen`` parameters, of experts that were taken apart
         (``split_experts``) and of models given to :func:`~comera.freeze_` (``served``); and of the
         dense model its class and, from transformers, its configuration, as text.
 

@@ -1,4 +1,4 @@
-"""A model as a folder: ``model.safetensors`` with its tensors, ``comera.json`` with what it is.
+"""A model as a folder: ``model.safetensors`` with its tensors, ``comera.json`` describes it.
 
 The description is also in the header of the file of tensors, so that an interrupted save does not
 leave one without the other; the file of its own is for people and other programs.
@@ -81,9 +81,9 @@ def save_model(model: nn.Module, folder: str | Path, *, config: TTConfig | None 
 def save_state(
     model: nn.Module, state: Mapping[str, Any], folder: str | Path, config: TTConfig | None = None
 ) -> Path:
-    """Save a model with its whole state dict, of which this process may hold a part.
+    """Save a model with a given state dict, as that of a model sharded over processes.
 
-    The tensor-train layers of the model are whole. All else is as in :func:`save_model`.
+    Its tensor-train layers are whole. All else is as in :func:`save_model`.
     """
     folder = Path(folder).expanduser()
     described = describe(model, config)
@@ -115,7 +115,7 @@ def write_folder(
     read: Callable[[str], Tensor],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the files of a model, of which one tensor at a time is in memory.
+    """Write the files of a model, with one tensor at a time in memory.
 
     Args:
         folder: The folder to write to.
@@ -266,7 +266,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, "pt") as file:
             described = _description(folder, file.metadata() or {})
-            # copied: what is mapped from a file would end with it
+            # copied: a tensor mapped from a file ends with it
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, RuntimeError) as problem:
         raise ValueError(f"{path} is damaged: {problem}") from problem

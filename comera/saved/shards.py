@@ -24,7 +24,7 @@ _DTYPES = {
 
 
 class Shards:
-    """The tensors of a folder, of which one at a time is in memory.
+    """The tensors of a folder, read one at a time.
 
     Args:
         folder: Holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that
@@ -80,7 +80,7 @@ def read_tensor(path: Path, name: str) -> Tensor:
     """
     with _opened(path) as file:
         try:
-            return file.get_tensor(name).clone()  # what is mapped from a file ends with it
+            return file.get_tensor(name).clone()  # a tensor mapped from a file ends with it
         except (SafetensorError, RuntimeError) as problem:
             raise ValueError(f"{path} is damaged or of another model: {problem}") from problem
 
@@ -105,7 +105,7 @@ def write_tensors(
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a file of safetensors of which one tensor at a time is in memory.
+    """Write a file of safetensors, with one tensor at a time in memory.
 
     Equal tensors make equal bytes, which safetensors' own writer does not promise.
 

@@ -7,11 +7,10 @@ import torch
 
 from comera.calibrate import machine as profile
 from comera.calibrate import ways as way_speed
-from comera.calibrate.in_turn import tf32_products
-from comera.calibrate.ways import TRIALS, Trial, measure_ways
+from comera.calibrate.ways import TRIALS, Trial, measure_ways, tf32_products
 from comera.ops import dispatch
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import TABLE, Sample, Times, Ways, way_times_of
+from comera.ops.dispatch import TABLE, Sample, Way, Ways, way_times_of
 from comera.ops.kernels import choose
 from comera.planning import machine
 from comera.planning.way_times import load_way_times
@@ -38,15 +37,16 @@ def quick(monkeypatch, tmp_path):
 @pytest.fixture
 def sleeping(monkeypatch):
     """An operator whose first way takes ten times as long as its second; a third refuses."""
-    monkeypatch.setattr(dispatch, "TABLE", table := {})
-    monkeypatch.setattr(way_speed, "TABLE", table)
+    monkeypatch.setattr(dispatch, "TABLE", {})
     for module in (dispatch, way_speed):  # no card is needed
         monkeypatch.setattr(module, "ORDERED", ("cpu",))
     case = lambda x: (x, x.dtype, (x.shape[0],))  # noqa: E731
-    ways = Ways("sleeping", lambda new: (new(4),), Times("sleeping", case))
-    ways.way("long", timed_as="long")(lambda x: time.sleep(0.01))
-    ways.way("never", lambda x: "it is not wanted", timed_as="never")(lambda x: pytest.fail("ran"))
-    ways.way("short")(lambda x: time.sleep(0.001))
+    ways = Ways(
+        "sleeping", "sleeping", case, lambda new: (new(4),),
+        Way("long", lambda x: time.sleep(0.01), named="long"),
+        Way("never", lambda x: pytest.fail("ran"), lambda x: "it is not wanted", named="never"),
+        Way("short", lambda x: time.sleep(0.001)),
+    )  # fmt: skip
 
     def make(device, dtype):
         return [lambda: ways(torch.ones(4, dtype=dtype))] * 2
@@ -82,7 +82,8 @@ def test_ctrl_c_keeps_what_was_measured_before(sleeping, monkeypatch):
 
 
 def test_a_way_that_fails_is_named_and_left_out(sleeping):
-    sleeping.way("broken", timed_as="broken")(lambda x: torch.ones(2) @ torch.ones(3))
+    broken = Way("broken", lambda x: torch.ones(2) @ torch.ones(3), named="broken")
+    sleeping.ways.append(broken)
     said = []
     measure_ways(CPU, said.append)
     assert said[0].startswith("sleeping: broken cannot be measured: ")
@@ -96,7 +97,7 @@ def test_no_way_is_timed_where_the_environment_leaves_no_choice(monkeypatch):
 
 
 def test_every_group_has_a_trial():
-    groups = {ways.times.group for ways in TABLE.values() if ways.times}
+    groups = {ways.group for ways in TABLE.values()}
     assert {trial.group for trial in TRIALS} == groups
 
 
@@ -116,10 +117,10 @@ def test_every_trial_meets_cases_of_its_group(trial, monkeypatch):
         first = 2
     run = trial.make.func(first, *rest, CPU, torch.float32)[0]
     with static_shapes():  # as in a graph: else autograd's own operations contract cores on a CPU
-        gone, seen = way_speed._go(trial.group, "torch", run)
-    assert "torch" in gone or trial.group == "attention_space"
-    assert seen
-    assert all(dtype == torch.float32 for _, dtype, _ in seen)
+        met = way_speed.cases_of(trial.group, "torch", run)
+    assert "torch" in dict(met) or trial.group == "attention_space"
+    assert met
+    assert all(dtype == torch.float32 for _, (_, dtype, _) in met)
 
 
 @pytest.mark.slow
@@ -129,11 +130,13 @@ def test_the_command_measures_the_machine_and_doctor_tells_of_it(monkeypatch, ca
     for module in (dispatch, way_speed):  # no card is needed
         monkeypatch.setattr(module, "ORDERED", ("cpu",))
     monkeypatch.setattr(way_speed, "_tokens", lambda device: 512)
-    monkeypatch.setattr(way_speed, "TRIALS", tuple(t for t in TRIALS if t.group == "attend")[:2])
+    monkeypatch.setattr(
+        way_speed, "TRIALS", tuple(t for t in TRIALS if t.group == "attention_space")[:2]
+    )
     assert main(["doctor"]) == 0
     assert "never measured here" in capsys.readouterr().out
     assert main(["calibrate"]) == 0
-    assert "attend 128 x shared keys x dropout, float32: " in capsys.readouterr().out
+    assert "attention_space 128 x 32 x 64, float32: " in capsys.readouterr().out
     assert main(["doctor"]) == 0
     assert "measured here on 20" in capsys.readouterr().out
 
@@ -159,8 +162,8 @@ def test_a_card_is_measured_in_two_minutes(capsys):
 def test_samples_stand_for_the_cases_that_are_timed():
     new = lambda *shape: Sample(shape, torch.float32, CPU)  # noqa: E731
     for ways in TABLE.values():
-        if ways.times is not None and not ways.name.endswith("_backward"):
-            case = ways.times.case(*ways.sample(new))
+        if not ways.name.endswith("_backward"):
+            case = ways.case(*ways.sample(new))
             assert case is None or case[0].device == CPU
 
 
@@ -180,7 +183,7 @@ def test_what_has_a_way_in_tf32_alone_is_measured_with_it_too():
 def test_times_of_tf32_are_kept_apart(name):
     given = TABLE[name].sample(lambda *shape: Sample(shape, torch.float32, CPU))
     with tf32_products(False):
-        _, _, exact = TABLE[name].times.case(*given)
+        _, _, exact = TABLE[name].case(*given)
     with tf32_products(True):
-        _, dtype, rounded = TABLE[name].times.case(*given)
+        _, dtype, rounded = TABLE[name].case(*given)
     assert (dtype, rounded) == (torch.float32, (*exact, "tf32"))

@@ -280,17 +280,11 @@ def rising():
     ("settings", "problem"),
     [
         ({}, "budget=None and max_loss=None: one of them must be given"),
-        (
-            {"budget": 0.5, "max_loss": 1.0},
-            "max_loss=1.0: give one of them, not both",
-        ),
+        ({"budget": 0.5, "max_loss": 1.0}, "max_loss=1.0: give one of them, not both"),
         ({"budget": 0.5, "evaluate": len}, "evaluate measures what max_loss bounds"),
         ({"max_loss": 1e-9}, "max_loss=1e-09: the dense model itself has a loss of"),
         ({"max_loss": 1.0, "evaluate": lambda m: torch.nan}, "evaluate gave nan"),
-        (
-            {"max_loss": 0.5, "evaluate": rising()},
-            "of the parameters the loss is 7 already",
-        ),
+        ({"max_loss": 0.5, "evaluate": rising()}, "of the parameters the loss is 7 already"),
     ],
 )
 def test_a_loss_out_of_reach_changes_nothing(trained, settings, problem):

@@ -13,7 +13,7 @@ ORDERS = (launch.ASCENDING, launch.DESCENDING, 7)
 @contextlib.contextmanager
 def kernels_first():
     """Kernels are tried before torch, however fast they are known to be, or not known."""
-    groups = {ways.times.group for ways in TABLE.values() if ways.times is not None}
+    groups = {ways.group for ways in TABLE.values()}
     with contextlib.ExitStack() as stack:
         for group in groups:
             stack.enter_context(preferring(group, "kernel"))

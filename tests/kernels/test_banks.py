@@ -9,9 +9,8 @@ import torch
 
 from comera.ops.kernels import feed_forward_kernel, launch, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
-from tests.kernels.test_feed_forward import Layers
-from tests.kernels.test_gated import Hidden
-from tests.kernels.test_warp_lookup import Table
+from tests.kernels.test_feed_forward import make
+from tests.kernels.test_lookup import Table
 from tests.kernels.thorough import some
 
 KINDS = "loads", "stores", "copies", "matrices"
@@ -59,26 +58,18 @@ def banks(emulated, monkeypatch):
         *((torch.bfloat16, "wide bonds", high) for high in (16, 32)),
         *((torch.float32, "several blocks", high) for high in (32, 64)),
         (torch.float32, "wide bonds", 32),
+        *((torch.bfloat16, "gated, several blocks", high) for high in (16, 32, 64)),
+        (torch.float32, "gated, several blocks", 32),
     ],
 )
 def test_no_lanes_of_a_feed_forward_wait_for_each_other(dtype, name, high, banks, monkeypatch):
     monkeypatch.setattr(feed_forward_kernel, "block_rows", lambda x: high)
-    Layers(name, dtype=dtype).run()
-    banks.check()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "high"),
-    [*((torch.bfloat16, high) for high in (16, 32, 64)), (torch.float32, 32)],
-)
-def test_no_lanes_of_a_gated_feed_forward_wait_for_each_other(dtype, high, banks, monkeypatch):
-    monkeypatch.setattr(feed_forward_kernel, "block_rows", lambda x: high)
-    Hidden("several blocks", dtype).run()
+    make(name, dtype).run()
     banks.check()
 
 
 def test_no_lanes_of_a_lookup_wait_for_each_other(banks):
-    Table("the paper's, fewer rows", torch.bfloat16).run()
+    Table("the paper's, by warps", dtype=torch.bfloat16, entries=200).run()
     banks.check()
 
 
@@ -94,7 +85,7 @@ def test_planted_bugs_are_caught(bug, plant, banks):
     mutant, count = re.subn(*BUGS[bug], nvrtc.text("feed_forward_gated_tf32"))
     assert count == 1
     plant(mutant, "")
-    Hidden("several blocks", torch.float32).run()
+    make("gated, several blocks", torch.float32).run()
     with pytest.raises(AssertionError):
         banks.check()
 
@@ -105,4 +96,4 @@ def test_what_goes_beyond_the_memory_is_caught(plant):
     assert count == 1
     plant(mutant, "")
     with pytest.raises(KernelError, match="out of range"):
-        Hidden("the first stage last").run()
+        make("gated, the first stage last").run()

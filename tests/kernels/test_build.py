@@ -47,7 +47,8 @@ def builds():
 @needs_nvrtc
 @pytest.mark.parametrize(("file", "arch"), list(builds()))
 def test_every_kernel_compiles_without_spills(file, arch):
-    log = nvrtc.resources(file, arch)
+    code, log = nvrtc.compile_source(nvrtc.text(file), file, arch, "--ptxas-options=-v")
+    assert code is not None, log
     names = re.findall(r"Compiling entry function '(\w+)'", log)
     assert sorted(names) == sorted(nvrtc.entries(file))
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -65,10 +66,10 @@ def test_machine_code_is_made_once_and_kept_by_source_and_architecture(cache, mo
     put(monkeypatch, TINY)
     code = nvrtc.cubin("tiny", "sm_90")
     assert code[:4] == b"\x7fELF"
-    compiled = nvrtc._compile
-    monkeypatch.setattr(nvrtc, "_compile", lambda *args: pytest.fail("compiled again"))
+    compiled = nvrtc.compile_source
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *args: pytest.fail("compiled again"))
     assert nvrtc.cubin("tiny", "sm_90") == code
-    monkeypatch.setattr(nvrtc, "_compile", compiled)
+    monkeypatch.setattr(nvrtc, "compile_source", compiled)
     nvrtc.cubin("tiny", "sm_80")
     put(monkeypatch, TINY.replace("1.f", "2.f"))
     nvrtc.cubin("tiny", "sm_90")

@@ -8,7 +8,9 @@ import torch
 import comera
 from comera.ops import dispatch
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import Sample, Ways
+from comera.ops.contract_cores import may_take_kernel
+from comera.ops.cores import Chains
+from comera.ops.dispatch import Sample, Way, Ways
 from comera.ops.kernels import choose, launch, nvrtc
 from comera.ops.kernels.choose import KernelWarning, kernel_refuses
 from comera.ops.kernels.nvrtc import KernelError
@@ -57,11 +59,10 @@ def ways(monkeypatch):
     monkeypatch.setattr(dispatch, "TABLE", {})
 
     def make(name="joining", more=None):
-        found = Ways(name, lambda new: (new(2),))
         refuses = lambda like: kernel_refuses("contract_f32", like) or more  # noqa: E731
-        found.way("kernel", refuses, kernel=name)(lambda like: "kernel")
-        found.way("torch")(lambda like: "torch")
-        return found
+        kernel = Way("kernel", lambda like: "kernel", refuses, name)
+        torchs = Way("torch", lambda like: "torch")
+        return Ways(name, name, lambda *_: None, lambda new: (new(2),), kernel, torchs)
 
     return make
 
@@ -93,7 +94,6 @@ def test_a_fallback_says_its_reason_once(card, ways, change, dtype, refusal, rea
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert joining(on_a_card(dtype)) == "torch"
-        assert joining.refusal(on_a_card(dtype)) == reason
     with pytest.warns(KernelWarning, match="reading"):
         assert reading(on_a_card(dtype)) == "torch"
 
@@ -101,13 +101,11 @@ def test_a_fallback_says_its_reason_once(card, ways, change, dtype, refusal, rea
 def test_ref_and_tensors_on_a_cpu_say_nothing(card, ways, monkeypatch):
     joining = ways()
     assert joining(torch.zeros(1)) == "torch"
-    assert (
-        choose.why_not("contract_f32", torch.device("cpu"), torch.float32)
-        == "the tensors are on a CPU"
-    )
+    assert kernel_refuses("contract_f32", torch.zeros(1)) == "the tensors are on a CPU"
     monkeypatch.setattr(choose, "mode", lambda: "ref")
     assert joining(on_a_card()) == joining(torch.zeros(1)) == "torch"
-    assert joining.refusal(on_a_card()) == joining.refusal(torch.zeros(1)) == "COMERA_KERNELS=ref"
+    for like in (on_a_card(), torch.zeros(1)):
+        assert joining.reasons(like)["kernel"] == "COMERA_KERNELS=ref"
 
 
 def test_emulate_takes_tensors_on_a_cpu_and_no_others(card, ways, monkeypatch):
@@ -120,15 +118,15 @@ def test_emulate_takes_tensors_on_a_cpu_and_no_others(card, ways, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_a_card_takes_of_a_compiled_graph_is_asked_when_it_runs(card, ways, compiled):
-    joining = ways(more="too wide")
+def test_what_a_card_takes_of_a_compiled_graph_is_asked_when_it_runs(card, compiled):
+    cores = [Sample(size, torch.float32, torch.device("cuda", 0)) for size in ((1, 500, 64),) * 2]
+    too_wide = [Chains(cores, [], [], 1, 1, 0.0, dtype=torch.float64)]
 
     def choice(x):
-        return x + (1 if joining.refusal_of_graph(card_tensor, card_tensor) is None else 0)
+        return x + (1 if may_take_kernel(too_wide) else 0)
 
-    card_tensor = on_a_card()
     assert compiled(choice)(torch.zeros(1)) == 1
-    assert joining.refusal_of_graph(card_tensor, card_tensor) == "too wide"
+    assert not may_take_kernel(too_wide)
 
 
 def test_the_mode_is_one_of_three(monkeypatch):
@@ -162,10 +160,10 @@ def test_a_compiled_layer_says_nothing(kind, compiled):
 def test_what_a_card_takes_is_asked_while_compiling_too(card, compiled, reason):
     asked = []
     card["nvrtc"] = lambda: asked.append(1) or ((13, 0) if reason is None else fails(reason)())
-    device = torch.device("cuda", 0)
+    like = on_a_card()
 
     def choice(x):
-        return x + (1 if choose.why_not("contract_f32", device, torch.float32) == reason else 0)
+        return x + (1 if kernel_refuses("contract_f32", like) == reason else 0)
 
     assert compiled(choice)(torch.zeros(1)) == 1
     assert asked == [1]

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import comera
-from comera.calibrate.in_turn import tf32_products
+from comera.calibrate.ways import tf32_products
 from comera.ops.contract_cores import (
     CONTRACT,
     _contract_groups,
+    arguments_of,
     contract_cores,
     contract_groups,
-    layout_of,
 )
 from comera.ops.cores import Chains
 from comera.ops.kernels import choose, contract_kernel, launch, nvrtc
@@ -235,16 +235,6 @@ def chains(group):
     return Chains(*group.arguments())
 
 
-def contracted_at_once(groups):
-    lists, layout = [[], [], []], []
-    for group in groups:
-        *tensors, num_layers, split, _ = group.arguments()
-        for whole, part in zip(lists, tensors, strict=True):
-            whole.extend(part)
-        layout += layout_of(*tensors, num_layers, split)
-    return contract_groups(*lists, layout, [0.01] * len(groups))
-
-
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [((64, 1 << 24), (1, 2)), ((2, 1 << 24), (3, 6)), ((64, 1000), (1, 4)), ((64, 1), (1, 16))],
@@ -258,7 +248,7 @@ def test_groups_share_launches_up_to_what_a_launch_can_carry(
     monkeypatch.setattr(contract_kernel, "_MOST_SHARES", limits[1])
     started = launches(monkeypatch)
     groups = [make("2+1", 2, bias=False), make("3+3", 5), make("1+1", 3, gated=False)]
-    halves = contracted_at_once(groups)
+    halves = contract_groups(list(map(chains, groups)))
     forward = len([name for name in started if name != "contract_describe"])
     params = [param for group in groups for param in group.params]
     pairs = zip(halves[::2], halves[1::2], strict=True)
@@ -367,8 +357,8 @@ def test_fewer_values_are_staged_where_products_leave_less_room(
     group = make("full", 1)
     left, _ = contract_kernel.walks(chains(group))
     core, once = len(modes) - 2, left.at_once[-1]
-    assert left.shared[0] + 4 * left._staged(core, 1) > contract_kernel._MOST_SHARED
-    assert left._staged(core, once + 1) <= contract_kernel._STAGED
+    assert left.shared[0] + 4 * left.staged(core, 1) > launch.MOST_SHARED
+    assert left.staged(core, once + 1) <= contract_kernel._STAGED
     assert CONTRACT.chosen([chains(group)]) == "kernel"
     assert_near(run(group), in_float64(group), torch.float32, factor=2)
 
@@ -404,19 +394,17 @@ def test_a_second_derivative_goes_through_torch_operations(emulated):
 
 @pytest.mark.slow
 def test_registered_soundly(emulated):
-    *tensors, num_layers, split, threshold = make("1+1").arguments()
-    layout = layout_of(*tensors, num_layers, split)
-    torch.library.opcheck(_contract_groups.custom_op, (*tensors, layout, [threshold]))
+    arguments = arguments_of([chains(make("1+1"))])
+    torch.library.opcheck(_contract_groups.custom_op, arguments)
 
 
 def test_gradients_of_a_graph_that_kernels_were_compiled_into(emulated, monkeypatch):
     """Called where they run, and where they do not."""
     group = make("2+1", dtype=torch.bfloat16)
-    *tensors, num_layers, split, threshold = group.arguments()
+    cores, gates, _, *layout = arguments_of([chains(group)])
     halves = [half.detach() for half in contract_cores(*group.arguments())]
-    detached = [[tensor.detach() for tensor in one] for one in tensors]
-    layout = layout_of(*tensors, num_layers, split)
-    arguments = (halves, *detached[:2], layout, [threshold])
+    detached = [[tensor.detach() for tensor in one] for one in (cores, gates)]
+    arguments = (halves, *detached, *layout)
     got = torch.ops.comera.contract_cores_backward(*arguments)
     monkeypatch.setattr(choose, "mode", lambda: "ref")
     want = torch.ops.comera.contract_cores_backward(*arguments)

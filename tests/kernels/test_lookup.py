@@ -1,3 +1,5 @@
+"""Rows of a table and bags of them, read by a block of threads or by a warp each."""
+
 import itertools
 import re
 
@@ -9,8 +11,8 @@ import comera
 from comera.ops.dispatch import preferring
 from comera.ops.kernels import choose, contract_kernel, launch, lookup_kernel, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
-from comera.ops.table.distinct_rows import TableFactors
-from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, Lookup
+from comera.ops.table.distinct_rows import Lookup
+from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD
 from comera.ops.table.lookup import lookup as lookup_op
 from tests.kernels.numbers import assert_near, displaced, distance
 from tests.kernels.thorough import some
@@ -25,6 +27,14 @@ SHAPES = {  # V P R W Q, and numbers cut off the width
     "beyond one depth": (4, 9, 37, 3, 8, 3),
     "beyond one block of tiles": (2, 67, 3, 2, 70, 1),
 }
+WARPS = {  # as above; rows in 16 bits, each read by a warp
+    "the paper's, by warps": (6, 16, 32, 5, 48, 0),
+    "little": (5, 3, 8, 4, 8, 0),
+    "a width that is cut": (4, 5, 24, 3, 16, 24),
+    "beyond one tile": (3, 35, 72, 2, 40, 8),
+    "widest": (2, 7, 128, 2, 24, 0),
+}
+NARROW = [torch.bfloat16, torch.float16]
 HOT = {"cold": (0, None), "hot": (3, None), "hot rank": (3, 2)}
 """How many rows come first, and of which rank."""
 
@@ -39,14 +49,20 @@ class Table:
         def random(*shape):
             return torch.randn(shape, generator=made).to(dtype).to(device)
 
-        V, P, R, W, Q, cut = SHAPES[name]
+        V, P, R, W, Q, cut = (SHAPES | WARPS)[name]
+        self.by_warps = name in WARPS
         self.width, (num_hot, rank) = P * Q - cut, HOT[hot]
         self.rows = num_hot + V * W - 1  # the train has a row that is padding
         self.left, self.right = random(V, P, R), random(W, R, Q)
+        if self.by_warps:
+            self.right = self.right.mT.contiguous().mT
         self.hot = random(num_hot, rank or self.width) if num_hot else None
         self.basis = random(rank, self.width) if rank else None
         indices = torch.randint(self.rows, (entries,), generator=made)
         indices[: entries // 3] = self.rows - 1  # a row that occurs often, over several blocks
+        if self.by_warps:
+            indices[: entries // 3] = 1
+            indices[indices // W == V - 2] = 0  # a slice that nobody reads
         self.indices = indices[torch.randperm(entries, generator=made)].to(device)
         self.offsets = torch.tensor([0, 0, 5, 6, 30], device=device) if bags else None
         self.weights = random(entries) if weighted else None
@@ -60,13 +76,18 @@ class Table:
     def run(self):
         for param in self.params:
             param.requires_grad_()
-        others = (self.hot, self.basis, self.weights)
-        assert lookup_kernel.refuses(self.left, self.right, *others) is None
-        out, _, _ = lookup_op(
-            self.indices, self.left, self.right, self.hot, self.basis, self.weights, self.offsets,
-            self.rows, self.width, False,
-        )  # fmt: skip
+        given = self.lookup()
+        refuses = lookup_kernel.warps_refuse if self.by_warps else lookup_kernel.refuses
+        assert refuses(given) is None
+        out, _, _ = lookup_op(*given.arguments(), False)
         return [out, *torch.autograd.grad(out, self.params, self.grad)]
+
+    def lookup(self, **others):
+        given = Lookup(
+            self.indices, self.left, self.right, self.hot, self.basis, self.weights, self.offsets,
+            self.rows, self.width,
+        )  # fmt: skip
+        return given._replace(**others)
 
     def want(self):
         """In float64, from the dense table."""
@@ -88,6 +109,18 @@ class Table:
             rows, wide, self.grad.cpu().double(), allow_unused=True, materialize_grads=True
         )
         return [rows, *grads]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Names of the kernels that are launched."""
+    names = []
+    for module in (lookup_kernel, contract_kernel):
+        launch = module.launch
+        monkeypatch.setattr(
+            module, "launch", lambda *a, launch=launch: names.append(a[1]) or launch(*a)
+        )
+    return names
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,10 +153,28 @@ def test_kernels_take_halves_that_lie_otherwise(hot, emulated):
         assert_near(table.run(), table.want(), torch.float32, factor=2)
 
 
+def test_warps_take_tensors_that_begin_anywhere(emulated):
+    table = Table("little", dtype=torch.bfloat16, entries=200)
+    table.left, table.grad = displaced(table.left), displaced(table.grad)
+    table.right = displaced(table.right.mT).mT
+    assert_near(table.run(), table.want(), torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", ["odd", "the paper's, fewer rows", "beyond one depth"])
 def test_kernels_equal_the_reference_in_any_order_of_threads(name, thread_order):
     table = Table(name, "hot", True, True)
     assert_near(table.run(), table.want(), torch.float32, factor=2)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(s, marks=pytest.mark.slow) if s == "beyond one tile" else s for s in WARPS],
+)
+def test_warps_equal_the_reference_in_any_order_of_threads(name, dtype, thread_order, started):
+    table = Table(name, dtype=dtype, entries=200)
+    assert_near(table.run(), table.want(), dtype)
+    assert len(started) == 4
 
 
 @pytest.mark.slow
@@ -137,9 +188,18 @@ def test_a_bag_of_thousands_is_as_near_as_a_small_one(name, hot, weighted, emula
     assert_near(table.run(), table.want(), torch.float32, factor=2)
 
 
-def test_a_row_read_by_tens_of_thousands_has_a_gradient_as_near(emulated):
-    table = Table("odd", "hot", True, entries=100_000, seed=1)
-    assert_near(table.run(), table.want(), torch.float32, factor=2)
+@pytest.mark.parametrize(
+    ("name", "bags", "dtype", "entries", "factor"),
+    [
+        ("odd", True, torch.float32, 100_000, 2),
+        pytest.param("little", False, torch.bfloat16, 20_000, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_row_read_by_tens_of_thousands_has_a_gradient_as_near(
+    name, bags, dtype, entries, factor, emulated
+):
+    table = Table(name, "hot" if bags else "cold", bags, dtype=dtype, entries=entries, seed=1)
+    assert_near(table.run(), table.want(), dtype, factor)
 
 
 @pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 65, 200])
@@ -170,6 +230,16 @@ def test_kernels_equal_the_reference_on_a_card(name, hot, bags, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("name", WARPS)
+def test_warps_equal_the_reference_on_a_card(name, dtype):
+    table = Table(name, dtype=dtype, device="cuda", entries=5000, seed=torch.seed())
+    found = table.run()
+    assert_near([t.cpu() for t in found], table.want(), dtype, factor=2)
+    assert all(map(torch.equal, found, table.run()))
+
+
+@pytest.mark.gpu
 def test_a_look_up_can_be_captured_and_read_again():
     layer = comera.TTEmbedding(1000, 64, rank=8, device="cuda")
     indices = torch.randint(1000, (256,), device="cuda")
@@ -197,6 +267,21 @@ def test_sums_over_bags_are_the_same_each_time_on_a_card():
     assert all(torch.equal(first, table.run()[0]) for _ in range(5))
 
 
+@pytest.mark.parametrize("entries", [0, 1, 31, 32, 33, 128, 129])
+def test_any_number_of_entries_of_warps(entries, emulated):
+    table = Table("little", dtype=torch.bfloat16, entries=entries)
+    assert_near(table.run(), table.want(), torch.bfloat16)
+
+
+def test_gradients_of_warps_are_the_same_in_each_order_of_threads(emulated, monkeypatch):
+    table, found = Table("the paper's, by warps", dtype=torch.bfloat16, entries=200), []
+    for order in (launch.ASCENDING, launch.DESCENDING, 7):
+        monkeypatch.setattr(launch, "thread_order", order)
+        found.append(table.run())
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
 @pytest.mark.parametrize("bags", [False, True], ids=["rows", "bags"])
 def test_no_entries(bags, emulated):
     table = Table("odd", "hot", bags, entries=0)
@@ -214,10 +299,8 @@ def test_sizes_are_known_before_the_indices_are(emulated):
     for param in table.params:
         param.requires_grad_()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        arguments = (table.left, table.right, table.hot, table.basis, table.weights, table.offsets)
-        out, *_ = lookup_op(
-            torch.empty(40, dtype=torch.long), *arguments, table.rows, table.width, False
-        )
+        given = table.lookup(indices_N=torch.empty(40, dtype=torch.long))
+        out, *_ = lookup_op(*given.arguments(), False)
         grads = torch.autograd.grad(out, table.params, torch.empty_like(out))
     assert [grad.shape for grad in grads] == [param.shape for param in table.params]
 
@@ -227,7 +310,8 @@ def test_more_rows_than_a_whole_number_of_32_bits_counts(emulated):
     left, right = torch.randn(V, 1, 1), torch.randn(W, 1, 1)
     halves = [half.requires_grad_() for half in (left, right)]
     indices = torch.tensor([V * W - 1, 0, 1 << 31, V * W - 1])
-    out, _, _ = lookup_op(indices, left, right, None, None, None, None, V * W, 1, False)
+    given = Lookup(indices, left, right, None, None, None, None, V * W, 1)
+    out, _, _ = lookup_op(*given.arguments(), False)
     v, w = indices // W, indices % W
     torch.testing.assert_close(out, (left[v] * right[w]).view(-1, 1))
     grads = torch.autograd.grad(out.sum(), halves)
@@ -240,8 +324,8 @@ def test_deterministic_algorithms_sum_gradients_through_torch(emulated):
     want = table.want()
     torch.use_deterministic_algorithms(True)
     try:
-        assert lookup_kernel.refuses(table.left, table.right) is None
-        assert "deterministic" in lookup_kernel.refuses_backward(table.left, table.right)
+        assert lookup_kernel.refuses(table.lookup()) is None
+        assert "deterministic" in lookup_kernel.refuses_backward(table.lookup())
         got = table.run()
         again = table.run()
     finally:
@@ -250,21 +334,51 @@ def test_deterministic_algorithms_sum_gradients_through_torch(emulated):
     assert all(map(torch.equal, got, again))
 
 
+def test_deterministic_algorithms_need_no_other_way_of_warps(emulated, started):
+    table = Table("little", dtype=torch.bfloat16, entries=200)
+    torch.use_deterministic_algorithms(True)
+    try:
+        table.run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [name.rsplit("_", 1)[0] for name in started] == [
+        "ttm_warps_rows", "ttm_warps", "ttm_warps_back_shares", "ttm_warps_back_sums",
+    ]  # fmt: skip
+
+
 def test_halves_too_large_for_a_block_are_refused(emulated):
+    def refuses(left, right):
+        return lookup_kernel.refuses(Table("odd").lookup(left_VPR=left, right_WRQ=right))
+
     left, right = torch.empty(2, 128, 128), torch.empty(2, 128, 128)
-    assert lookup_kernel.refuses(left, right) is not None
-    assert lookup_kernel.refuses(left.double(), right.double()) is not None
+    assert refuses(left, right) is not None
+    assert refuses(left.double(), right.double()) is not None
     table = Table("odd")
-    assert lookup_kernel.refuses(table.left, table.right.bfloat16()) is not None
+    assert refuses(table.left, table.right) is None
+    assert refuses(table.left, table.right.bfloat16()) is not None
 
 
-def test_a_table_starts_two_kernels_forward_and_three_backward(emulated, monkeypatch):
-    started = []
-    for module in (lookup_kernel, contract_kernel):
-        launch = module.launch
-        monkeypatch.setattr(
-            module, "launch", lambda *a, launch=launch: started.append(a[1]) or launch(*a)
-        )
+def test_what_warps_do_not_take(emulated):
+    left, right = torch.empty(2, 4, 16).bfloat16(), torch.empty(2, 16, 8).bfloat16()
+
+    def given(left, right, width, hot=None):
+        return Lookup(torch.zeros(1).long(), left, right, hot, None, None, None, 4, width)
+
+    def refuses(*table):
+        return lookup_kernel.warps_refuse(given(*table))
+
+    assert refuses(left, right, 32) is None
+    assert "16 bits" in refuses(left.float(), right.float(), 32)
+    assert "16 bits" in refuses(left, right.half(), 32)
+    assert "hot rows or bags" in refuses(left, right, 32, torch.empty(2, 32))
+    assert "multiples of 8" in refuses(left, right, 30)
+    assert "multiples of 8" in refuses(left[..., :12], right[:, :12], 32)
+    assert "0 wide" in refuses(left[..., :0], right[:, :0], 32)
+    many = torch.empty(1 << 16, 8, 8, device="meta").bfloat16()
+    assert "32 bits" in lookup_kernel.warps_unfit(given(many, many.mT, 64))
+
+
+def test_a_table_starts_two_kernels_forward_and_three_backward(emulated, started):
     layer = comera.TTEmbedding(100, 12, rank=4)
     layer(torch.tensor([3, 99])).sum().backward()
     assert [name for name in started if name != "contract_describe"] == [
@@ -273,28 +387,42 @@ def test_a_table_starts_two_kernels_forward_and_three_backward(emulated, monkeyp
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_layers_read_through_kernels(dtype, emulated, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "width", "rank", "hot_rows", "dtype"),
+    [
+        (kind, 12, 4, 4, dtype)
+        for kind in (comera.TTEmbedding, comera.TTEmbeddingBag)
+        for dtype in DTYPES
+    ]
+    + [(comera.TTEmbedding, 64, 5, 0, torch.bfloat16)],  # by warps whatever its rank: it is padded
+)
+def test_layers_read_through_kernels(
+    kind, width, rank, hot_rows, dtype, emulated, started, monkeypatch
+):
     indices = torch.tensor([[0, 3, 3], [5, 1, 99]], dtype=torch.int32)
-    for kind, arguments in ((comera.TTEmbedding, ()), (comera.TTEmbeddingBag, ())):
-        layer = kind(100, 12, rank=4, hot_rows=4, dtype=dtype)
-        out = layer(indices, *arguments)
-        out.float().square().sum().backward()
-        grads = [param.grad.clone() for param in layer.parameters()]
-        with monkeypatch.context() as plain:
-            plain.setattr(choose, "mode", lambda: "ref")
-            layer.zero_grad()
-            want = layer(indices, *arguments)
-            want.float().square().sum().backward()
-        assert_near([out], [want], dtype, factor=4)
-        assert_near(grads, [param.grad for param in layer.parameters()], dtype, factor=8)
+    layer = kind(100, width, rank=rank, hot_rows=hot_rows, dtype=dtype)
+    out = layer(indices)
+    out.float().square().sum().backward()
+    grads = [param.grad.clone() for param in layer.parameters()]
+    assert sum(name.startswith("ttm") for name in started) == (2 if hot_rows else 4)
+    monkeypatch.setattr(choose, "mode", lambda: "ref")
+    layer.zero_grad()
+    want = layer(indices)
+    want.float().square().sum().backward()
+    assert_near([out], [want], dtype, factor=4)
+    assert_near(grads, [param.grad for param in layer.parameters()], dtype, factor=8)
 
 
-def test_an_index_out_of_range_stops_the_kernel(emulated):
-    table = Table("odd")
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("odd", lookup_kernel.read), ("little", lookup_kernel.read_by_warps)],
+    ids=["block", "warp"],
+)
+def test_an_index_out_of_range_stops_the_kernel(name, read, emulated):
+    table = Table(name, dtype=torch.bfloat16 if name == "little" else torch.float32)
+    wrong = table.lookup(indices_N=torch.tensor([0, table.rows]))
     with pytest.raises(KernelError, match="index out of range"):
-        lookup_kernel.read(torch.tensor([0, table.rows]), table.left, table.right, None, None, None,
-                     table.rows, table.width)  # fmt: skip
+        read(wrong)
 
 
 BUGS = {
@@ -319,20 +447,41 @@ BUGS = {
 }  # fmt: skip
 
 
+OF_WARPS = {
+    "a stage read before it is there": (r"arrived<STAGES - 2>", "arrived<STAGES - 1>"),
+    "no barrier before ends are read": (r"__syncthreads\(\);\n  const int b", "const int b"),
+    "one slice for all entries": (r"key, e\) % side\.others", "key, 0) % side.others"),
+    "a slice cut where a piece ends": (r"bool behind = ", "bool behind = false && "),
+    "a slice begun where a piece begins": (r"bool before = ", "bool before = false && "),
+    "the next slice added": (r"if \(e \+ 1 < count && next == slice\)", "if (e + 1 < count)"),
+    "a share forgotten": (r"first \+ 1; piece <= last", "first + 1; piece < last"),
+    "a sum that goes on": (r"sum\[n\]\[i\] = 0\.f;", ""),
+    "columns beyond the width": (r" && p \* table\.Q \+ q < table\.D;", ";"),
+    "a row too few": (r"at < R && p < P\)", "at < R && p + 1 < P)"),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", some(BUGS))
+@pytest.mark.parametrize("bug", [*some(BUGS), *some(OF_WARPS)])
 def test_planted_bugs_are_caught(bug, plant, monkeypatch):
-    pattern, instead = BUGS[bug]
-    mutant, count = re.subn(pattern, instead, nvrtc.text("ttm_lookup"), count=1)
+    pattern, instead = (BUGS | OF_WARPS)[bug]
+    file = "ttm_lookup" if bug in BUGS else "ttm_warps"
+    mutant, count = re.subn(pattern, instead, nvrtc.text(file), count=1)
     assert count == 1
-    plant(mutant)
-    table = Table("the paper's, fewer rows", "hot", True, True, entries=1000)
-    table.offsets = torch.tensor([0, 0, 64, 90, 300])  # one ends between two pieces
+    if bug in BUGS:
+        plant(mutant)
+        tables = [Table("the paper's, fewer rows", "hot", True, True, entries=1000)]
+        tables[0].offsets = torch.tensor([0, 0, 64, 90, 300])  # one ends between two pieces
+    else:
+        plant(mutant, "")
+        names = "a width that is cut", "little"
+        tables = [Table(name, dtype=torch.bfloat16, entries=100) for name in names]
     off = []
     for order in (launch.ASCENDING, launch.DESCENDING, 7):
         monkeypatch.setattr(launch, "thread_order", order)
-        off += [distance(a, b) for a, b in zip(table.run(), table.want(), strict=True)]
-    assert not all(far <= 2e-6 for far in off)  # NaN is caught too
+        for table in tables:
+            off += [distance(a, b) for a, b in zip(table.run(), table.want(), strict=True)]
+    assert not all(far <= (2e-6 if bug in BUGS else 4e-3) for far in off)  # NaN is caught too
 
 
 @pytest.mark.slow
@@ -362,12 +511,24 @@ def test_each_way_back_is_right_after_each_way_forward(bags, forward, backward, 
     table = Table("the paper's, fewer rows", "cold", bags, bags, dtype)
     for param in table.params:
         param.requires_grad_()
-    others = table.hot, table.basis, table.weights, table.offsets
-    rest = table.rows, table.width, False
     with preferring("lookup", forward):
-        out, *_ = lookup_op(table.indices, table.left, table.right, *others, *rest)
+        out, *_ = lookup_op(*table.lookup().arguments(), False)
     with preferring("lookup", backward):
         grads = torch.autograd.grad(out, table.params, table.grad)
+    assert_near([out, *grads], table.want(), dtype, factor=2)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_torch_goes_back_from_rows_that_warps_have_read(dtype, emulated, started):
+    """As from a captured pass to one that is not, where torch is faster."""
+    table = Table("little", dtype=dtype, entries=200)
+    for param in table.params:
+        param.requires_grad_()
+    with preferring("lookup", "kernel"):
+        out, *_ = lookup_op(*table.lookup().arguments(), False)
+    with preferring("lookup", "torch"):
+        grads = torch.autograd.grad(out, table.params, table.grad)
+    assert len(started) == 1
     assert_near([out, *grads], table.want(), dtype, factor=2)
 
 
@@ -378,10 +539,9 @@ def test_times_of_one_kernel_say_nothing_of_another(hot, bags, dtype):
     left, right = torch.empty(4, 8, 32, dtype=dtype), torch.empty(5, 32, 8, dtype=dtype)
     rows = torch.empty(3, 64, dtype=dtype) if hot else None
     offsets = torch.zeros(1, dtype=torch.int64) if bags else None
-    factors, indices = TableFactors(left, right, rows, None), torch.zeros(7, dtype=torch.int64)
-    given = Lookup(indices, factors, None, offsets, 20, 64)
-    found = LOOKUP.times.case(given)
-    assert found == LOOKUP_BACKWARD.times.case(given, None)
+    given = Lookup(torch.zeros(7).long(), left, right, rows, None, None, offsets, 20, 64)
+    found = LOOKUP.case(given)
+    assert found == LOOKUP_BACKWARD.case(given, None)
     by_warps = dtype == torch.bfloat16 and not (hot or bags)
     kinds = [] if by_warps else ["a block a row"] + ["hot rows"] * hot + ["bags"] * bags
     assert found[1:] == (dtype, (7, *kinds))

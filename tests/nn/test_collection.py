@@ -8,7 +8,7 @@ import comera
 from comera.nn.collection import TTEmbeddingBagCollection
 from comera.ops.context import static_shapes
 from comera.ops.kernels import choose, launch
-from comera.ops.table import table_factors
+from comera.ops.table import tt_embedding
 
 WIDTH = 16
 
@@ -72,14 +72,14 @@ def compare(collection, asked):
 
 
 def test_tables_of_which_slices_are_joined_beside_whole_ones(monkeypatch):
-    monkeypatch.setattr(table_factors, "_WORTH_IT", 0)
+    monkeypatch.setattr(tt_embedding, "_WORTH_IT", 0)
     collection = tables(large=bag(5000), other=bag(4000, hot_rows=9))
     for seed in (1, 2):
         asked = ask(collection, seed=seed)
         got, want = collection(asked), one_by_one(collection, asked)
-        monkeypatch.setattr(table_factors, "_WORTH_IT", 1 << 40)
+        monkeypatch.setattr(tt_embedding, "_WORTH_IT", 1 << 40)
         whole = one_by_one(collection, asked)
-        monkeypatch.setattr(table_factors, "_WORTH_IT", 0)
+        monkeypatch.setattr(tt_embedding, "_WORTH_IT", 0)
         params = list(collection.parameters())
         grads = [
             torch.autograd.grad(loss(found), params, allow_unused=True)
@@ -217,9 +217,11 @@ def test_kernels_join_the_cores_of_all_tables_at_once(monkeypatch):
     grads = torch.autograd.grad(loss(want), list(collection.parameters()))
     monkeypatch.setattr(choose, "mode", lambda: "emulate")
     calls = []
-    together = table_factors.contract_groups
+    together = tt_embedding.contract_groups
     monkeypatch.setattr(
-        table_factors, "contract_groups", lambda *a: calls.append(len(a[-1])) or together(*a)
+        tt_embedding,
+        "contract_groups",
+        lambda groups: calls.append(len(groups)) or together(groups),
     )
     got = collection(asked)
     assert calls == [5, 1, 1]  # those read together, then max and that with a hot rank

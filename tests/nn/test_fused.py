@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import comera
 from comera.nn import linear
 from comera.nn.fused import feed_forward, gated_feed_forward, linears, self_attention
-from comera.ops.dispatch import TABLE
+from comera.ops import attention
 from comera.ops.kernels import choose
 from comera.ops.linear.tt_linear import last_of_each
 
@@ -142,7 +142,8 @@ def kept_by(run, inputs):
 def test_what_an_attention_keeps(rank, where, monkeypatch):
     """Heads are views of what products have made; keys of all heads are kept once."""
     if where == "card":
-        monkeypatch.setattr(TABLE["attend"], "ways", TABLE["attend"].ways[-1:])
+        for way in ("_in_pieces", "_as_one_head"):
+            monkeypatch.setattr(attention, way, attention._by_torch)
     width, heads, rows = 192, 12, 4 * 256
     kind = "dense" if rank is None else "tt"
     modules = layers(4, width, width, rank, kind, dtype=torch.float32)

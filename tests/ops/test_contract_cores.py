@@ -4,8 +4,13 @@ import pytest
 import torch
 
 from comera.ops.context import static_shapes
-from comera.ops.contract_cores import _contract_groups, contract_cores, contract_groups, layout_of
-from comera.ops.cores import contract_chain
+from comera.ops.contract_cores import (
+    _contract_groups,
+    arguments_of,
+    contract_cores,
+    contract_groups,
+)
+from comera.ops.cores import Chains, contract_chain
 from comera.ops.kernels import choose
 from comera.shapes import padded_rank
 
@@ -98,13 +103,7 @@ def test_values_and_gradients_match_each_layer_by_itself(name, num_layers, gated
 @pytest.mark.usefixtures("way")
 def test_several_groups_are_what_each_is_by_itself():
     groups = [Group("2+1", 2, bias=False), Group("3+3", 1), Group("1+1", 3, gated=False)]
-    lists, layout = [[], [], []], []
-    for group in groups:
-        *tensors, num_layers, split, _ = group.arguments()
-        for whole, part in zip(lists, tensors, strict=True):
-            whole.extend(part)
-        layout += layout_of(*tensors, num_layers, split)
-    got = contract_groups(*lists, layout, [0.01] * 3)
+    got = contract_groups([Chains(*group.arguments()) for group in groups])
     want = [half for group in groups for half in group.reference()]
     torch.testing.assert_close(got, want, **CLOSE)
     params = [param for group in groups for param in group.params]
@@ -115,7 +114,7 @@ def test_several_groups_are_what_each_is_by_itself():
 @pytest.mark.parametrize("name", SHAPES)
 def test_without_padding_the_bond_is_as_wide_as_it_is(name):
     group = Group(name, 2, bias=False)
-    left, right = contract_cores(*group.arguments(), padded=False)
+    left, right = contract_groups([Chains(*group.arguments(), padded=False)])
     rank = SHAPES[name][0][group.split]
     assert (left.shape[2], right.shape[1]) == (rank, rank)
     want_left, want_right = contract_cores(*group.arguments())
@@ -164,9 +163,8 @@ def test_narrow_cores_are_rounded_once(dtype, monkeypatch):
 )  # fmt: skip
 def test_registered_soundly(name, num_layers, bias):
     group = Group(name, num_layers, bias=bias, dtype=torch.float32)
-    *tensors, num_layers, split, threshold = group.arguments()
-    layout = layout_of(*tensors, num_layers, split)
-    torch.library.opcheck(_contract_groups.custom_op, (*tensors, layout, [threshold]))
+    arguments = arguments_of([Chains(*group.arguments())])
+    torch.library.opcheck(_contract_groups.custom_op, arguments)
 
 
 @pytest.mark.parametrize(

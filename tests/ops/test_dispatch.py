@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from comera.nn import collection, fused  # noqa: F401  all operators are in the table then
 from comera.ops import dispatch, product
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import TABLE, Sample, Times, Ways
+from comera.ops.dispatch import TABLE, Sample, Way, Ways
 from comera.ops.kernels import choose
 from comera.planning.way_times import BUILT_IN, Timing, WayTimes
 
@@ -70,12 +70,6 @@ COLUMNS = (
 )  # fmt: skip
 K, T = "kernel", "torch"
 KERNEL_OR_TORCH = (T, T, T, T, K, K, T, K, T, K)
-CACHE, ALL = "as many as stay in the cache", "all"
-CPU_OR_NOT = {
-    "hidden_rows_at_a_time": (CACHE, ALL),
-    "dropout_add": ("a mask of bytes", T),
-}
-ONE = "torch, all queries in one head"
 EXPECTED = {
     "factorized_feed_forward": (T,) * 10,
     "factorized_feed_forward_backward": (T,) * 10,
@@ -89,12 +83,7 @@ EXPECTED = {
         "sort what a kernel may have read, then by slots", "by slots", K,
     ),
     "rows_of_a_table": ("lookup", "every row for itself", *("lookup",) * 8),
-    "attend": ("in pieces", ONE, "in pieces", ONE, T, T, T, T, "in pieces", T),
     "self_attention": ("in the space of ranks",) * 10,
-    **{
-        name: (some, every, some, some, every, every, every, every, some, every)
-        for name, (some, every) in CPU_OR_NOT.items()
-    },
 }  # fmt: skip
 
 
@@ -138,29 +127,31 @@ def test_static_shapes_without_a_kernel_read_every_row_for_itself():
 
 def test_the_first_way_that_does_not_refuse_runs_with_the_arguments(monkeypatch):
     monkeypatch.setattr("comera.ops.dispatch.TABLE", {})
-    ways = Ways("adding", lambda new: (1, 2))
-    ways.way("never", lambda a, b: "it is not wanted")(lambda a, b: pytest.fail("it ran"))
-    ways.way("small", lambda a, b: "it is large" if a > 9 else None)(lambda a, b: ("small", a + b))
-    ways.way("any")(lambda a, b: ("any", a + b))
+    ways = Ways(
+        "adding", "adding", lambda *_: None, lambda new: (1, 2),
+        Way("never", lambda a, b: pytest.fail("it ran"), lambda a, b: "it is not wanted"),
+        Way("small", lambda a, b: ("small", a + b), lambda a, b: "it is large" if a > 9 else None),
+        Way("any", lambda a, b: ("any", a + b)),
+    )  # fmt: skip
     assert ways(1, 2) == ("small", 3)
     assert ways(10, 2) == ("any", 12)
-    assert ways.refusal(1, 2) == "it is not wanted"
     assert ways.reasons(10, 2) == {"never": "it is not wanted", "small": "it is large", "any": None}
     with pytest.raises(AssertionError, match="adding is in the table already"):
-        Ways("adding", lambda new: ())
+        Ways("adding", "adding", lambda *_: None, lambda new: ())
 
 
 @pytest.fixture
 def three(monkeypatch):
     """An operator of three ways, of which the first is by a kernel and refuses what is negative."""
     monkeypatch.setattr(dispatch, "TABLE", {})
-    ways = Ways("adding", lambda new: (new(4),), Times("adding", lambda x: (x, x.dtype, x.shape)))
-    ways.way("kernel", lambda x: "it is narrow" if x.shape[0] < 4 else None, kernel="adding")(
-        lambda x: "kernel"
-    )
-    ways.way("in pieces", timed_as="in pieces")(lambda x: "in pieces")
-    ways.way("torch")(lambda x: "torch")
-    return ways
+    case = lambda x: (x, x.dtype, x.shape)  # noqa: E731
+    return Ways(
+        "adding", "adding", case, lambda new: (new(4),),
+        Way("kernel", lambda x: "kernel", lambda x: "it is narrow" if x.shape[0] < 4 else None,
+            "adding"),
+        Way("in pieces", lambda x: "in pieces", named="in pieces"),
+        Way("torch", lambda x: "torch"),
+    )  # fmt: skip
 
 
 def like(device, rows=4):
@@ -222,7 +213,7 @@ def test_times_are_asked_for_once_a_case_and_never_in_a_graph(three, monkeypatch
 
 
 def test_what_is_built_in_for_a_card_names_groups_and_is_what_the_papers_say():
-    groups = {ways.times.group for ways in TABLE.values() if ways.times}
+    groups = {ways.group for ways in TABLE.values()}
     assert {timing.group for timing in BUILT_IN.timings} <= groups
 
     def fastest(group, dtype, *sizes):

@@ -120,8 +120,8 @@ def test_sums_over_many_rows_are_kept_wide(monkeypatch):
     ("activation", "bias"), [*((name, True) for name in ACTIVATIONS), ("gelu", False)]
 )
 def test_registered_soundly(bias, activation):
-    inputs = make(torch.float32, bias=bias)
-    torch.library.opcheck(_feed_forward.custom_op, (*inputs, bias, activation))
+    x, *factors = make(torch.float32, bias=bias)
+    torch.library.opcheck(_feed_forward.custom_op, (x, factors, bias, activation))
 
 
 def make_gated(dtype=torch.float64, batch=(3, 5), bias=True):
@@ -190,4 +190,4 @@ def test_autocast_of_gated_ones():
 @pytest.mark.slow
 def test_gated_ones_are_registered_soundly():
     inputs = [torch.randn(size) for size in ((9, 8), (9, 16), (8, 20), (16, 20), (20, 8))]
-    torch.library.opcheck(_gated_hidden.custom_op, [t.requires_grad_() for t in inputs])
+    torch.library.opcheck(_gated_hidden.custom_op, ([t.requires_grad_() for t in inputs],))

@@ -1,13 +1,11 @@
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.planning.contraction import Network, linear_network, lookup_network, search
 from comera.shapes import TTMShape, TTShape
-from tests.planning.running import cheapest, count
 
 PAPER = TTShape((12, 8, 8), (8, 8, 12), (12, 30, 30, 30, 12))
 
@@ -22,20 +20,31 @@ def shapes(draw, most=8):
     return TTShape(modes[:split], modes[split:], tuple(ranks))
 
 
-def leaves(tree):
-    return [tree] if isinstance(tree, str) else [name for side in tree for name in leaves(side)]
+def cheapest(network) -> int:
+    """The fewest multiply-adds of any contraction tree of an open network, by dynamic programming
+    over all subsets of its tensors and all their splits."""
+    names = list(network.tensors)
+    everything = (1 << len(names)) - 1
 
+    def held(subset):
+        return {i for k, n in enumerate(names) if subset >> k & 1 for i in network.tensors[n]}
 
-def multiply(network, tree, tensors):
-    """The product along a tree, by einsum: its indices, its numbers, the multiply-adds made."""
-    if isinstance(tree, str):
-        return network.tensors[tree], tensors[tree], 0
-    (one, a, made_a), (two, b, made_b) = (multiply(network, side, tensors) for side in tree)
-    inside = set(leaves(tree))
-    beyond = {i for name, each in network.tensors.items() if name not in inside for i in each}
-    kept = [i for i in dict.fromkeys((*one, *two)) if i in beyond or i in network.output]
-    equation = f"{''.join(one)},{''.join(two)}->{''.join(kept)}"
-    return tuple(kept), np.einsum(equation, a, b), made_a + made_b + count(equation, a, b)
+    kept = {
+        s: held(s) & (held(everything ^ s) | set(network.output)) for s in range(1, everything + 1)
+    }
+    best = {1 << k: 0 for k in range(len(names))}
+    for subset in sorted(range(1, everything + 1), key=int.bit_count):
+        if subset in best:
+            continue
+        lowest, part, least = subset & -subset, (subset - 1) & subset, math.inf
+        while part:
+            if part & lowest:
+                joint = kept[part] | kept[subset ^ part]
+                cost = math.prod(network.sizes[i] for i in joint)
+                least = min(least, best[part] + best[subset ^ part] + cost)
+            part = (part - 1) & subset
+        best[subset] = least
+    return best[everything]
 
 
 def leaving_out(network, name):
@@ -49,27 +58,8 @@ def leaving_out(network, name):
 def test_no_tree_takes_fewer_operations(shape, tokens):
     network = linear_network(shape, tokens)
     found = search(network, network.tensors)
-    assert set(leaves(found.tree)) == set(network.tensors)
     assert found.forward == cheapest(network)
     assert found.operations == 3 * found.forward
-
-
-@given(shapes(most=7), st.integers(1, 5))
-@settings(deadline=None, derandomize=True, max_examples=25)
-def test_the_best_tree_gives_the_result_at_the_stated_cost(shape, tokens):
-    network = linear_network(shape.with_rank(4), tokens)
-    draw = np.random.default_rng(0)
-    tensors = {
-        name: draw.standard_normal([network.sizes[i] for i in indices])
-        for name, indices in network.tensors.items()
-    }
-    found = search(network, ())
-    indices, result, made = multiply(network, found.tree, tensors)
-    equation = ",".join("".join(each) for each in network.tensors.values())
-    want = np.einsum(f"{equation}->{''.join(indices)}", *tensors.values(), optimize="greedy")
-    assert set(indices) == set(network.output)
-    np.testing.assert_allclose(result, want, rtol=1e-9, atol=1e-9)
-    assert made == found.forward == found.operations
 
 
 @pytest.mark.parametrize("tokens", [1, 100])
@@ -96,7 +86,7 @@ def test_gradients_nobody_wants_are_left_out():
     frozen = search(network, set(network.tensors) - {"x"})
     # The way from the output to x: each product on it multiplies once less.
     assert everything.operations - frozen.operations == 4096 * 768 * 30
-    assert frozen.gradients == 6
+    assert frozen.separate == 7 * frozen.forward
     assert search(network, ()).operations == everything.forward
 
 
@@ -110,11 +100,6 @@ def test_long_trains_are_searched_too():
     shape = TTShape((2,) * 8, (2,) * 8, (1,) * 15).with_rank(6)
     halves = 64 * 6 * (256 + 256) + 2 * 256 * 6 * 6 * 2
     assert search(linear_network(shape, 64), ()).forward <= halves
-
-
-def test_two_tensors_are_one_product():
-    network = lookup_network(TTMShape((3, 2), (2, 4), (5,)), 3)
-    assert search(network, ()).tree == ("slice0", "slice1")
 
 
 def test_the_network_of_a_linear_layer():

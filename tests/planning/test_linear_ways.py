@@ -5,13 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from comera.planning.linear_ways import (
-    Layer,
-    factorized,
-    only_bias,
-    reconstructed,
-    torch_linear,
-)
+from comera.planning.linear_ways import Layer, factorized, only_bias, reconstructed, torch_linear
 from comera.planning.machine import default_machine
 from comera.shapes import TTShape
 from tests.planning.running import count
@@ -25,10 +19,7 @@ SHAPES = [
     TTShape((2, 3, 4, 2), (5, 2), (2, 3, 1, 3, 2)),
     TTShape((2, 2, 2, 2), (2, 2, 2, 2), (2, 4, 8, 9, 8, 4, 2)),
 ]
-STRATEGIES = {
-    "factorized": factorized,
-    "reconstructed": reconstructed,
-}
+STRATEGIES = {"factorized": factorized, "reconstructed": reconstructed}
 
 
 def layers(shape):

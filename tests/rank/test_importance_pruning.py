@@ -117,31 +117,6 @@ def test_of_equal_importance_ranks_that_cost_more_go_first():
     assert (cheap.live_ranks, costly.live_ranks) == ((8,), (5,))
 
 
-def test_a_run_goes_on_from_its_state():
-    whole, part = make_model(), make_model()
-    ranks = comera.ImportancePruning(whole, 0.5, 6)
-    optimizer = optimizer_for(whole)
-    step = comera.TrainStep(whole, loss_fn, optimizer, ranks)
-    for number, batch in enumerate(batches(6)):
-        if number == 3:
-            state, weights = copy.deepcopy(ranks.state_dict()), copy.deepcopy(whole.state_dict())
-            moments = copy.deepcopy(optimizer.state_dict())
-        step(batch)
-    part.load_state_dict(weights)
-    others = comera.ImportancePruning(part, 0.5, 6)
-    others.load_state_dict(state)
-    other = optimizer_for(part)
-    other.load_state_dict(moments)
-    again = comera.TrainStep(part, loss_fn, other, others)
-    for batch in batches(6)[3:]:
-        again(batch)
-    assert torch.equal(ranks._scores.mean, others._scores.mean)
-    assert ranks.finish_(optimizer) == others.finish_(other)
-    assert [m.ranks for m in tensor_trains(whole).values()] == [
-        m.ranks for m in tensor_trains(part).values()
-    ]
-
-
 def test_a_run_goes_back_to_before_its_cut():
     model, twin = make_model(), make_model()
     ranks = comera.ImportancePruning(model, 0.5, 6)

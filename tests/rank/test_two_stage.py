@@ -107,19 +107,6 @@ def test_a_size_that_has_reached_its_target_is_regularised_no_further(model):
     assert not for_gate.any()
 
 
-def test_a_resumed_run_knows_that_the_target_was_reached(model):
-    ranks = in_late_stage(model, 0.5, 10.0)
-    reach_target(ranks, model)
-    twin = make_model()
-    twin.load_state_dict(model.state_dict())
-    others = comera.TwoStage(twin, 0.5, 1, 9)
-    others.load_state_dict(copy.deepcopy(ranks.state_dict()))
-    want, got = gradients(ranks, model), gradients(others, twin)
-    assert torch.equal(want[0], got[0])
-    assert torch.equal(want[1], got[1])
-    assert not got[1].any()
-
-
 @pytest.mark.parametrize(
     ("second", "regularised"), [(3.0, False), (0.5, True)], ids=["worse", "better"]
 )
@@ -402,27 +389,16 @@ def test_an_optimizer_built_before_the_conversion_is_refused(model, method):
         method(model).step(torch.ones(()), old)
 
 
-class Factored(torch.optim.SGD):
-    """Keeps a vector of another size than the parameter's, as those that factor a moment do."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param]["row"] = torch.ones(param.numel() + 1)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("method", ["two stages", "cut"])
+@BOTH
 def test_state_that_cannot_be_cut_leaves_everything_as_it_was(method):
     model = comera.tensorize_(nn.Sequential(nn.Linear(64, 64)), comera.TTConfig(rank=8))
-    made = {"two stages": lambda: comera.TwoStage(model, 0.5, 1, 1)}
-    ranks = made.get(method, lambda: comera.ImportancePruning(model, 0.5, 1))()
-    optimizer = Factored(model.parameters(), 1e-3)
+    ranks = method(model)
+    optimizer = KeepsItFlat(model.parameters(), 1e-3)
     model(torch.randn(2, 64)).sum().backward()
     optimizer.step()
     before = copy.deepcopy(model.state_dict())
     for cut in (ranks.finish_, lambda o: comera.truncate_(model, o)):
-        with pytest.raises(ValueError, match="state 'row' of Factored has shape"):
+        with pytest.raises(ValueError, match="state 'flat' of KeepsItFlat has shape"):
             cut(optimizer)
         assert_equal(model.state_dict(), before)
         assert ranks.forced is None

@@ -270,9 +270,13 @@ assert not any(name.startswith("comera") for name in sys.modules)
 
 def test_exported_programs_run_without_this_package(folder, tmp_path):
     for name in TASKS:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert main(["export", f"runs/{name}", str(tmp_path / f"{name}.pt2")]) == 0
+        if name == "clicks":  # whose column is alone
+            said = exported("clicks", tmp_path / "clicks.pt2")
+            assert said.startswith("wrote a program of torch.export")
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert main(["export", f"runs/{name}", str(tmp_path / f"{name}.pt2")]) == 0
         torch.save(INPUTS[name], tmp_path / f"{name} inputs.pt")
     subprocess.run([sys.executable, "-c", RUN, *TASKS], check=True, cwd=tmp_path)
     for name in TASKS:
@@ -289,10 +293,6 @@ def exported(name: str, path: Path) -> str:
     (line,) = done.stderr.splitlines()
     assert line.startswith("contracted ")
     return done.stdout
-
-
-def test_a_column_that_is_alone_is_exported_without_a_warning(folder, tmp_path):
-    assert exported("clicks", tmp_path / "model.pt2").startswith("wrote a program of torch.export")
 
 
 def test_a_graph_of_onnx_computes_the_same(folder, tmp_path):

@@ -62,9 +62,16 @@ def test_without_a_card_it_says_which_way_operators_go(mode, monkeypatch):
         }[mode]
     )
     assert ways(text, "ttm_lookup", "float64")[0] == "distinct rows"
-    assert ways(text, "dropout_add", "float32") == ["a mask of bytes", "-", "torch"]
-    captured = ways(text, "dropout_add", "float32 in a captured step")
-    assert captured == ["torch", "a mask of bytes: shapes are static", "-"]
+    assert ways(text, "rows_of_a_table", "float64") == ["lookup", "-", "every row for itself"]
+    assert ways(text, "rows_of_a_table", "float64 in a captured step") == [
+        "every row for itself",
+        {
+            "auto": "lookup: the tensors are on a CPU",
+            "emulate": "lookup: kernels take float32, bfloat16 and float16, not float64",
+            "ref": "lookup: COMERA_KERNELS=ref",
+        }[mode],
+        "-",
+    ]
 
 
 def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from comera.recipes.report.comparison import compare, write_comparison
 from comera.recipes.report.run_report import write_report
-from comera.recipes.report.sweep_report import write_sweep_report
+from comera.recipes.report.sweep_report import compare, write_comparison, write_sweep_report
 from tests.recipes.test_run_report import write_run, write_twin
 from tests.recipes.test_sweep_report import NAMES, RUNS
 

@@ -4,7 +4,7 @@ import pytest
 
 from comera.recipes import reproduce as module
 from comera.recipes.cli import main
-from comera.recipes.report.comparison import Failed, Trained, compare, write_comparison
+from comera.recipes.report.sweep_report import Failed, Trained, compare, write_comparison
 from comera.recipes.reproduce import experiments, file_of, try_out, write_reproduction
 from comera.recipes.sweep import read_sweep
 

@@ -82,7 +82,7 @@ def test_a_run_ends_small_and_beside_its_twin(config):
 
 @pytest.mark.slow
 def test_the_same_command_resumes_or_refuses(config):
-    config.twin = False
+    config.twin, config.train.steps = False, 10
     first = quiet_run(config)
     (again,) = quiet_run(dataclasses.replace(config))
     assert again.metrics == first[0].metrics
@@ -95,7 +95,7 @@ def test_the_same_command_resumes_or_refuses(config):
 
 @pytest.mark.slow
 def test_a_run_that_failed_before_its_first_step_does_not_hold_its_folder(config):
-    config.twin = False
+    config.twin, config.train.steps = False, 10
     with pytest.raises(ValueError, match="target"):
         quiet_run(dataclasses.replace(config, two_stage=TwoStageConfig(target=1e-6)))
     (outcome,) = quiet_run(config)
@@ -106,7 +106,7 @@ def test_a_run_that_failed_before_its_first_step_does_not_hold_its_folder(config
 
 @pytest.mark.slow
 def test_starting_again_leaves_foreign_files_alone(config):
-    config.twin = False
+    config.twin, config.train.steps = False, 10
     folder = Path(config.out)
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
@@ -219,6 +219,7 @@ def test_every_configuration_can_be_planned(path, capsys):
 
 @pytest.mark.slow
 def test_plan_says_what_a_run_will_end_at(config):
+    config.train.steps = 10
     report, planned, target = plan(config)
     assert planned is not None
     assert planned.layers

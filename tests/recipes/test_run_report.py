@@ -13,15 +13,18 @@ import pytest
 
 from comera.recipes.cli import main
 from comera.recipes.report.page import Axis, axis_around
-from comera.recipes.report.run_charts import (
+from comera.recipes.report.run_report import (
+    MOST_COLUMNS,
     MOST_POINTS,
     History,
+    gather,
+    layer_ranks,
     loss_by_clock,
     loss_by_size,
     loss_by_step,
     read_histories,
+    write_report,
 )
-from comera.recipes.report.run_report import MOST_COLUMNS, gather, layer_ranks, write_report
 
 EVIL = "<script>alert(1)</script>$x$ & 'co'"
 LAYERS = {"encoder.query": [4, 6, 4], "encoder.fc1": [8, 8], EVIL: [5]}

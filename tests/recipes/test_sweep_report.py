@@ -5,18 +5,18 @@ import pytest
 
 import comera
 from comera.recipes.cli import main
-from comera.recipes.report.comparison import (
+from comera.recipes.report.page import show_difference
+from comera.recipes.report.sweep_report import (
     Failed,
     Trained,
     compare,
     comparison_text,
-    pareto_front,
+    gather_sweep,
     read_comparison,
     read_trained,
-    show_difference,
     write_comparison,
+    write_sweep_report,
 )
-from comera.recipes.report.sweep_report import gather_sweep, write_sweep_report
 
 
 def trained(variant: str, seed: int, accuracy: float, params: int, steps=100, seconds=50.0):
@@ -58,8 +58,7 @@ def test_figures_as_computed_by_hand(comparison):
     assert (other.difference, other.speed) == (None, None)
 
 
-def test_the_front_is_what_nothing_smaller_beats(comparison):
-    assert [row.variant for row in pareto_front(comparison)] == ["small", "once"]
+def test_the_front_goes_down_where_less_is_better():
     by_loss = compare(
         [Trained("a", 0, 10, {"loss": 2.0}, 1, 1.0), Trained("b", 0, 20, {"loss": 1.0}, 1, 1.0)],
         ["a", "b"],
@@ -67,7 +66,8 @@ def test_the_front_is_what_nothing_smaller_beats(comparison):
         "a",
         "loss",
     )
-    assert [row.variant for row in pareto_front(by_loss)] == ["a", "b"]
+    front = gather_sweep("Sweep", by_loss)["charts"][0].lines[0]
+    assert [(point.x, point.y) for point in front.points] == [(10, 2.0), (20, 2.0), (20, 1.0)]
     assert not by_loss.higher_is_better
 
 

@@ -2,9 +2,8 @@
 
 import errno
 import signal
-import subprocess
-import sys
 import time
+from itertools import cycle
 
 import pytest
 import torch
@@ -12,31 +11,31 @@ from torch import nn
 
 import comera
 from comera.saved import model_folder
+from tests.processes import forking
 
-SAVING = """
-import sys, torch, comera
-from torch import nn
-for rank in [2, 3] * 10_000:
-    model = comera.tensorize_(nn.Linear(64, 64), comera.TTConfig(rank=rank, init="orthogonal"))
-    with torch.no_grad():
-        [core.fill_(rank) for core in model.cores]
-    comera.save_model(model, sys.argv[1])
-    print("saved", flush=True)
-"""
+
+def _save_without_end(folder, ready):
+    for rank in cycle([2, 3]):
+        model = comera.tensorize_(nn.Linear(64, 64), comera.TTConfig(rank=rank, init="orthogonal"))
+        with torch.no_grad():
+            for core in model.cores:
+                core.fill_(rank)
+        comera.save_model(model, folder)
+        ready.send("saved")
 
 
 @pytest.mark.slow
 def test_killed_at_any_time(tmp_path):
     for kill in range(6):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVING, str(tmp_path)], stdout=subprocess.PIPE
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
+        receive, ready = forking().Pipe(duplex=False)
+        process = forking().Process(target=_save_without_end, args=(tmp_path, ready))
+        process.start()
+        ready.close()
+        assert receive.recv() == "saved"
         time.sleep(0.004 * kill)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.kill()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
         loaded = comera.load_model(tmp_path, nn.Linear(64, 64))
         assert all((core == loaded.ranks[0]).all() for core in loaded.cores)
 

@@ -9,6 +9,7 @@ import comera
 from comera.nn.module import tensor_trains
 from comera.rank.prune import prune_to_
 from comera.surgery.canonical import canonical
+from tests.states import assert_equal
 
 from .conftest import loss_fn, make_model, prune_some, train
 
@@ -261,7 +262,9 @@ def test_a_step_turns_ranks_and_a_resumed_run_does_not_do_it_again(batch):
     again = comera.TrainStep(twin, loss_fn, other, others)
     for _ in range(3):
         assert torch.equal(step(batch), again(batch))
+    assert_equal(ranks.state_dict(), others.state_dict())
     assert ranks.finish_(optimizer) == others.finish_(other)
+    assert_equal(model.state_dict(), twin.state_dict())
 
 
 def test_the_weight_that_is_left_is_the_nearest_of_its_rank():

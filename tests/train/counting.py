@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from comera.ops.dispatch import TABLE
+from comera.ops import attention
 
 PREPARE = {
     "view", "_unsafe_view", "reshape", "transpose", "t", "permute", "expand", "slice", "select",
@@ -84,13 +84,12 @@ class Launches:
 @contextlib.contextmanager
 def attention_as_on_a_card():
     """Attention takes the way that it takes on a card, wherever the tensors are."""
-    attend = TABLE["attend"]
-    before = attend.ways
-    attend.ways = before[-1:]
+    before = attention._in_pieces, attention._as_one_head
+    attention._in_pieces = attention._as_one_head = attention._by_torch
     try:
         yield
     finally:
-        attend.ways = before
+        attention._in_pieces, attention._as_one_head = before
 
 
 class _Operations(TorchDispatchMode):

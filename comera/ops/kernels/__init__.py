@@ -1,6 +1,5 @@
-"""Hand-written CUDA kernels behind the operators: found, compiled, launched, or left aside.
+"""Hand-written CUDA kernels behind the operators; the sources are in ``kernels`` of the repository.
 
-The sources are in the folder ``kernels`` of the repository and in ``comera/_kernels`` of a wheel.
-``choose`` decides whether a kernel runs, ``launch`` runs it on a card or in the emulation; only
-``nvrtc`` and ``launch`` import cuda-python, and only when a kernel is wanted.
+``choose`` decides whether a kernel runs, ``launch`` runs it on a card or in the emulation. Only
+``nvrtc`` and ``launch`` import cuda-python, when a kernel is wanted.
 """

@@ -1,8 +1,8 @@
 """Decide whether an operator's kernel runs, or torch operations in its place.
 
-``COMERA_KERNELS`` decides: ``auto`` (the default) takes kernels for tensors on a card where there
-is one for their dtype and everything that compiles it is installed, ``ref`` never does, and
-``emulate`` also runs them on a CPU, slowly, for tests.
+``COMERA_KERNELS=auto``, the default, takes kernels for tensors on a card where there is one for
+their dtype and its compiler is installed; ``ref`` never does, and ``emulate`` also runs them on a
+CPU, slowly, for tests.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch import Tensor
 
 MODES = ("auto", "ref", "emulate")
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-"""Which dtypes kernels take, and what the names of their functions end in."""
+"""Dtypes that kernels take, and the suffixes of their functions' names."""
 
 CONTRACT = {
     (torch.float32, torch.float32): "contract_f32",
@@ -25,8 +25,7 @@ CONTRACT = {
 }
 """The sources that contract cores of one dtype to factors of another, without their suffix."""
 
-OLDEST = (8, 0)
-"""Compute capability from which kernels run."""
+OLDEST = (8, 0)  # compute capability from which kernels run
 
 ON_CPU = "the tensors are on a CPU"
 NO_CARD = "the tensors are not on a card"
@@ -37,14 +36,14 @@ WIDE = "the factors are not of 16 bits"
 UNLIKE = "the batch and the factors are not all of bfloat16, or of float32"
 EXACT = "products of float32 are exact here: tf32 is not allowed"
 _EXPECTED = {ON_CPU, NO_CARD, DIFFERENTIATED, REF, BAGS, WIDE, UNLIKE, EXACT}
-"""Refusals that are nothing to be warned of."""
+"""Refusals without a warning."""
 
 SETTING = os.environ.get("COMERA_KERNELS", "auto")
 """``COMERA_KERNELS`` as it was when this module was imported; see :func:`mode`."""
 
 
 class KernelWarning(UserWarning):
-    """Torch operations run where a kernel could have; said once for each reason."""
+    """Torch operations run where a kernel could have; warned once for each reason."""
 
 
 def mode() -> str:
@@ -65,11 +64,18 @@ def kernel_refuses(file: str, like: Tensor) -> str | None:
         file: Name of the source in ``kernels/``, without its suffix.
         like: A tensor of the dtype and device in question; it may hold no numbers.
     """
-    if like.is_cuda or (like.is_cpu and mode() == "emulate"):
-        return why_not(file, like.device, like.dtype)
-    if not like.is_cpu:
-        return NO_CARD
-    return REF if mode() == "ref" else ON_CPU
+    if mode() == "ref" and (like.is_cuda or like.is_cpu):
+        return REF
+    if not like.is_cuda and not (like.is_cpu and mode() == "emulate"):
+        return ON_CPU if like.is_cpu else NO_CARD
+    if like.dtype not in DTYPES:
+        *names, last = (str(known).removeprefix("torch.") for known in DTYPES)
+        dtype = str(like.dtype).removeprefix("torch.")
+        return f"kernels take {', '.join(names)} and {last}, not {dtype}"
+    if like.is_cpu:
+        return None
+    number = like.device.index
+    return _why_not_on(file, torch.cuda.current_device() if number is None else number)
 
 
 def off_card(file: str, like: Tensor) -> str | None:
@@ -78,33 +84,14 @@ def off_card(file: str, like: Tensor) -> str | None:
 
 
 def warn_of(what: str, reason: str) -> None:
-    """Warn once that torch operations run, unless the reason is none to change anything for."""
+    """Warn once that torch operations run, unless the reason is an expected one."""
     if reason not in _EXPECTED and mode() == "auto":
         _warn_once(what, reason)
 
 
-def why_not(file: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return in a few words why the kernels of a file do not run there; None where they do."""
-    if mode() == "ref":
-        return REF
-    if dtype not in DTYPES:
-        *names, last = (str(known).removeprefix("torch.") for known in DTYPES)
-        return (
-            f"kernels take {', '.join(names)} and {last}, not {str(dtype).removeprefix('torch.')}"
-        )
-    if device.type == "cuda":
-        return _why_not_on(file, torch.cuda.current_device() if device.index is None
-                           else device.index)  # fmt: skip
-    return None if mode() == "emulate" else ON_CPU
-
-
-def _why_not_on(file: str, device: int) -> str | None:
-    return _why_not_loaded(file, device)
-
-
 @functools.cache
 def _why_not_loaded(file: str, device: int) -> str | None:
-    """Compile and load the file at the first call, so that nothing of it is left for later."""
+    """Compile and load the file at the first call; return why that fails, or None."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         return "compute capability {}.{} is below {}.{}".format(*capability, *OLDEST)
@@ -117,6 +104,10 @@ def _why_not_loaded(file: str, device: int) -> str | None:
     except (RuntimeError, OSError) as problem:  # cuda-bindings finds no library
         return str(problem)
     return None
+
+
+def _why_not_on(file: str, device: int) -> str | None:
+    return _why_not_loaded(file, device)
 
 
 def _warn_once(what: str, reason: str) -> None:
@@ -132,7 +123,7 @@ def _warn_once(what: str, reason: str) -> None:
 
 _said: set[tuple[str, str]] = set()
 
-# torch.compile calls these and looks at nothing inside: it warns of functions that remember.
-# This is what torch.compiler.assume_constant_result does, without importing dynamo.
+# As torch.compiler.assume_constant_result does, without importing dynamo, which warns of functions
+# with a cache.
 _why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]

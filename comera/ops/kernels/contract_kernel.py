@@ -3,14 +3,14 @@
 A kernel walks through a factor from its outer end to the middle bond (:class:`Walk`), as
 ``kernels/contract.cuh`` describes. A factor lies on the card as a descriptor: addresses of cores
 and bias, sizes, and offsets of its gates and its output. Descriptors are written once, and again
-only where a parameter has moved. What is new in each call, the gates of all layers together among
-it, travels as arguments of the launch. Both can be captured.
+where a parameter has moved; the addresses of gates and outputs travel as arguments of the launch.
+Both can be captured.
 """
 
 import ctypes
 import functools
 import itertools
-import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,16 +19,12 @@ from torch import Tensor
 
 from comera.ops.cores import Chains
 from comera.ops.kernels.choose import CONTRACT
-from comera.ops.kernels.launch import launch
+from comera.ops.kernels.launch import MOST_SHARED, launch
 
-MOST_CORES = 8
-"""Cores on one side of a tensor train."""
+MOST_CORES = 8  # cores on one side of a tensor train
 
 _MOST_BOND, _MOST_BLOCKS = 64, 1 << 16
 _COLUMNS, _APART, _ALONE = 64, 68, 4096
-
-_MOST_SHARED = 96 * 1024
-"""Bytes of shared memory a block may have on every card that kernels run on."""
 
 _DESCRIBED, _GATES = 560, 256
 """Bytes of them that the descriptor of a factor takes, and the gates of a bond."""
@@ -37,23 +33,59 @@ _STAGED, _STAGED_BACK = 12 * 1024, 16 * 1024
 """Numbers of a core, and of the gradient beside it, that a block has in shared memory at once."""
 
 
-@dataclass(frozen=True)
 class Walk:
     """A factor as it is walked, from its outer end to the middle bond.
 
-    Attributes:
+    Args:
         modes: One for each core.
-        bonds: One for each core, that on its inner side.
+        bonds: One for each core, on its inner side.
         right: Whether it is a right factor.
+
+    Attributes:
+        rows: Rows of the product of the first cores, up to each of them.
+        blocks: Blocks that share out the columns of the last core.
+        share: Numbers that a block leaves for the second backward launch.
+        room: Places of products of the first cores in shared memory, and the end of their room.
+            They lie at either end of it by turns: each is needed for the next one only.
+        room_back: The same for the second backward launch, which needs all of them. The gradient of
+            each takes the place of the next.
+        at_once: Number of values of each inner core's mode that are staged at once.
+        at_once_back: The same for the second backward launch, with a gradient beside them.
+        shared: Bytes of shared memory of a block: forward, then backward.
     """
 
-    modes: tuple[int, ...]
-    bonds: tuple[int, ...]
-    right: bool
+    def __init__(self, modes: tuple[int, ...], bonds: tuple[int, ...], right: bool) -> None:
+        self.modes, self.bonds, self.right = modes, bonds, right
+        self.rows = list(itertools.accumulate(modes, operator.mul))
+        is_alone = len(modes) == 1
+        self.columns = modes[-1] * bonds[-1]
+        self.blocks = max(1, -(-self.columns // (_ALONE if is_alone else _COLUMNS)))
+        described = _DESCRIBED + _GATES * (len(modes) - 1)
+        self.share, self.shared = 0, (described,) * 3
+        self.at_once, self.at_once_back = list[int](), list[int]()
+        if is_alone:
+            return
+        self.share = bonds[-2] * self.rows[-2] + _COLUMNS
+        sizes = [bond * _up_to_four(rows) for bond, rows in zip(bonds, self.rows, strict=True)]
+        products = sizes[:-2]  # those that are made whole
+        end = max(map(sum, itertools.pairwise([0, *products])), default=0)
+        self.room = [end - size if s % 2 else 0 for s, size in enumerate(products)] + [end]
+        both = itertools.zip_longest(products, [0, *(products or sizes[:1])], fillvalue=0)
+        self.room_back = list(itertools.accumulate(map(max, both), initial=0))
+        # The widest bond there may be before the last core, and how many rows are made at once.
+        bond, rows = (32, 128) if bonds[-2] <= 32 else (64, 64)
+        before = bond * _APART + rows * (bond + 4) + self.room[-1]
+        most = (MOST_SHARED - described) // 4
+        self.at_once = self._most(self.staged, min(_STAGED, most - before))
+        self.at_once_back = self._most(self._beside, min(_STAGED_BACK, most - self.room_back[-1]))
+        staged = max(map(self.staged, itertools.count(1), self.at_once), default=0)
+        beside = max(map(self._beside, itertools.count(1), self.at_once_back), default=0)
+        numbers = before + staged, before + max(staged, rows * _APART), self.room_back[-1] + beside
+        self.shared = tuple(described + 4 * each for each in numbers)  # type: ignore[assignment]
 
     def unfit(self) -> str | None:
         """Return why no kernel walks it, or None."""
-        if not 1 <= len(self.modes) <= MOST_CORES:
+        if len(self.modes) > MOST_CORES:
             return f"a side of a tensor train has {len(self.modes)} cores, not 1 to {MOST_CORES}"
         widest = max((*self.bonds[:-1], 0))
         if widest > _MOST_BOND:
@@ -61,106 +93,20 @@ class Walk:
         if self.blocks >= _MOST_BLOCKS:
             return f"a core has {self.columns:,} columns, too many for a launch"
         needed = max(self.shared)
-        if needed > _MOST_SHARED:
+        if needed > MOST_SHARED:
             return (
                 f"modes {self.modes} with bonds {self.bonds} need {needed} bytes of shared memory"
             )
         return None
 
-    def rows(self, core: int) -> int:
-        """Count the rows of the product of the first cores, up to this one."""
-        return math.prod(self.modes[: core + 1])
-
-    @property
-    def columns(self) -> int:
-        """Count the columns of the last core."""
-        return self.modes[-1] * self.bonds[-1]
-
-    @property
-    def blocks(self) -> int:
-        """Count the blocks that share out those columns."""
-        return max(1, -(-self.columns // (_ALONE if len(self.modes) == 1 else _COLUMNS)))
-
-    @property
-    def share(self) -> int:
-        """Count the numbers that a block leaves for the second backward launch."""
-        if len(self.modes) == 1:
-            return 0
-        return self.bonds[-2] * self.rows(len(self.modes) - 2) + _COLUMNS
-
-    @functools.cached_property
-    def room(self) -> list[int]:
-        """List where products of the first cores lie in shared memory, and where their room ends.
-
-        They lie at either end of it by turns: each is needed for the next one only.
-        """
-        end = max(map(sum, itertools.pairwise([0, *self._products])), default=0)
-        return [end - size if s % 2 else 0 for s, size in enumerate(self._products)] + [end]
-
-    @functools.cached_property
-    def room_back(self) -> list[int]:
-        """List the same for the second backward launch, which needs all of them.
-
-        The gradient of each takes the place of the next.
-        """
-        grads = self._products or [self._product(0)]
-        both = itertools.zip_longest(self._products, [0, *grads], fillvalue=0)
-        return list(itertools.accumulate(map(max, both), initial=0))
-
-    @functools.cached_property
-    def at_once(self) -> list[int]:
-        """List how many values of an inner core's mode are staged at once."""
-        return self._most(self._staged, _STAGED, self._tiles + self.room[-1])
-
-    @functools.cached_property
-    def at_once_back(self) -> list[int]:
-        """List the same for the second backward launch, which has a gradient beside them."""
-        return self._most(self._beside, _STAGED_BACK, self.room_back[-1])
-
-    @functools.cached_property
-    def shared(self) -> tuple[int, int, int]:
-        """Count the bytes of shared memory of a block: forward, then backward."""
-        if len(self.modes) == 1:
-            return (self._described,) * 3
-        staged = max(map(self._staged, itertools.count(1), self.at_once), default=0)
-        beside = max(map(self._beside, itertools.count(1), self.at_once_back), default=0)
-        before, grad = self._tiles + self.room[-1], self._tile[1] * _APART
-        numbers = before + staged, before + max(staged, grad), self.room_back[-1] + beside
-        return tuple(self._described + 4 * each for each in numbers)  # type: ignore[return-value]
-
-    @property
-    def _described(self) -> int:
-        """Count the bytes that the descriptor and the gates of all bonds but the last take."""
-        return _DESCRIBED + _GATES * (len(self.modes) - 1)
-
-    @property
-    def _tile(self) -> tuple[int, int]:
-        """The widest bond there may be before the last core, and how many rows are made at once."""
-        return (32, 128) if self.bonds[-2] <= 32 else (64, 64)
-
-    @property
-    def _tiles(self) -> int:
-        """Count the numbers of the last core's columns and of those rows."""
-        bond, rows = self._tile
-        return bond * _APART + rows * (bond + 4)
-
-    @property
-    def _products(self) -> list[int]:
-        """Count the numbers of each product of the first cores that is made whole."""
-        return [self._product(s) for s in range(len(self.modes) - 2)]
-
-    def _product(self, core: int) -> int:
-        return self.bonds[core] * _up_to_four(self.rows(core))
-
-    def _most(self, numbers: Callable[[int, int], int], most: int, beside: int) -> list[int]:
+    def _most(self, numbers: Callable[[int, int], int], most: int) -> list[int]:
         """List how many values of each inner core's mode may be staged at once, at least one."""
-        most = min(most, (_MOST_SHARED - self._described) // 4 - beside)
         return [
             max(m for m in range(1, mode + 1) if m == 1 or numbers(core, m) <= most)
             for core, mode in list(enumerate(self.modes))[1:-1]
         ]
 
-    def _staged(self, core: int, modes: int) -> int:
+    def staged(self, core: int, modes: int) -> int:
         """Count the numbers of some values of a core's mode in shared memory."""
         outer, inner = self.bonds[core - 1 : core + 1]
         if self.right:
@@ -170,8 +116,8 @@ class Walk:
     def _beside(self, core: int, modes: int) -> int:
         """Count these and the numbers of the gradient beside them."""
         spans = max(1, -(-self.bonds[core] // 32))
-        grad = modes * self.rows(core - 1) * (32 * spans + 4)
-        return self._staged(core, modes) + max(grad, 256)
+        grad = modes * self.rows[core - 1] * (32 * spans + 4)
+        return self.staged(core, modes) + max(grad, 256)
 
 
 def walks(chains: Chains) -> tuple[Walk, Walk]:
@@ -192,8 +138,7 @@ def _up_to_four(n: int) -> int:
 # As in contract.cuh.
 _MOST_FACTORS, _THREADS, _AT_ONCE = 64, 256, 16384
 
-_MOST_SHARES = 1 << 24
-"""Numbers of all blocks' shares of gradients that a launch may write: 64 MiB."""
+_MOST_SHARES = 1 << 24  # numbers of all blocks' shares of gradients that a launch may write: 64 MiB
 
 _MOST_KEPT = 1024
 """Plans that are kept, beside those that captured graphs need: two for each layer by itself."""
@@ -243,12 +188,9 @@ def unfit(groups: Sequence[Chains]) -> str | None:
 
 
 def contract(groups: Sequence[Chains]) -> list[Tensor]:
-    """Return each group's ``left`` and ``right``.
-
-    They are those of :func:`~comera.ops.contract_cores.contract_cores`.
-    """
+    """Contract as :func:`~comera.ops.contract_cores.contract_groups`."""
     like, dtype = groups[0].cores[0], groups[0].factor_dtype
-    groups = [_contiguous(group) for group in groups]
+    groups = list(map(_contiguous, groups))
     shapes = [shape for group in groups for shape in group.factor_shapes]
     factors = [like.new_empty(shape, dtype=dtype) for shape in shapes]
     file = CONTRACT[like.dtype, dtype]
@@ -264,29 +206,31 @@ def contract_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tupl
     """Return gradients of all cores, one after the other in one tensor, and those of all gates.
 
     Args:
-        groups: What was contracted.
+        groups: The groups that were contracted.
         grads: Gradients of the factors, two for each group.
     """
     like, dtype = groups[0].cores[0], groups[0].factor_dtype
-    groups = [_contiguous(group) for group in groups]
+    groups = list(map(_contiguous, groups))
     grads = [grad.to(dtype).contiguous() for grad in grads]
     core_grads = like.new_empty(sum(core.numel() for group in groups for core in group.cores))
     gate_numbers = sum(gate.numel() for group in groups for gate in group.gates)
     gate_grads = like.new_empty(gate_numbers, dtype=torch.float32)
-    file = CONTRACT[like.dtype, dtype]
+    file, gates = CONTRACT[like.dtype, dtype], _first_gate(groups)
     plans = _plans(file, groups, [grad.shape[2] for grad in grads[::2]], backward=True)
-    gates = _first_gate(groups)
     shares = like.new_empty(max(plan.shares for plan in plans), dtype=torch.float32)
+    last, first = (
+        file.replace("contract", f"contract_back_{which}") for which in ("last", "first")
+    )
     for plan in plans:
         addresses = plan.addresses(grads)
-        for kernel, blocks, shared, arguments in (
-            ("last", plan.blocks.shape[0], plan.shared[1],
-             (plan.descriptors, plan.blocks, gates, addresses, core_grads, shares)),
-            ("first", plan.count, plan.shared[2],
-             (plan.descriptors, gates, addresses, shares, core_grads, gate_grads)),
-        ):  # fmt: skip
-            name = file.replace("contract", f"contract_back_{kernel}")
-            launch(file, name, like.device, blocks, _THREADS, shared, *arguments)
+        launch(
+            file, last, like.device, plan.blocks.shape[0], _THREADS, plan.shared[1],
+            plan.descriptors, plan.blocks, gates, addresses, core_grads, shares,
+        )  # fmt: skip
+        launch(
+            file, first, like.device, plan.count, _THREADS, plan.shared[2], plan.descriptors, gates,
+            addresses, shares, core_grads, gate_grads,
+        )  # fmt: skip
     return core_grads, gate_grads
 
 
@@ -297,7 +241,7 @@ class _Plan:
     Attributes:
         descriptors: One for each factor, on the card.
         blocks: For each block the number of its factor and, in the low 16 bits, of its columns.
-        count: How many factors there are.
+        count: Number of factors.
         groups: Numbers of the groups they belong to.
         shared: Bytes of shared memory of a block: forward, then backward.
         shares: Numbers that the first backward launch leaves for the second.
@@ -311,7 +255,7 @@ class _Plan:
     shares: int
 
     def addresses(self, factors: Sequence[Tensor]) -> _Factors:
-        """Collect those of the groups' factors, or of gradients of these."""
+        """Collect the addresses of the groups' factors, or of gradients of these."""
         found = [factors[2 * g + right].data_ptr() for g in self.groups for right in (0, 1)]
         addresses = _Factors()
         addresses.of[: len(found)] = found
@@ -321,8 +265,7 @@ class _Plan:
 _kept: dict[object, list[_Plan]] = {}
 """Launch plans by shapes and data pointers: another pointer is another key, so no plan is stale."""
 
-_captured: set[object] = set()
-"""Keys of those that graphs hold."""
+_captured: set[object] = set()  # keys of those that graphs hold
 
 
 def _plans(
@@ -331,34 +274,33 @@ def _plans(
     """Return the launches for some groups, described on the card before or now."""
     device = groups[0].cores[0].device
     tensors = [t for g in groups for of in (g.cores, g.biases) for t in of]
-    gates = _gates_at(groups)
+    # In numbers from the first gate: the same wherever all lie together.
+    places = [gate.data_ptr() for group in groups for gate in group.gates]
+    gates = [(place - places[0]) // 4 for place in places]
     sizes = tuple(
         (*g.modes, -1, *g.bonds, g.split, g.num_layers, len(g.gates), len(g.biases), g.threshold,
          width, g.biases[0].shape[0] if g.biases else 0)
         for g, width in zip(groups, widths, strict=True)
     )  # fmt: skip
     key = (file, device, backward, sizes, *gates, *(t.data_ptr() for t in tensors))
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    on_card = device.type == "cuda"
+    captured = on_card and torch.cuda.is_current_stream_capturing()
     if key in _kept:
         if captured:
             _captured.add(key)
         return _kept[key]
-    drafts = _drafts(groups, widths, gates, backward)
-    plans = [draft.on_card(file, device) for draft in drafts]
-    if not captured:  # there it is written when the graph runs, not before
-        _keep(key, plans, device)
-    return plans
-
-
-def _keep(key: object, plans: list[_Plan], device: torch.device) -> None:
-    if device.type == "cuda":  # another stream, of another thread, may read it from now on
+    plans = [draft.on_card(file, device) for draft in _drafts(groups, widths, gates, backward)]
+    if captured:  # it is written when the graph runs, not before
+        return plans
+    if on_card:  # another stream, of another thread, may read it from now on
         torch.cuda.current_stream(device).synchronize()
     if len(_kept) - len(_captured) >= _MOST_KEPT:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # another stream may still read what is let go
+        if on_card:
+            torch.cuda.synchronize(device)  # another stream may still read the plans that go
         for old in [old for old in _kept if old not in _captured][: _MOST_KEPT // 2]:
             del _kept[old]
     _kept[key] = plans
+    return plans
 
 
 class _Draft:
@@ -370,17 +312,10 @@ class _Draft:
         self.groups: list[int] = []
         self.shares = 0
 
-    def add(self, descriptor: _Descriptor, walk: Walk) -> None:
-        descriptor.share = self.shares
-        self.shares += walk.blocks * walk.share
-        self.descriptors.append(descriptor)
-        self.walks.append(walk)
-
     def on_card(self, file: str, device: torch.device) -> _Plan:
         """Write them there, by launches that take them as arguments: a graph can hold these."""
-        numbers = sorted(
-            range(len(self.walks)), key=lambda n: -self.walks[n].share
-        )  # long ones first
+        # Long ones first.
+        numbers = sorted(range(len(self.walks)), key=lambda n: -self.walks[n].share)
         codes = [n << 16 | block for n in numbers for block in range(self.walks[n].blocks)]
         descriptors = bytes((_Descriptor * len(self.descriptors))(*self.descriptors))
         data = descriptors + bytes((ctypes.c_int32 * len(codes))(*codes))
@@ -415,12 +350,15 @@ def _drafts(
                 draft = _Draft()
             if number not in draft.groups:
                 draft.groups.append(number)
-            one = group.of_layers(layer, 1)
+            one = group.layer(layer)
             for walk in both:
                 descriptor = _describe(one, walk, width, core_grad, gate_grad, gates[first_gate:])
-                descriptor.place = layer * width * walk.rows(len(walk.modes))
+                descriptor.place = layer * width * walk.rows[-1]
                 descriptor.factor = 2 * draft.groups.index(number) + walk.right
-                draft.add(descriptor, walk)
+                descriptor.share = draft.shares
+                draft.shares += walk.blocks * walk.share
+                draft.descriptors.append(descriptor)
+                draft.walks.append(walk)
             core_grad += sum(core.numel() for core in one.cores)
             gate_grad += sum(gate.numel() for gate in one.gates)
             first_gate += len(one.gates)
@@ -442,8 +380,10 @@ def _describe(
             getattr(descriptor, name)[: len(sizes)] = sizes
     if walk.right and one.biases:
         descriptor.bias, descriptor.bias_width = one.biases[0].data_ptr(), one.biases[0].shape[0]
-    cores = _starts(one.cores, core_grad)
-    gates = _starts(one.gates, gate_grad)
+    cores, gates = (
+        list(itertools.accumulate((t.numel() for t in tensors), initial=first))
+        for tensors, first in ((one.cores, core_grad), (one.gates, gate_grad))
+    )
     for s in range(len(walk.modes)):
         core = one.length - 1 - s if walk.right else s
         descriptor.core[s], descriptor.core_grad[s] = one.cores[core].data_ptr(), cores[core]
@@ -457,17 +397,6 @@ def _describe(
 def _first_gate(groups: Sequence[Chains]) -> Tensor | None:
     """Return the gate whose address all others' are counted from."""
     return next((group.gates[0] for group in groups if group.gates), None)
-
-
-def _gates_at(groups: Sequence[Chains]) -> list[int]:
-    """List where gates lie, in numbers from the first: the same wherever all lie together."""
-    places = [gate.data_ptr() for group in groups for gate in group.gates]
-    return [(place - places[0]) // 4 for place in places]
-
-
-def _starts(tensors: Sequence[Tensor], first: int) -> list[int]:
-    """List where each of some tensors begins, one after the other."""
-    return list(itertools.accumulate((t.numel() for t in tensors), initial=first))
 
 
 def _contiguous(group: Chains) -> Chains:

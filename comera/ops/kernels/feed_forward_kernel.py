@@ -1,10 +1,9 @@
 """The kernels of feed-forwards, plain and gated, whose hidden activations are never stored.
 
-``kernels/feed_forward.cuh`` has the plain ones, one launch forward; backward three, and two
-products of torch's. ``kernels/feed_forward_gated.cuh`` has the gated ones, which make what is of
-the hidden width, between thin products of torch's. They take bfloat16, or float32 where products
-may be of tf32, and bonds up to 48, gated ones up to 32, whose numbers stay in registers from one
-product to the next.
+``kernels/feed_forward.cuh`` has the plain ones, one launch forward, and backward three and two
+products of torch's. ``kernels/feed_forward_gated.cuh`` has the gated ones, between thin products of
+torch's. They take bfloat16, or float32 where products may be of tf32, and bonds up to 48, gated
+ones up to 32, whose numbers stay in registers from one product to the next.
 """
 
 import ctypes
@@ -20,15 +19,13 @@ from comera.ops.kernels.choose import EXACT, UNLIKE, kernel_refuses, off_card
 from comera.ops.kernels.launch import dense, launch
 from comera.ops.product import product
 
-ENDINGS = {torch.bfloat16: "", torch.float32: "_tf32"}
-"""Suffix of the names of kernels, by dtype."""
+ENDINGS = {torch.bfloat16: "", torch.float32: "_tf32"}  # suffix of the names of kernels, by dtype
 
 THREADS, HIDDEN_THREADS, HIDDEN_BLOCK, STAGES = 256, 128, 64, 3
 BOND, WIDE_BOND = 32, 48
 """Bonds, padded, of which there are kernels: of a gated feed-forward the first alone."""
 
-_LINE = 128
-"""Bytes that all banks of shared memory serve at once."""
+_LINE = 128  # bytes that all banks of shared memory serve at once
 
 _MULTIPLE_OF_RANKS, _MULTIPLE_OF_WIDTHS = 8, 128
 
@@ -58,14 +55,6 @@ def block_rows(x: Tensor) -> int:
     if x.shape[0] < 2048 and x.dtype != torch.float32:
         return 16
     return 32 if x.shape[0] <= 8192 else 64
-
-
-def _block_rows(x: Tensor, large: bool) -> int:
-    """Return how many rows a block has: at most 32 where thin tiles are large.
-
-    Those of wide bonds take too many registers, three of float32 too much shared memory.
-    """
-    return min(block_rows(x), 32) if large else block_rows(x)
 
 
 def tile_bytes(rows: int, columns: int, itemsize: int) -> int:
@@ -99,82 +88,64 @@ class _Sizes(ctypes.Structure):
     )
 
 
-def refuses(
-    x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, activation: str
-) -> str | None:
+def refuses(x: Tensor, factors: Sequence[Tensor], activation: str) -> str | None:
     """Return why no kernel computes a feed-forward of these factors, or None."""
     elsewhere = off_card("feed_forward", x)
     if elsewhere is not None:
         return elsewhere
     if activation not in ACTIVATIONS:
         return f"there is no kernel with {activation} in it"
+    left1, _, left2, right2 = factors
     ranks = left1.shape[1], left2.shape[1]
     widths = left1.shape[0], left2.shape[0], right2.shape[1]
-    reason = _unfit(ranks, widths, WIDE_BOND, x, left1, right1, left2, right2)
-    return reason or kernel_refuses(_file(activation, x, _bond(left1, left2)), x)
+    reason = _unfit(ranks, widths, WIDE_BOND, x, *factors)
+    return reason or kernel_refuses(_kernel(x, factors, activation)[0], x)
 
 
-def _bond(left1: Tensor, left2: Tensor) -> int:
-    """Return the bond, padded, of the kernels for two layers."""
-    return WIDE_BOND if max(left1.shape[1], left2.shape[1]) in WIDE_BONDS else BOND
+def _kernel(x: Tensor, factors: Sequence[Tensor], activation: str) -> tuple[str, int, int]:
+    """Return the source, the bond, padded, and the rows of a block.
 
-
-def _file(activation: str, x: Tensor, bond: int) -> str:
-    wide = "_wide" if bond == WIDE_BOND else ""
-    return f"feed_forward_{activation}{ENDINGS[x.dtype]}{wide}"
+    Wide bonds take too many registers for more than 32 rows.
+    """
+    wide = max(factors[0].shape[1], factors[2].shape[1]) in WIDE_BONDS
+    file = f"feed_forward_{activation}{ENDINGS[x.dtype]}{'_wide' if wide else ''}"
+    return file, WIDE_BOND if wide else BOND, min(block_rows(x), 32) if wide else block_rows(x)
 
 
 def forward(
-    x: Tensor,
-    left1: Tensor,
-    right1: Tensor,
-    left2: Tensor,
-    right2: Tensor,
-    bias: bool,
-    activation: str,
+    x: Tensor, factors: Sequence[Tensor], bias: bool, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``y`` and the products with both left factors, a bias' columns of ones in them."""
-    rows, bond = x.shape[0], _bond(left1, left2)
-    file, high = _file(activation, x, bond), _block_rows(x, bond == WIDE_BOND)
-    y = x.new_empty(rows, right2.shape[1])
-    t1, t2 = (x.new_empty(rows, left.shape[1]) for left in (left1, left2))
-    factors = [dense(factor) for factor in (left1, right1, left2, right2)]
+    file, bond, high = _kernel(x, factors, activation)
+    left1, _, left2, right2 = factors
+    y, t1, t2 = (x.new_empty(x.shape[0], factor.shape[1]) for factor in (right2, left1, left2))
     launch(
-        file, f"feed_forward_{high}", x.device, -(-rows // high), THREADS,
-        _shared(high, x.itemsize, bond), _sizes(x, left1, right1, left2, right2, bias), dense(x),
-        *factors, t1, t2, y,
+        file, f"feed_forward_{high}", x.device, -(-x.shape[0] // high), THREADS,
+        _shared(high, x.itemsize, bond), _sizes(x, factors, bias), dense(x), *map(dense, factors),
+        t1, t2, y,
     )  # fmt: skip
     return y, t1, t2
 
 
 def backward(
-    x: Tensor,
-    left1: Tensor,
-    right1: Tensor,
-    left2: Tensor,
-    right2: Tensor,
-    grad_y: Tensor,
-    t1: Tensor,
-    t2: Tensor,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of the batch and of the factors, in the order of the arguments."""
-    rows, bond = x.shape[0], _bond(left1, left2)
-    file, high = _file(activation, x, bond), _block_rows(x, bond == WIDE_BOND)
-    sizes = _sizes(x, left1, right1, left2, right2, False)
-    l1, r1, l2, r2 = (dense(factor) for factor in (left1, right1, left2, right2))
+    x: Tensor, factors: Sequence[Tensor], grad_y: Tensor, t1: Tensor, t2: Tensor, activation: str
+) -> list[Tensor]:
+    """Return gradients of the batch and of the factors."""
+    file, bond, high = _kernel(x, factors, activation)
+    sizes = _sizes(x, factors, False)
+    l1, r1, l2, r2 = map(dense, factors)
     grad_y, t1, t2 = dense(grad_y), dense(t1), dense(t2)
     u1, u2, grad_x = torch.empty_like(t1), torch.empty_like(t2), x.new_empty(x.shape)
     launch(
-        file, f"feed_forward_back_rows_{high}", x.device, -(-rows // high), THREADS,
+        file, f"feed_forward_back_rows_{high}", x.device, -(-x.shape[0] // high), THREADS,
         _shared(high, x.itemsize, bond), sizes, grad_y, l1, r1, l2, r2, t1, u1, u2, grad_x,
     )  # fmt: skip
     grad_left2, grad_right1 = torch.empty_like(l2), torch.empty_like(r1)
     given, grads = (t1, u2, r1, l2), (grad_left2, grad_right1)
-    shared = _hidden_shared(x.itemsize, bond)
+    shared = STAGES * 2 * tile_bytes(HIDDEN_BLOCK, bond, x.itemsize)  # rows of two thin tensors
     _sum_over_batch(file, "feed_forward", sizes, given, grads, bond, shared)
     grad_left1, grad_right2 = product(u1.T, x).T.contiguous(), product(t2.T, grad_y).contiguous()
-    return grad_x, grad_left1, grad_right1, grad_left2, grad_right2
+    return [grad_x, grad_left1, grad_right1, grad_left2, grad_right2]
 
 
 def _sum_over_batch(
@@ -188,14 +159,8 @@ def _sum_over_batch(
 ) -> None:
     """Write gradients of factors of the hidden width: sums over parts of the batch, then of these.
 
-    Args:
-        file: Name of the source, without its suffix.
-        name: What the names of the two kernels begin with.
-        sizes: Their first argument.
-        given: Tensors that the sums are made from, the first of as many rows as the batch.
-        grads: Tensors to write.
-        bond: The bond, padded.
-        shared: Bytes of shared memory of the first.
+    The first of ``given``, the operands of the sums, has as many rows as the batch; ``bond`` is
+    padded, and ``shared`` counts bytes of shared memory of the first kernel.
     """
     like, blocks = given[0], sizes.H // HIDDEN_BLOCK
     parts = min(-(-_BLOCKS // blocks), -(-like.shape[0] // HIDDEN_BLOCK))
@@ -210,9 +175,8 @@ def _sum_over_batch(
     )  # fmt: skip
 
 
-def _sizes(
-    x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, bias: bool
-) -> _Sizes:
+def _sizes(x: Tensor, factors: Sequence[Tensor], bias: bool) -> _Sizes:
+    left1, right1, left2, right2 = factors
     widths = x.shape[1], right1.shape[1], right2.shape[1]
     return _Sizes(x.shape[0], *widths, left1.shape[1], left2.shape[1], bias)
 
@@ -229,57 +193,45 @@ def _shared(rows: int, itemsize: int, bond: int) -> int:
     return max(first, 2 * thin + max(stage_bytes(itemsize, bond, 1), spread, parts))
 
 
-@functools.cache
-def _hidden_shared(itemsize: int, bond: int) -> int:
-    """Count bytes of shared memory of sums over the batch: stages of rows of two thin tensors."""
-    return STAGES * 2 * tile_bytes(HIDDEN_BLOCK, bond, itemsize)
-
-
 class _GatedSizes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int) for name in ("M", "H", "rankg", "ranku", "rank2"))
 
 
-def gated_refuses(
-    t_gate: Tensor, t_up: Tensor, gate: Tensor, up: Tensor, left2: Tensor
-) -> str | None:
+def gated_refuses(given: Sequence[Tensor]) -> str | None:
     """Return why no kernel computes a gated feed-forward of these, or None."""
+    t_gate, t_up, *_, left2 = given
     ranks = t_gate.shape[1], t_up.shape[1], left2.shape[1]
-    reason = _unfit(ranks, left2.shape[:1], BOND, t_gate, t_up, gate, up, left2)
+    reason = _unfit(ranks, left2.shape[:1], BOND, *given)
     return reason or kernel_refuses(gated_file(t_gate), t_gate)
 
 
 def gated_file(like: Tensor) -> str:
-    """Name the source of the kernels for a dtype, without its suffix."""
+    """Return the source of the kernels for a dtype, without its suffix."""
     return f"feed_forward_gated{ENDINGS[like.dtype]}"
 
 
-def gated_forward(t_gate: Tensor, t_up: Tensor, gate: Tensor, up: Tensor, left2: Tensor) -> Tensor:
+def _gated_rows(t_gate: Tensor) -> int:
+    """Return how many rows a block has; three thin tiles of float32 are large."""
+    return min(block_rows(t_gate), 32) if t_gate.dtype == torch.float32 else block_rows(t_gate)
+
+
+def gated_forward(given: Sequence[Tensor]) -> Tensor:
     """Return ``(silu(t_gate @ gate) * (t_up @ up)) @ left2``."""
-    rows, high, file = (
-        t_gate.shape[0],
-        _block_rows(t_gate, t_gate.dtype == torch.float32),
-        gated_file(t_gate),
-    )
+    t_gate, *_, left2 = given
+    rows, high, file = t_gate.shape[0], _gated_rows(t_gate), gated_file(t_gate)
     t2 = t_gate.new_empty(rows, left2.shape[1])
-    given = [dense(t) for t in (t_gate, t_up, gate, up, left2)]
     launch(
         file, f"{file}_{high}", t_gate.device, -(-rows // high), THREADS,
-        _gated_shared(high, t_gate.itemsize), _gated_sizes(t_gate, t_up, left2), *given, t2,
+        _gated_shared(high, t_gate.itemsize), _gated_sizes(given), *map(dense, given), t2,
     )  # fmt: skip
     return t2
 
 
-def gated_backward(
-    t_gate: Tensor, t_up: Tensor, gate: Tensor, up: Tensor, left2: Tensor, grad_t2: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of the arguments of :func:`gated_forward`, in their order."""
-    rows, high, file = (
-        t_gate.shape[0],
-        _block_rows(t_gate, t_gate.dtype == torch.float32),
-        gated_file(t_gate),
-    )
-    sizes = _gated_sizes(t_gate, t_up, left2)
-    t_gate, t_up, gate, up, left2, u2 = (dense(t) for t in (t_gate, t_up, gate, up, left2, grad_t2))
+def gated_backward(given: Sequence[Tensor], grad_t2: Tensor) -> list[Tensor]:
+    """Return gradients of the arguments of :func:`gated_forward`."""
+    sizes = _gated_sizes(given)
+    t_gate, t_up, gate, up, left2, u2 = map(dense, (*given, grad_t2))
+    rows, high, file = t_gate.shape[0], _gated_rows(t_gate), gated_file(t_gate)
     u_gate, u_up = torch.empty_like(t_gate), torch.empty_like(t_up)
     launch(
         file, f"{file}_back_rows_{high}", t_gate.device, -(-rows // high), THREADS,
@@ -287,12 +239,18 @@ def gated_backward(
         u_up,
     )  # fmt: skip
     grad_left2, grad_gate, grad_up = map(torch.empty_like, (left2, gate, up))
-    given, grads = (t_gate, t_up, u2, gate, up, left2), (grad_left2, grad_gate, grad_up)
-    _sum_over_batch(file, file, sizes, given, grads, BOND, _gated_hidden_shared(t_gate.itemsize))
-    return u_gate, u_up, grad_gate, grad_up, grad_left2
+    tensors, grads = (t_gate, t_up, u2, gate, up, left2), (grad_left2, grad_gate, grad_up)
+    # Stages, and factors of a block, which in float32 are gone when the stages come.
+    size = t_gate.itemsize
+    stages = STAGES * 3 * tile_bytes(stage_columns(size) // 2, BOND, size)
+    factors = 2 * tile_bytes(BOND, HIDDEN_BLOCK, size) + tile_bytes(HIDDEN_BLOCK, BOND, size)
+    shared = max(factors, stages) if size == 4 else factors + stages
+    _sum_over_batch(file, file, sizes, tensors, grads, BOND, shared)
+    return [u_gate, u_up, grad_gate, grad_up, grad_left2]
 
 
-def _gated_sizes(t_gate: Tensor, t_up: Tensor, left2: Tensor) -> _GatedSizes:
+def _gated_sizes(given: Sequence[Tensor]) -> _GatedSizes:
+    t_gate, t_up, *_, left2 = given
     return _GatedSizes(
         t_gate.shape[0], left2.shape[0], t_gate.shape[1], t_up.shape[1], left2.shape[1]
     )
@@ -302,15 +260,3 @@ def _gated_sizes(t_gate: Tensor, t_up: Tensor, left2: Tensor) -> _GatedSizes:
 def _gated_shared(rows: int, itemsize: int) -> int:
     """Count bytes of shared memory: three thin tiles, and the stages behind them."""
     return 3 * tile_bytes(rows, BOND, itemsize) + stage_bytes(itemsize, BOND, 2)
-
-
-@functools.cache
-def _gated_hidden_shared(itemsize: int) -> int:
-    """Count bytes of shared memory of sums over the batch: stages, and factors of a block.
-
-    In float32 those are gone when the stages come.
-    """
-    right, left = (tile_bytes(*of, itemsize) for of in ((BOND, HIDDEN_BLOCK), (HIDDEN_BLOCK, BOND)))
-    stages = STAGES * 3 * tile_bytes(stage_columns(itemsize) // 2, BOND, itemsize)
-    factors = 2 * right + left
-    return max(factors, stages) if itemsize == 4 else factors + stages

@@ -1,8 +1,8 @@
-"""Launch a kernel where its tensors are: on their card, or on a CPU in the emulation.
+"""Launch a kernel on the card of its tensors, or on a CPU in the emulation.
 
-On a card the machine code is loaded and launched on torch's stream, through CUDA's driver. The
-emulation compiles the same sources by g++ with ``kernels/emulation.h``; it is for tests, not for
-speed: threads of a block are run one after the other.
+On a card CUDA's driver loads the machine code and launches it on torch's stream. The emulation
+compiles the same sources by g++ with ``kernels/emulation.h``, for tests: threads of a block run one
+after the other.
 """
 
 import ctypes
@@ -46,12 +46,12 @@ def launch(
     Args:
         file: Name of the source, without its suffix.
         name: Name of the function.
-        device: The device of the tensors.
+        device: Device of the tensors.
         grid: Blocks, in up to three dimensions; nothing is launched where there are none.
         threads: Threads of each block.
         shared: Bytes of dynamic shared memory.
-        arguments: Tensors and None as pointers, whole numbers as ``int``, others as ``float``,
-            structures by value.
+        arguments: Tensors and None as pointers, numbers as ``int`` or ``float``, structures by
+            value.
     """
     sizes = [grid] if isinstance(grid, int) else list(grid)
     sizes += [1] * (3 - len(sizes))
@@ -67,11 +67,7 @@ def launch(
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a tensor as kernels read it 16 bytes at a time: without gaps, from a multiple of 16.
-
-    Few begin elsewhere, such as parts of one tensor; predicates do not ask, as they are also asked
-    in graphs, where there are no addresses.
-    """
+    """Return a tensor without gaps that begins at a multiple of 16 bytes, which kernels read."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -86,19 +82,15 @@ def _value(argument: Argument) -> Any:
     return ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_float(argument)
 
 
-PLENTY_OF_SHARED = 48 * 1024
-"""Bytes of shared memory a block gets without asking."""
+MOST_SHARED = 96 * 1024  # bytes a block may have on every card that kernels run on
+PLENTY_OF_SHARED = 48 * 1024  # bytes of shared memory a block gets without asking
 
 _thread = threading.local()
 
 
 @functools.cache
 def function(file: str, name: str, device: int) -> Any:
-    """Return a kernel on a card, ready to launch; compiled and loaded at the first call.
-
-    Raises:
-        KernelError: If it cannot be compiled or loaded.
-    """
+    """Compile and load a kernel at the first call; raise ``KernelError`` where that fails."""
     driver, what = bindings("driver"), f"{name} of {file}.cu"
     with torch.cuda.device(device):
         _enter_context(device)
@@ -205,11 +197,7 @@ def emulate(
     shared: int,
     arguments: ctypes.Array[ctypes.c_void_p],
 ) -> None:
-    """Run a kernel to its end on a CPU.
-
-    Raises:
-        KernelError: If it cannot be compiled, or if it would hang or fail on a card.
-    """
+    """Run a kernel on a CPU; raise ``KernelError`` where it would hang or fail on a card."""
     run = getattr(emulated(text(file), tuple(entries(file))), f"emulate_{name}")
     three = ctypes.c_uint * 3
     with _alone:

@@ -1,32 +1,30 @@
 """The kernels that read rows of a table from its two factors, and sum the factors' gradients.
 
 ``kernels/ttm_lookup.cu`` takes rows and bags, hot rows and weights, a block of threads for each
-row. All sizes are fixed by the arguments, so that a CUDA graph can hold a lookup: rows are neither
-made distinct nor counted. Bags are summed in pieces of equally many entries, by as many blocks,
-however the entries are shared out among the bags. The backward pass sorts the entries and sums
-gradients of equal rows before they meet a factor, which is what frequent rows need.
+row. All sizes are fixed by the arguments, so that a CUDA graph can hold a lookup. Bags are summed
+in pieces of equally many entries, by as many blocks. The backward pass sums gradients of equal
+rows before they meet a factor, which frequent rows need.
 
 ``kernels/ttm_warps.cu`` takes rows alone, in 16 bits, and multiplies by the tensor cores, a warp a
-row. Gradients are summed in one order: entries are sorted by their slices of either factor, and
-added up in pieces of equally many.
+row. Gradients are summed in one order, in pieces of equally many entries.
 """
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from comera.ops.context import without_autocast
 from comera.ops.kernels.choose import BAGS, DTYPES, WIDE, kernel_refuses, off_card
-from comera.ops.kernels.launch import dense, launch
+from comera.ops.kernels.launch import MOST_SHARED, dense, launch
+from comera.ops.table.distinct_rows import Lookup, Sorted
 
 _FILE = "ttm_lookup"
 
 # As in ttm_lookup.cu.
 _DEPTH, _PIECE, _CHUNK = 32, 32, 16
 _MOST_THREADS, _BACK_THREADS = 256, 128
-
-_MOST_SHARED = 96 * 1024
-"""Bytes of shared memory a block may have on every card that kernels run on."""
 
 
 class _Table(ctypes.Structure):
@@ -36,150 +34,126 @@ class _Table(ctypes.Structure):
     )
 
 
-def refuses(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
-    """Return why kernels read no rows of a table with these factors, or None.
-
-    Args:
-        left_VPR: Left factor.
-        right_WRQ: Right factor.
-        others: What is read along: hot rows, their basis, weights.
-    """
-    return kernel_refuses(_FILE, left_VPR) or _unfit(left_VPR, right_WRQ, *others)
-
-
-def _unfit(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
+def refuses(given: Lookup, *_: object) -> str | None:
+    """Return why kernels do not read the rows, or None."""
+    left_VPR, right_WRQ, *others = given[1:6]
+    reason = kernel_refuses(_FILE, left_VPR)
+    if reason is not None:
+        return reason
     if left_VPR.dtype == torch.float16:
         return "kernels of lookups take float32 and bfloat16, not float16"
     tensors = (right_WRQ, *(other for other in others if other is not None))
     if any(t.dtype != left_VPR.dtype or t.device != left_VPR.device for t in tensors):
         return "factors, hot rows and weights are of several dtypes or devices"
-    needed = max(_shared_of_rows(left_VPR, right_WRQ), _shared_of_grads(left_VPR, right_WRQ))
-    if needed > _MOST_SHARED:
+    needed = max(_shared_of_rows(given), _shared_of_grads(given))
+    if needed > MOST_SHARED:
         shown = f"{tuple(left_VPR.shape)} and {tuple(right_WRQ.shape)}"
-        return f"factors of {shown} need {needed} bytes of shared memory, over {_MOST_SHARED}"
+        return f"factors of {shown} need {needed} bytes of shared memory, over {MOST_SHARED}"
     return None
 
 
-def refuses_backward(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
+def refuses_backward(given: Lookup, *_: object) -> str | None:
     """Return why kernels do not sum the gradients, such as in a fixed order; or None."""
-    reason = refuses(left_VPR, right_WRQ, *others)
+    reason = refuses(given)
     if reason is None and torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and gradients would be added in no order"
     return reason
 
 
-def read(
-    indices_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HD: Tensor | None,
-    weights_N: Tensor | None,
-    offsets_B: Tensor | None,
-    num_embeddings: int,
-    embedding_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Read as :func:`~comera.ops.table.lookup.lookup`, by int64 indices; keys are not sorted."""
+def read(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
+    """Read as :func:`~comera.ops.table.lookup.lookup`; keys are not sorted."""
+    given = _laid_out(given)
+    indices_N, left_VPR, right_WRQ, hot_HD, _, weights_N, offsets_B, *_ = given
     entries = indices_N.shape[0]
     bags = entries if offsets_B is None else offsets_B.shape[0]
-    out = left_VPR.new_empty(bags, embedding_dim)
+    out = left_VPR.new_empty(bags, given.embedding_dim)
     keys_N, order_N = torch.empty_like(indices_N), torch.empty_like(indices_N)
-    kind, threads = DTYPES[out.dtype], _threads(left_VPR, right_WRQ)
-    shared = _shared_of_rows(left_VPR, right_WRQ)
-    table = _table(left_VPR, right_WRQ, hot_HD, num_embeddings, embedding_dim)
-    given = (indices_N, *map(_dense, (offsets_B, weights_N, left_VPR, right_WRQ, hot_HD)))
+    kind, threads, shared = DTYPES[out.dtype], _threads(given), _shared_of_rows(given)
+    table, tensors = _table(given), (indices_N, offsets_B, weights_N, left_VPR, right_WRQ, hot_HD)
     partial: Tensor | None = None
     pieces = (entries - 1) // _PIECE
     if offsets_B is not None and bags and pieces > 0:
-        partial = torch.empty(pieces, embedding_dim, device=out.device)
+        partial = torch.empty(pieces, given.embedding_dim, device=out.device)
         launch(
-            _FILE, f"ttm_pieces_{kind}", out.device, pieces, threads, shared, table, *given,
+            _FILE, f"ttm_pieces_{kind}", out.device, pieces, threads, shared, table, *tensors,
             partial, entries, bags,
         )  # fmt: skip
     launch(
-        _FILE, f"ttm_rows_{kind}", out.device, bags, threads, shared, table, *given, partial, out,
+        _FILE, f"ttm_rows_{kind}", out.device, bags, threads, shared, table, *tensors, partial, out,
         keys_N, order_N, entries, bags,
     )  # fmt: skip
     return out, keys_N, order_N
 
 
-def weight_grads(
-    grad_BD: Tensor,
-    indices_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HD: Tensor | None,
-    offsets_B: Tensor,
-    num_embeddings: int,
-) -> Tensor:
-    """Return ``(N,)``: the dot product of every entry's row and the gradient of its bag."""
-    bags, width = grad_BD.shape
-    out = grad_BD.new_empty(indices_N.shape[0])
-    launch(
-        _FILE, f"ttm_back_weights_{DTYPES[out.dtype]}", out.device, out.shape[0],
-        _threads(left_VPR, right_WRQ), _shared_of_rows(left_VPR, right_WRQ),
-        _table(left_VPR, right_WRQ, hot_HD, num_embeddings, width),
-        indices_N, *map(_dense, (offsets_B, grad_BD, left_VPR, right_WRQ, hot_HD)), out, bags,
-    )  # fmt: skip
-    return out
+def grads_of(
+    given: Lookup, back: Sorted
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return gradients of both factors, hot rows, their basis and the weights of entries.
 
-
-def row_grads(
-    grad_BD: Tensor,
-    keys_N: Tensor,
-    order_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HD: Tensor | None,
-    weights_N: Tensor | None,
-    offsets_B: Tensor | None,
-    num_embeddings: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return gradients of left factor, right factor and hot rows, from keys and their entries.
-
-    In float64, in which they were summed, and parts of one tensor.
+    Those of the factors are in float64, in which they were summed, and parts of one tensor. The
+    gradient of a weight is the dot product of its row and the gradient of its bag.
     """
-    bags, width = grad_BD.shape
-    entries = keys_N.shape[0] if bags else 0
-    table = _table(left_VPR, right_WRQ, hot_HD, num_embeddings, width)
-    keys_N, at_N = keys_N.sort()
+    hot_HK, basis_KD = given.hot_HK, given.basis_KD
+    given = _laid_out(given)
+    indices_N, left_VPR, right_WRQ, hot_HD, _, weights_N, offsets_B, *_ = given
+    grad_BD, order_N = back.grad_BD.to(left_VPR.dtype).contiguous(), back.order_N
+    bags, kind, table = grad_BD.shape[0], DTYPES[left_VPR.dtype], _table(given)
+    entries = order_N.shape[0] if bags else 0
+    keys_N, at_N = back.keys_N.sort()
     parts = [part for part in (left_VPR, right_WRQ, hot_HD) if part is not None]
     sizes = [part.numel() for part in parts]
     zeros = left_VPR.new_zeros(sum(sizes), dtype=torch.float64).split(sizes)
-    left, right, *hot = (zero.view(like.shape) for zero, like in zip(zeros, parts, strict=True))
-    grads = left, right, hot[0] if hot else None
+    left, right, *rest = (zero.view(like.shape) for zero, like in zip(zeros, parts, strict=True))
+    hot = rest[0] if rest else None
+    basis = to_weights = None
     launch(
-        _FILE, f"ttm_back_rows_{DTYPES[left_VPR.dtype]}", keys_N.device, -(-entries // _CHUNK),
-        _BACK_THREADS, _shared_of_grads(left_VPR, right_WRQ), table,
-        keys_N, at_N, order_N,
-        *map(_dense, (offsets_B, weights_N, grad_BD, left_VPR, right_WRQ)), *grads, entries, bags,
+        _FILE, f"ttm_back_rows_{kind}", keys_N.device, -(-entries // _CHUNK), _BACK_THREADS,
+        _shared_of_grads(given), table, keys_N, at_N, order_N, offsets_B, weights_N, grad_BD,
+        left_VPR, right_WRQ, left, right, hot, entries, bags,
     )  # fmt: skip
-    return grads
+    if hot is not None and hot_HK is not None:
+        hot = hot.to(grad_BD.dtype)
+        if basis_KD is not None:
+            with without_autocast(hot):
+                hot, basis = hot @ basis_KD.T, hot_HK.T @ hot
+    if back.with_weights and offsets_B is not None:
+        to_weights = grad_BD.new_empty(indices_N.shape[0])
+        launch(
+            _FILE, f"ttm_back_weights_{kind}", grad_BD.device, to_weights.shape[0],
+            _threads(given), _shared_of_rows(given), table, indices_N, offsets_B, grad_BD, left_VPR,
+            right_WRQ, hot_HD, to_weights, bags,
+        )  # fmt: skip
+    return left, right, hot, basis, to_weights
 
 
-def _dense(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def _laid_out(given: Lookup) -> Lookup:
+    """Return a lookup as kernels read it: indices of int64, dense hot rows, no gaps in memory."""
+    indices_N, left_VPR, right_WRQ, hot, basis, weights_N, offsets_B, *sizes = given
+    if hot is not None and basis is not None:
+        with without_autocast(hot):
+            hot = hot @ basis
+    tensors = (indices_N.long(), left_VPR, right_WRQ, hot, None, weights_N, offsets_B)
+    dense_ones: list[Any] = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    return Lookup(*dense_ones, *sizes)
 
 
-def _table(
-    left_VPR: Tensor, right_WRQ: Tensor, hot_HD: Tensor | None, num_embeddings: int, width: int
-) -> _Table:
-    (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
-    return _Table(num_embeddings, 0 if hot_HD is None else hot_HD.shape[0], V, W, P, Q, R, width)
+def _table(given: Lookup) -> _Table:
+    (_, P, R), Q, (num_hot, V, W) = given.left_VPR.shape, given.right_WRQ.shape[2], given.sizes
+    return _Table(given.num_embeddings, num_hot, V, W, P, Q, R, given.embedding_dim)
 
 
-def _threads(left_VPR: Tensor, right_WRQ: Tensor) -> int:
+def _threads(given: Lookup) -> int:
     """Count threads: one for each tile of four by four numbers of a row, in whole warps."""
-    tiles = -(-left_VPR.shape[1] // 4) * -(-right_WRQ.shape[2] // 4)
+    tiles = -(-given.left_VPR.shape[1] // 4) * -(-given.right_WRQ.shape[2] // 4)
     return min(_MOST_THREADS, max(32, -(-tiles // 32) * 32))
 
 
-def _shared_of_rows(left_VPR: Tensor, right_WRQ: Tensor) -> int:
-    return 4 * _DEPTH * (_stride(left_VPR.shape[1]) + _stride(right_WRQ.shape[2]))
+def _shared_of_rows(given: Lookup) -> int:
+    return 4 * _DEPTH * (_stride(given.left_VPR.shape[1]) + _stride(given.right_WRQ.shape[2]))
 
 
-def _shared_of_grads(left_VPR: Tensor, right_WRQ: Tensor) -> int:
-    _, P, R = left_VPR.shape
-    Q = right_WRQ.shape[2]
+def _shared_of_grads(given: Lookup) -> int:
+    (_, P, R), Q = given.left_VPR.shape, given.right_WRQ.shape[2]
     wide_P, wide_R = -(-P // 4) * 4, -(-R // 4) * 4
     numbers = wide_P * (_stride(Q) + _stride(R)) + 2 * wide_R * _stride(Q)
     return 4 * (numbers + 2 * _CHUNK)
@@ -211,28 +185,15 @@ def warps_take(dtype: torch.dtype) -> bool:
     return dtype in DTYPES and dtype.itemsize == 2
 
 
-def warps_refuse(
-    left_VPR: Tensor, right_WRQ: Tensor, embedding_dim: int, *others: Tensor | None
-) -> str | None:
-    """Return why no warp reads a row of such a table here, or None; see :func:`warps_unfit`."""
-    return (
-        off_card(_WARPS_FILE, left_VPR)
-        or warps_unfit(left_VPR, right_WRQ, embedding_dim, *others)
-        or kernel_refuses(_WARPS_FILE, left_VPR)
-    )
+def warps_refuse(given: Lookup, *_: object) -> str | None:
+    """Return why no warp reads rows of such a table here, or None; see :func:`warps_unfit`."""
+    like = given.left_VPR
+    return off_card(_WARPS_FILE, like) or warps_unfit(given) or kernel_refuses(_WARPS_FILE, like)
 
 
-def warps_unfit(
-    left_VPR: Tensor, right_WRQ: Tensor, embedding_dim: int, *others: Tensor | None
-) -> str | None:
-    """Return why no warp reads a row of such a table on any card, or None.
-
-    Args:
-        left_VPR: Left factor.
-        right_WRQ: Right factor.
-        embedding_dim: Width of a row.
-        others: Hot rows, their basis, weights and offsets: with any of them other ways are taken.
-    """
+def warps_unfit(given: Lookup) -> str | None:
+    """Return why no warp reads rows of such a table on any card, or None."""
+    _, left_VPR, right_WRQ, *others, _, embedding_dim = given
     if any(other is not None for other in others):
         return BAGS
     if not warps_take(left_VPR.dtype) or right_WRQ.dtype != left_VPR.dtype:
@@ -247,40 +208,27 @@ def warps_unfit(
     return None
 
 
-def read_by_warps(
-    indices_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    num_embeddings: int,
-    embedding_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Read rows by int64 indices; return them, and keys and entries, which are not sorted."""
-    out = left_VPR.new_empty(indices_N.shape[0], embedding_dim)
+def read_by_warps(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
+    """Read rows; return them, and keys and entries, which are not sorted."""
+    indices_N, left_VPR = given.indices_N.long().contiguous(), given.left_VPR
+    out = left_VPR.new_empty(indices_N.shape[0], given.embedding_dim)
     keys_N, order_N = torch.empty_like(indices_N), torch.empty_like(indices_N)
-    narrow = left_VPR.shape[2] <= _NARROW_RANK
+    kind = "rows" if left_VPR.shape[2] <= _NARROW_RANK else "wide_rows"
     launch(
-        _WARPS_FILE, f"ttm_warps_{'rows' if narrow else 'wide_rows'}_{DTYPES[out.dtype]}",
-        out.device, -(-indices_N.shape[0] // (_ROW_THREADS // 32)), _ROW_THREADS, 0,
-        _warp_table(left_VPR, right_WRQ, num_embeddings, embedding_dim), indices_N,
-        dense(left_VPR), dense(right_WRQ.mT), out, keys_N, order_N, out.shape[0],
+        _WARPS_FILE, f"ttm_warps_{kind}_{DTYPES[out.dtype]}", out.device,
+        -(-indices_N.shape[0] // (_ROW_THREADS // 32)), _ROW_THREADS, 0,
+        _warp_table(given, given.num_embeddings), indices_N, dense(left_VPR),
+        dense(given.right_WRQ.mT), out, keys_N, order_N, out.shape[0],
     )  # fmt: skip
     return out, keys_N, order_N
 
 
-def row_grads_by_warps(
-    grad_ND: Tensor, indices_N: Tensor, left_VPR: Tensor, right_WRQ: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return gradients of the left and of the right factor, which lies turned.
-
-    Args:
-        grad_ND: Of the rows, in the dtype of the factors.
-        indices_N: The rows, int64.
-        left_VPR: Left factor.
-        right_WRQ: Right factor.
-    """
-    entries, width = grad_ND.shape
-    (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
-    table, kind = _warp_table(left_VPR, right_WRQ, V * W, width), DTYPES[grad_ND.dtype]
+def grads_by_warps(given: Lookup, back: Sorted) -> tuple[Tensor, Tensor]:
+    """Return gradients of the left and of the right factor, which lies turned."""
+    left_VPR, right_WRQ = given.left_VPR, given.right_WRQ
+    indices_N, grad_ND = given.indices_N.long().contiguous(), back.grad_BD.to(left_VPR.dtype)
+    entries, (V, P, R), (W, _, Q) = grad_ND.shape[0], left_VPR.shape, right_WRQ.shape
+    table, kind = _warp_table(given, V * W), DTYPES[grad_ND.dtype]
     keys_2N = indices_N.new_empty(2, entries, dtype=torch.int32)
     launch(
         _WARPS_FILE, "ttm_warps_keys", grad_ND.device, -(-entries // _ROW_THREADS), _ROW_THREADS, 0,
@@ -305,6 +253,6 @@ def row_grads_by_warps(
     return grad_left, grad_right.mT
 
 
-def _warp_table(left_VPR: Tensor, right_WRQ: Tensor, num_embeddings: int, width: int) -> _WarpTable:
-    (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
-    return _WarpTable(num_embeddings, V, W, P, Q, R, width)
+def _warp_table(given: Lookup, rows: int) -> _WarpTable:
+    (_, P, R), Q, (_, V, W) = given.left_VPR.shape, given.right_WRQ.shape[2], given.sizes
+    return _WarpTable(rows, V, W, P, Q, R, given.embedding_dim)

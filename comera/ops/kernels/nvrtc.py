@@ -1,6 +1,6 @@
-"""Compile kernels with NVRTC, each once for a card's architecture, and keep them on disk.
+"""Compile kernels with NVRTC, each once for a card's architecture, and cache them on disk.
 
-What is made is machine code (a cubin), never PTX: an older driver refuses the PTX of a newer NVRTC
+The result is machine code (a cubin), never PTX: an older driver refuses the PTX of a newer NVRTC
 and takes its machine code. NVRTC needs neither a driver nor a card.
 """
 
@@ -22,24 +22,19 @@ class KernelError(RuntimeError):
 
 @functools.cache
 def nvrtc_version() -> tuple[int, int]:
-    """Return the version of the compiler that is installed.
-
-    Raises:
-        KernelError: If there is none, or no cuda-bindings to reach it through.
-    """
+    """Return the version of the compiler; raise ``KernelError`` without it or cuda-bindings."""
     return checked(bindings("nvrtc").nvrtcVersion(), "NVRTC's version")
 
 
 def cubin(file: str, arch: str) -> bytes:
     """Return the machine code of ``kernels/<file>.cu`` for an architecture such as ``"sm_90"``.
 
-    Raises:
-        KernelError: If it does not compile; the compiler's log is then in a file that is named.
+    Where it does not compile, ``KernelError`` names the file of the compiler's log.
     """
     path = cubin_path(file, arch)
     if path.is_file():
         return path.read_bytes()
-    code, problem = _compile(text(file), f"{file}.cu", arch)
+    code, problem = compile_source(text(file), f"{file}.cu", arch)
     if code is None:
         log = path.with_suffix(".log")
         with replacing(log) as temporary:
@@ -51,7 +46,7 @@ def cubin(file: str, arch: str) -> bytes:
 
 
 def cubin_path(file: str, arch: str) -> Path:
-    """Return where machine code is kept; another source, option or compiler is another path."""
+    """Return the path of machine code: one for each source, option and compiler."""
     key = repr((text(file), arch, OPTIONS, nvrtc_version()))
     digest = hashlib.sha256(key.encode()).hexdigest()[:20]
     return cubin_folder() / f"{file}-{arch}-{digest}.cubin"
@@ -61,15 +56,7 @@ def cubin_folder() -> Path:
     return cache_folder() / "kernels"
 
 
-def resources(file: str, arch: str) -> str:
-    """Return what ptxas says about registers, spills and shared memory of each function."""
-    code, log = _compile(text(file), f"{file}.cu", arch, "--ptxas-options=-v")
-    if code is None:
-        raise KernelError(f"{file}.cu does not compile for {arch}:\n{log}")
-    return log
-
-
-def _compile(source: str, name: str, arch: str, *options: str) -> tuple[bytes | None, str]:
+def compile_source(source: str, name: str, arch: str, *options: str) -> tuple[bytes | None, str]:
     """Compile to machine code, None where that fails; return it and the compiler's log."""
     nvrtc = bindings("nvrtc")
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []), name)
@@ -89,11 +76,7 @@ def _compile(source: str, name: str, arch: str, *options: str) -> tuple[bytes | 
 
 
 def bindings(name: str) -> Any:
-    """Import a module of cuda-bindings, ``"nvrtc"`` or ``"driver"``.
-
-    Raises:
-        KernelError: If it is not installed.
-    """
+    """Import a module of cuda-bindings, ``"nvrtc"`` or ``"driver"``; KernelError without it."""
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as problem:
@@ -118,11 +101,7 @@ _ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)
 
 
 def folder() -> Path:
-    """Find the folder of the sources: beside the package if installed, above it in a checkout.
-
-    Raises:
-        FileNotFoundError: If they are at neither place.
-    """
+    """Find the folder of the sources: beside the package if installed, above it in a checkout."""
     package = Path(__file__).parents[2]
     places = [package / "_kernels", package.parent / "kernels"]
     for place in places:

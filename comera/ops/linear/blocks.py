@@ -16,8 +16,7 @@ from comera.ops.context import autocast_together, without_autocast
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_traced
 
-_LEAST = 1e-2
-"""Share of a typical singular value that the left core has of a smaller one."""
+_LEAST = 1e-2  # least share of a typical singular value in the left core
 
 
 def block_linear(
@@ -25,16 +24,17 @@ def block_linear(
 ) -> Tensor:
     """Return ``x @ W.T + bias`` where the block (a, c) of ``W.T`` is ``left[a, c] @ right[c, a]``.
 
+    It can be differentiated any number of times.
+
     Args:
         x_TI: ``(*, in)``, in at most a b.
-        left_1abcR: ``(1, a, b, c, R)``, gates multiplied in.
-        right_Rcad1: ``(R, c, a, d, 1)``.
+        left_1abcR: Gates multiplied in.
+        right_Rcad1: The other core.
         bias_O: ``(out_features,)`` or None.
         out_features: At most c d.
 
     Returns:
-        ``(*, out_features)``, at autocast's dtype where autocast is on. It can be differentiated as
-        often as one likes.
+        ``(*, out_features)``, at autocast's dtype where autocast is on.
     """
     biases = [] if bias_O is None else [bias_O]
     x_TI, (left_1abcR, right_Rcad1), biases = autocast_together(
@@ -51,7 +51,9 @@ def block_linear(
     right = right_Rcad1.squeeze(4).permute(1, 2, 0, 3).reshape(c, a * rank, d)
     bias = biases[0] if biases and not cut else None
     with without_autocast(x):
-        multiply = _multiply if _is_recorded() else _Multiply.apply
+        # What is compiled, traced or transformed has to see all operations.
+        recorded = not is_eager() or is_traced() or forward_ad._current_level >= 0
+        multiply = _multiply if recorded else _Multiply.apply
         y = multiply(x, left, right, bias)
     if cut:
         y = y[:, :out_features]
@@ -85,15 +87,10 @@ def _second_product(hidden_cST: Tensor, right_cSd: Tensor, bias_O: Tensor | None
     return y_cTd.transpose(0, 1).reshape(-1, c * d)
 
 
-def _is_recorded() -> bool:
-    """Return whether operations are compiled, traced or transformed, which has to see them all."""
-    return not is_eager() or is_traced() or forward_ad._current_level >= 0
-
-
 class _Multiply(torch.autograd.Function):
     """:func:`_multiply` with gradients whose shuffle moves whole rows of tokens, too.
 
-    Those that autograd finds by itself move single numbers and take up to half as long again.
+    Autograd's own move single numbers and take up to half as long again.
     """
 
     @staticmethod
@@ -149,7 +146,7 @@ def split_blocks(
         blocks_acbd: ``(a, c, b, d)``.
         rank: The rank that each block gets, cut where a block is smaller.
         tolerance: Instead of the rank: bound on the relative Frobenius error of all blocks
-            together, met by the smallest rank that can, at least one.
+            together, met by the smallest rank, at least one.
 
     Returns:
         Cores ``(1, a, b, c, R)`` and ``(R, c, a, d, 1)``, in float32 or wider, of about one norm.

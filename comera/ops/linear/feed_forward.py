@@ -2,9 +2,8 @@
 
 The hidden activations are the largest tensors of a transformer block: one for a plain part, three
 for a gated one as LLaMA has it. Here they exist for a few hundred rows at a time, which stay in the
-processor's cache, and are computed once more in the backward pass from the narrow ``x @ left``:
-narrow products more, wide tensors less. Of a plain part one operator computes everything, of a
-gated one that between the narrow products.
+processor's cache, and are computed once more in the backward pass from the narrow ``x @ left``. One
+operator computes all of a plain part, and of a gated one the steps between the narrow products.
 
 Shape suffixes: B = batch, I = input width, F = hidden width, O = output width, R = padded bonds.
 """
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, products_are_tf32, without_autocast
-from comera.ops.dispatch import Case, Times, Ways, on_cpu_alone
+from comera.ops.dispatch import Case, Way, Ways, is_on_cpu
 from comera.ops.kernels import choose, feed_forward_kernel
 from comera.ops.linear.tt_linear import Factors, set_ones_, times_left
 from comera.ops.operator import operator
@@ -32,7 +31,8 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         g, h, 0, grad_input=grad_input)),
     "silu": (_aten.silu.out, _aten.silu_backward.grad_input),
 }  # fmt: skip
-"""Value into ``out=``, and gradient from that of the output and the input into ``grad_input=``."""
+"""Value, written to ``out=``, and gradient from that of the output and the input, to
+``grad_input=``."""
 
 _HIDDEN_NUMBERS = 1 << 21
 """Numbers of the hidden activation at a time on a CPU: a few megabytes, the size of a cache."""
@@ -41,9 +41,8 @@ _HIDDEN_NUMBERS = 1 << 21
 def factorized_feed_forward_reference(
     x_BI: Tensor, factors1: Factors, factors2: Factors, activation: str
 ) -> Tensor:
-    """Do the same as :func:`factorized_feed_forward` in plain products."""
-    hidden = getattr(F, activation)(_plainly(x_BI, factors1))
-    return _plainly(hidden, factors2)
+    """Compute :func:`factorized_feed_forward` in plain products."""
+    return _plainly(getattr(F, activation)(_plainly(x_BI, factors1)), factors2)
 
 
 def _plainly(x: Tensor, factors: Factors) -> Tensor:
@@ -57,90 +56,49 @@ def factorized_feed_forward(
 ) -> Tensor:
     """Compute ``act(x @ W1 + b1) @ W2 + b2`` of two layers, both with a bias or neither.
 
-    Args:
-        x_BI: ``(*, I)``.
-        factors1: ``(I, R)`` and ``(R, F)``, those of
-            :func:`~comera.ops.contract_cores.contract_cores`.
-        factors2: ``(F, R)`` and ``(R, O)``.
-        activation: A key of ``ACTIVATIONS``.
-
-    Returns:
-        ``(*, O)``. It can be differentiated as often as one likes.
+    The factors are ``(I, R)`` and ``(R, F)``, and ``(F, R)`` and ``(R, O)``, as ``contract_cores``
+    makes them; the activation is a key of ``ACTIVATIONS``. The result, ``(*, O)``, can be
+    differentiated any number of times.
     """
-    x_BI, lefts, rights = autocast_together(
+    x_BI, (left1, left2), (right1, right2) = autocast_together(
         x_BI, [factors1.left, factors2.left], [factors1.right, factors2.right]
     )
-    return _feed_forward(
-        x_BI, lefts[0], rights[0], lefts[1], rights[1], factors1.has_bias, activation
-    )[0]
+    factors = [left1, right1, left2, right2]
+    return _feed_forward(x_BI, factors, factors1.has_bias, activation)[0]
 
 
 @operator("comera::factorized_feed_forward")
 def _feed_forward(
-    x_BI: Tensor,
-    left1: Tensor,
-    right1: Tensor,
-    left2: Tensor,
-    right2: Tensor,
-    bias: bool,
-    activation: str,
+    x_BI: Tensor, factors: Sequence[Tensor], bias: bool, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``y`` and the products with both left factors, a bias' columns of ones in them."""
-    x = x_BI.reshape(-1, x_BI.shape[-1])
-    y, t1, t2 = _FORWARD(x, left1, right1, left2, right2, bias, activation)
-    return y.reshape(*x_BI.shape[:-1], right2.shape[1]), t1, t2
+    y, t1, t2 = _FORWARD(x_BI.reshape(-1, x_BI.shape[-1]), factors, bias, activation)
+    return y.reshape(*x_BI.shape[:-1], y.shape[1]), t1, t2
 
 
 def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
-    factors = new(768, 32), new(32, 3072), new(3072, 32), new(32, 768)
-    return new(1024, 768), *factors, True, "gelu"
+    factors = [new(768, 32), new(32, 3072), new(3072, 32), new(32, 768)]
+    return new(1024, 768), factors, True, "gelu"
 
 
-def _case(x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, *_: Any) -> Case:
+def _case(x: Tensor, factors: Sequence[Tensor], *_: Any) -> Case:
     """Time depends on rows, both widths, the wider bond, rounding, and which kernels there are."""
+    left1, right1, left2, _right2 = factors
     bond = max(left1.shape[1], left2.shape[1])
     kernels = ("wide",) if bond in feed_forward_kernel.WIDE_BONDS else ()
+    rounding = ("tf32",) if products_are_tf32(x) else ()
     sizes = x.shape[0], x.shape[1], right1.shape[1], bond
-    return x, x.dtype, (*sizes, *_rounding(x), *kernels)
+    return x, x.dtype, (*sizes, *rounding, *kernels)
 
 
-def _rounding(x: Tensor) -> tuple[str, ...]:
-    """Name what products round to, where that is not told by the dtype."""
-    return ("tf32",) if products_are_tf32(x) else ()
+def _kernel_refuses(x: Tensor, factors: Sequence[Tensor], *given: Any) -> str | None:
+    return feed_forward_kernel.refuses(x, factors, activation=given[-1])
 
 
-_TIMES = Times("feed_forward", _case)
-_FORWARD = Ways("factorized_feed_forward", _sample, _TIMES)
-
-
-def _kernel_refuses(
-    x: Tensor,
-    left1: Tensor,
-    right1: Tensor,
-    left2: Tensor,
-    right2: Tensor,
-    bias: bool,
-    activation: str,
-) -> str | None:
-    return feed_forward_kernel.refuses(x, left1, right1, left2, right2, activation)
-
-
-_FORWARD.way("kernel", _kernel_refuses, kernel="factorized_feed_forward")(
-    feed_forward_kernel.forward
-)
-
-
-@_FORWARD.way("torch")
 def _by_torch(
-    x: Tensor,
-    left1: Tensor,
-    right1: Tensor,
-    left2: Tensor,
-    right2: Tensor,
-    bias: bool,
-    activation: str,
+    x: Tensor, factors: Sequence[Tensor], bias: bool, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    value, _ = ACTIVATIONS[activation]
+    (left1, right1, left2, right2), (value, _) = factors, ACTIVATIONS[activation]
     t1 = product(x, left1).contiguous()  # as all results are promised to be
     t2 = x.new_empty(x.shape[0], left2.shape[1])
     set_ones_(t1, bias)
@@ -152,7 +110,8 @@ def _by_torch(
 
 
 @_feed_forward.register_fake
-def _(x_BI, left1, right1, left2, right2, bias, activation):
+def _(x_BI, factors, bias, activation):
+    left1, _, left2, right2 = factors
     rows = math.prod(x_BI.shape[:-1])
     y = x_BI.new_empty(*x_BI.shape[:-1], right2.shape[1])
     return y, x_BI.new_empty(rows, left1.shape[1]), x_BI.new_empty(rows, left2.shape[1])
@@ -160,53 +119,19 @@ def _(x_BI, left1, right1, left2, right2, bias, activation):
 
 @torch.library.custom_op("comera::factorized_feed_forward_backward", mutates_args=())
 def _feed_forward_backward(
-    grad_y: Tensor,
-    x: Tensor,
-    t1: Tensor,
-    t2: Tensor,
-    left1: Tensor,
-    right1: Tensor,
-    left2: Tensor,
-    right2: Tensor,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _BACKWARD(x, left1, right1, left2, right2, grad_y, t1, t2, activation)
+    grad_y: Tensor, x: Tensor, t1: Tensor, t2: Tensor, factors: Sequence[Tensor], activation: str
+) -> list[Tensor]:
+    """Return gradients of ``x`` and of the factors."""
+    return _BACKWARD(x, factors, grad_y, t1, t2, activation)
 
 
-def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
-    x, left1, right1, left2, right2, _, activation = _sample(new)
-    t1, t2 = new(1024, 32), new(1024, 32)
-    return x, left1, right1, left2, right2, new(1024, 768), t1, t2, activation
-
-
-_BACKWARD = Ways("factorized_feed_forward_backward", _sample_backward, _TIMES)
-
-
-def _back_refuses(x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor,
-                  *given: Any) -> str | None:  # fmt: skip
-    return feed_forward_kernel.refuses(x, left1, right1, left2, right2, given[-1])
-
-
-_BACKWARD.way("kernel", _back_refuses, kernel="factorized_feed_forward")(
-    feed_forward_kernel.backward
-)
-
-
-@_BACKWARD.way("torch")
 def _gradients_by_torch(
-    x: Tensor,
-    left1: Tensor,
-    right1: Tensor,
-    left2: Tensor,
-    right2: Tensor,
-    grad_y: Tensor,
-    t1: Tensor,
-    t2: Tensor,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, factors: Sequence[Tensor], grad_y: Tensor, t1: Tensor, t2: Tensor, activation: str
+) -> list[Tensor]:
+    left1, right1, left2, right2 = factors
     value, grad_of = ACTIVATIONS[activation]
     wide = _dtype_of_sums(x, right1.shape[1])
-    turned = on_cpu_alone(x) is None  # there a narrow gradient is made faster that way
+    turned = is_on_cpu(x)  # there a narrow gradient is made faster that way
     u2 = product(grad_y, right2.T)
     u1 = torch.empty_like(t1)
     grad_left2 = grad_right1 = None
@@ -222,67 +147,60 @@ def _gradients_by_torch(
     if grad_left2 is None or grad_right1 is None:  # without a row
         grad_left2, grad_right1 = torch.zeros_like(left2), torch.zeros_like(right1)
         turned = False
-    return (
+    return [
         product(u1, left1.T),
         product(u1.T, x).T.contiguous() if turned else product(x.T, u1).contiguous(),
         grad_right1.to(x.dtype).contiguous(),
         (grad_left2.T if turned else grad_left2).to(x.dtype).contiguous(),
         product(t2.T, grad_y).contiguous(),
-    )
+    ]
 
 
 @_feed_forward_backward.register_fake
-def _(grad_y, x, t1, t2, left1, right1, left2, right2, activation):
-    return tuple(map(torch.empty_like, (x, left1, right1, left2, right2)))
+def _(grad_y, x, t1, t2, factors, activation):
+    return [torch.empty_like(tensor) for tensor in (x, *factors)]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x_BI, left1, right1, left2, right2, ctx.bias, ctx.activation = inputs
+    x_BI, factors, ctx.bias, ctx.activation = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x_BI, output[1], output[2], left1, right1, left2, right2)
+    ctx.save_for_backward(x_BI, *output[1:], *factors)
 
 
 def _backward(ctx, grad_y: Tensor | None, *_):
     if grad_y is None:
-        return (None,) * 7
-    x_BI, *saved = ctx.saved_tensors
+        return None, [None] * 4, None, None
+    x_BI, t1, t2, *factors = ctx.saved_tensors
 
-    def plainly(x: Tensor, *halves: Tensor) -> Tensor:
-        left1, right1, left2, right2 = halves
+    def plainly(x: Tensor, *factors: Tensor) -> Tensor:
+        left1, right1, left2, right2 = factors
         pairs = Factors(left1, right1, ctx.bias), Factors(left2, right2, ctx.bias)
         return factorized_feed_forward_reference(x, *pairs, ctx.activation)
 
     with without_autocast(x_BI):
+        grad_y = grad_y.to(x_BI.dtype)
         if torch.is_grad_enabled():
-            inputs = [x_BI, *saved[2:]]
-            return *_gradients_again(plainly, inputs, grad_y.to(x_BI.dtype)), None, None
-        x = x_BI.reshape(-1, x_BI.shape[-1])
-        gy = grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype)
-        grad_x, *grads = _feed_forward_backward(gy, x, *saved, ctx.activation)
-    return grad_x.reshape(x_BI.shape), *grads, None, None
+            grad_x, *grads = _gradients_again(plainly, [x_BI, *factors], grad_y)
+            return grad_x, grads, None, None
+        x, gy = x_BI.reshape(-1, x_BI.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
+        grad_x, *grads = _feed_forward_backward(gy, x, t1, t2, factors, ctx.activation)
+    return grad_x.reshape(x_BI.shape), grads, None, None
 
 
 _feed_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def gated_feed_forward_reference(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
-    """Do the same as :func:`gated_feed_forward` in plain products."""
-    g, u = (_plainly(x_BI, factors) for factors in (gate, up))
-    return _plainly(F.silu(g) * u, down)
+    """Compute :func:`gated_feed_forward` in plain products."""
+    return _plainly(F.silu(_plainly(x_BI, gate)) * _plainly(x_BI, up), down)
 
 
 def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
     """Compute ``(silu(x @ W_gate) * (x @ W_up)) @ W_down`` of layers that all have a bias or none.
 
-    Args:
-        x_BI: ``(*, I)``.
-        gate: ``(I, R)`` and ``(R, F)``, those of
-            :func:`~comera.ops.contract_cores.contract_cores`.
-        up: ``(I, R)`` and ``(R, F)``, of an R of its own.
-        down: ``(F, R)`` and ``(R, O)``.
-
-    Returns:
-        ``(*, O)``. It can be differentiated as often as one likes.
+    The factors of ``gate`` and ``up`` are ``(I, R)`` and ``(R, F)``, those of ``down`` ``(F, R)``
+    and ``(R, O)``, as ``contract_cores`` makes them, each of an R of its own. The result,
+    ``(*, O)``, can be differentiated any number of times.
     """
     x_BI, lefts, rights = autocast_together(
         x_BI, [gate.left, up.left, down.left], [gate.right, up.right, down.right]
@@ -290,49 +208,40 @@ def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) 
     t_gate, t_up = times_left(x_BI.reshape(-1, x_BI.shape[-1]), lefts[:2], gate.has_bias).split(
         [left.shape[1] for left in lefts[:2]], 1
     )
-    t2 = _gated_hidden(t_gate, t_up, rights[0], rights[1], lefts[2])
+    t2 = _gated_hidden([t_gate, t_up, rights[0], rights[1], lefts[2]])
     y = affine(t2, rights[2], rights[2][-1] if down.has_bias else None)
     return y.view(*x_BI.shape[:-1], y.shape[1])
 
 
 @operator("comera::gated_hidden")
-def _gated_hidden(
-    t_gate: Tensor, t_up: Tensor, right_gate: Tensor, right_up: Tensor, left2: Tensor
-) -> Tensor:
-    """Return ``(silu(t_gate @ right_gate) * (t_up @ right_up)) @ left2``."""
-    return _GATED_FORWARD(t_gate, t_up, right_gate, right_up, left2)
+def _gated_hidden(given: Sequence[Tensor]) -> Tensor:
+    """Return ``(silu(t_gate @ right_gate) * (t_up @ right_up)) @ left2``.
+
+    Args:
+        given: ``t_gate``, ``t_up``, ``right_gate``, ``right_up`` and ``left2``.
+    """
+    return _GATED_FORWARD(given)
 
 
-def _sample_gated(new: Callable[..., Any]) -> tuple[Any, ...]:
-    return new(1024, 32), new(1024, 32), new(32, 3072), new(32, 3072), new(3072, 32)
+def _sample_gated(new: Callable[..., Any]) -> tuple[list[Any]]:
+    return ([new(1024, 32), new(1024, 32), new(32, 3072), new(32, 3072), new(3072, 32)],)
 
 
-def _case_gated(t_gate: Tensor, t_up: Tensor, right_gate: Tensor, *_: Any) -> Case:
+def _case_gated(given: Sequence[Tensor], *_: Any) -> Case:
     """Time depends on rows, the hidden width, the bond of the first layers, and rounding."""
-    sizes = t_gate.shape[0], right_gate.shape[1], t_gate.shape[1]
-    return t_gate, t_gate.dtype, (*sizes, *_rounding(t_gate))
+    t_gate, _up, right_gate, *_rest = given
+    rounding = ("tf32",) if products_are_tf32(t_gate) else ()
+    return t_gate, t_gate.dtype, (t_gate.shape[0], right_gate.shape[1], t_gate.shape[1], *rounding)
 
 
-_GATED_TIMES = Times("gated_feed_forward", _case_gated)
-_GATED_FORWARD = Ways("gated_hidden", _sample_gated, _GATED_TIMES)
+def _gated_kernel_refuses(given: Sequence[Tensor], *_: Any) -> str | None:
+    elsewhere = choose.off_card("feed_forward_gated", given[0])
+    return elsewhere or feed_forward_kernel.gated_refuses(given)
 
 
-def _gated_kernel_refuses(t_gate: Tensor, *given: Tensor) -> str | None:
-    elsewhere = choose.off_card("feed_forward_gated", t_gate)
-    return elsewhere or feed_forward_kernel.gated_refuses(t_gate, *given[:4])
-
-
-_GATED_FORWARD.way("kernel", _gated_kernel_refuses, kernel="gated_feed_forward")(
-    feed_forward_kernel.gated_forward
-)
-
-
-@_GATED_FORWARD.way("torch")
-def _gated_by_torch(
-    t_gate: Tensor, t_up: Tensor, right_gate: Tensor, right_up: Tensor, left2: Tensor
-) -> Tensor:
+def _gated_by_torch(given: Sequence[Tensor]) -> Tensor:
+    (t_gate, t_up, right_gate, right_up, left2), (silu, _) = given, ACTIVATIONS["silu"]
     t2 = t_gate.new_empty(t_gate.shape[0], left2.shape[1])
-    silu, _ = ACTIVATIONS["silu"]
     for rows, (gated, wide) in _pieces(t_gate, right_gate.shape[1], 2):
         g = product_into(gated, t_gate[rows], right_gate)
         u = product_into(wide, t_up[rows], right_up)
@@ -341,41 +250,17 @@ def _gated_by_torch(
 
 
 @_gated_hidden.register_fake
-def _(t_gate, t_up, right_gate, right_up, left2):
-    return t_gate.new_empty(t_gate.shape[0], left2.shape[1])
+def _(given):
+    return given[0].new_empty(given[0].shape[0], given[4].shape[1])
 
 
 @torch.library.custom_op("comera::gated_hidden_backward", mutates_args=())
-def _gated_hidden_backward(
-    t_gate: Tensor,
-    t_up: Tensor,
-    right_gate: Tensor,
-    right_up: Tensor,
-    left2: Tensor,
-    grad_t2: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _GATED_BACKWARD(t_gate, t_up, right_gate, right_up, left2, grad_t2)
+def _gated_hidden_backward(given: Sequence[Tensor], grad_t2: Tensor) -> list[Tensor]:
+    return _GATED_BACKWARD(given, grad_t2)
 
 
-def _sample_gated_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
-    return *_sample_gated(new), new(1024, 32)
-
-
-_GATED_BACKWARD = Ways("gated_hidden_backward", _sample_gated_backward, _GATED_TIMES)
-_GATED_BACKWARD.way("kernel", _gated_kernel_refuses, kernel="gated_feed_forward")(
-    feed_forward_kernel.gated_backward
-)
-
-
-@_GATED_BACKWARD.way("torch")
-def _gated_gradients_by_torch(
-    t_gate: Tensor,
-    t_up: Tensor,
-    right_gate: Tensor,
-    right_up: Tensor,
-    left2: Tensor,
-    grad_t2: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _gated_gradients_by_torch(given: Sequence[Tensor], grad_t2: Tensor) -> list[Tensor]:
+    t_gate, t_up, right_gate, right_up, left2 = given
     silu, silu_back = ACTIVATIONS["silu"]
     hidden = right_gate.shape[1]
     dtype = _dtype_of_sums(t_gate, hidden)
@@ -393,37 +278,35 @@ def _gated_gradients_by_torch(
         dg = silu_back(dh.mul_(u), g, grad_input=into[4])
         sums[0] = add_product(sums[0], t_g.T, dg, dtype)
         store_product_(of_gate[rows], dg, right_gate.T)
-    likes = right_gate, right_up, left2
     grads = (
         torch.zeros_like(like) if each is None else each.to(like.dtype).contiguous()
-        for each, like in zip(sums, likes, strict=True)
+        for each, like in zip(sums, given[2:], strict=True)
     )
-    return of_gate, of_up, *grads  # type: ignore[return-value]
+    return [of_gate, of_up, *grads]
 
 
 @_gated_hidden_backward.register_fake
-def _(t_gate, t_up, right_gate, right_up, left2, grad_t2):
-    thin = (t.new_empty(t.shape) for t in (t_gate, t_up))
-    return *thin, *map(torch.empty_like, (right_gate, right_up, left2))
+def _(given, grad_t2):
+    thin = (t.new_empty(t.shape) for t in given[:2])
+    return [*thin, *map(torch.empty_like, given[2:])]
 
 
 def _setup_gated(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[0])
 
 
 def _back_gated(ctx, grad_t2: Tensor):
-    saved = ctx.saved_tensors
+    saved = list(ctx.saved_tensors)
+
+    def plainly(*given: Tensor) -> Tensor:
+        t_gate, t_up, right_gate, right_up, left2 = given
+        return (F.silu(t_gate @ right_gate) * (t_up @ right_up)) @ left2
+
     with without_autocast(grad_t2):
         grad_t2 = grad_t2.to(saved[0].dtype)
         if torch.is_grad_enabled():
-            return tuple(_gradients_again(_plain_hidden, saved, grad_t2))
-        return _gated_hidden_backward(*saved, grad_t2)
-
-
-def _plain_hidden(
-    t_gate: Tensor, t_up: Tensor, right_gate: Tensor, right_up: Tensor, left2: Tensor
-) -> Tensor:
-    return (F.silu(t_gate @ right_gate) * (t_up @ right_up)) @ left2
+            return (_gradients_again(plainly, saved, grad_t2),)
+        return (_gated_hidden_backward(saved, grad_t2),)
 
 
 _gated_hidden.register_autograd(_back_gated, setup_context=_setup_gated)
@@ -434,16 +317,11 @@ def _gradients_again(
 ) -> list[Tensor | None]:
     """Return gradients that can be differentiated, for a backward pass that is itself.
 
-    Args:
-        function: A reference for an operator, in operations that autograd knows.
-        inputs: The operator's saved inputs.
-        grad: Gradient of what it returns.
-
-    Returns:
-        Gradients of the inputs; None for those that need none.
+    ``function`` is a reference for the operator of these inputs, in operations that autograd knows.
+    Inputs that need no gradient get None.
     """
     # Of views: one input may depend on another, as the second pass through a layer's factors does
-    # on the first, and what it gets by way of that one is not for here.
+    # on the first, and the gradient by way of that one does not belong here.
     inputs = [each.view_as(each) for each in inputs]
     wanted = [each for each in inputs if each.requires_grad]
     found = iter(torch.autograd.grad(function(*inputs), wanted, grad, create_graph=True))
@@ -465,17 +343,34 @@ def _dtype_of_sums(x: Tensor, hidden: int) -> torch.dtype:
     return x.dtype if one else torch.promote_types(x.dtype, torch.float32)
 
 
-_rows_at_a_time = Ways("hidden_rows_at_a_time", lambda new: (new(1024, 768), 3072))
-
-
-@_rows_at_a_time.way("as many as stay in the cache", lambda x, _: on_cpu_alone(x))
-def _rows_in_cache(x: Tensor, hidden: int) -> int:
-    """Cut into pieces of equal size, none much below 64 rows."""
+def _rows_at_a_time(x: Tensor, hidden: int) -> int:
+    """Return how many rows a piece has: on a CPU as many as stay in the cache, none below 64."""
     rows = max(1, x.shape[0])
+    if not is_on_cpu(x):
+        return rows
     pieces = min(-(-rows * hidden // _HIDDEN_NUMBERS), -(-rows // 64))
     return -(-rows // max(1, pieces))
 
 
-@_rows_at_a_time.way("all")
-def _all_rows(x: Tensor, hidden: int) -> int:
-    return max(1, x.shape[0])
+_FORWARD = Ways(
+    "factorized_feed_forward", "feed_forward", _case, _sample,
+    Way("kernel", feed_forward_kernel.forward, _kernel_refuses, "factorized_feed_forward"),
+    Way("torch", _by_torch),
+)  # fmt: skip
+_BACKWARD = Ways(
+    "factorized_feed_forward_backward", "feed_forward", _case,
+    lambda new: (*_sample(new)[:2], new(1024, 768), new(1024, 32), new(1024, 32), "gelu"),
+    Way("kernel", feed_forward_kernel.backward, _kernel_refuses, "factorized_feed_forward"),
+    Way("torch", _gradients_by_torch),
+)  # fmt: skip
+_GATED_FORWARD = Ways(
+    "gated_hidden", "gated_feed_forward", _case_gated, _sample_gated,
+    Way("kernel", feed_forward_kernel.gated_forward, _gated_kernel_refuses, "gated_feed_forward"),
+    Way("torch", _gated_by_torch),
+)  # fmt: skip
+_GATED_BACKWARD = Ways(
+    "gated_hidden_backward", "gated_feed_forward", _case_gated,
+    lambda new: (*_sample_gated(new), new(1024, 32)),
+    Way("kernel", feed_forward_kernel.gated_backward, _gated_kernel_refuses, "gated_feed_forward"),
+    Way("torch", _gated_gradients_by_torch),
+)  # fmt: skip

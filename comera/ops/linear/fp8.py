@@ -1,10 +1,9 @@
-"""Matrix products of numbers of eight bits, with one scale a matrix found anew for each product.
+"""Matrix products of numbers of eight bits, with one scale a matrix computed for each product.
 
-Values and weights are kept as e4m3, which has three bits after the leading one and reaches 448,
-gradients as e5m2, which has two and reaches 57344 (Micikevicius et al., FP8 formats for deep
-learning, arXiv 2209.05433). The scale puts the largest entry of a matrix at the largest number of
-the format. Products add up in float32. This is the recipe that torchao calls tensorwise, dynamic;
-torchao itself takes ``nn.Linear`` modules, which a tensor train does not have.
+Values and weights are e4m3, with three bits after the leading one, up to 448; gradients are e5m2,
+with two, up to 57344 (Micikevicius et al., FP8 formats for deep learning, arXiv 2209.05433). The
+scale puts the largest entry of a matrix at the largest number of the format; products add up in
+float32. torchao calls this recipe tensorwise, dynamic, and has it for ``nn.Linear`` alone.
 """
 
 import functools
@@ -20,8 +19,7 @@ from comera.ops.context import without_autocast
 from comera.ops.operator import operator
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-_STEP = 16
-"""cuBLAS takes such matrices only with rows of a multiple of 16 bytes."""
+_STEP = 16  # cuBLAS takes such matrices only with rows of a multiple of 16 bytes
 
 _FIRST_CARD = (8, 9)
 
@@ -117,12 +115,14 @@ def _fp8_linears(
         batch, dtype = x_BI.shape[:-1], x_BI.dtype
         rows = math.prod(batch)
         x = to_fp8(x_BI.reshape(rows, -1), VALUES)
-        left_RI = to_fp8(_beside(lefts).T, VALUES)
+        beside = [F.pad(left, (0, padded_to_step(left.shape[1]) - left.shape[1])) for left in lefts]
+        left_RI = to_fp8(torch.cat(beside, 1).T, VALUES)
         t = to_fp8(fp8_product(x, left_RI, dtype), VALUES)
         ys, kept, end = [], [], 0
         for right in rights:
             begin, end = end, end + padded_to_step(right.shape[0])
-            right_RO = to_fp8(_without_bias(right, bias), VALUES)
+            # Padding takes the place of the row of a bias.
+            right_RO = to_fp8(F.pad(right[:-1], (0, 0, 0, 1)) if bias else right, VALUES)
             tj = Fp8Matrix(t.values[:, begin:end].contiguous(), t.scale)
             y = fp8_product(tj, right_RO.T, dtype)[:rows, : right.shape[1]]
             y = y + right[-1] if bias else y.contiguous()
@@ -140,15 +140,10 @@ def _(x_BI, lefts, rights, bias):
     sizes += [
         (bond, padded_to_step(right.shape[1])) for bond, right in zip(bonds, rights, strict=True)
     ]
-    kept = [
-        part
-        for size in sizes
-        for part in (
-            x_BI.new_empty(size, dtype=VALUES),
-            x_BI.new_empty((), dtype=torch.float32),
-        )
-    ]
-    return [*(x_BI.new_empty(*batch, right.shape[1]) for right in rights), *kept]
+    found = [x_BI.new_empty(*batch, right.shape[1]) for right in rights]
+    for size in sizes:
+        found += [x_BI.new_empty(size, dtype=VALUES), x_BI.new_empty((), dtype=torch.float32)]
+    return found
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -192,14 +187,3 @@ def _backward(ctx, grads: Sequence[Tensor | None]):
 
 
 _fp8_linears.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _without_bias(right_RO: Tensor, bias: bool) -> Tensor:
-    """Leave out the row of a bias; padding takes its place."""
-    return F.pad(right_RO[:-1], (0, 0, 0, 1)) if bias else right_RO
-
-
-def _beside(lefts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(
-        [F.pad(left, (0, padded_to_step(left.shape[1]) - left.shape[1])) for left in lefts], 1
-    )

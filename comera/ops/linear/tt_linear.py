@@ -5,6 +5,7 @@ meets only those two. Cost ``B * R * (I + O)`` instead of ``B * I * O``; autogra
 narrow ``x @ left`` and the factors, nothing else (CoMERA, arXiv 2405.14377, section 4).
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,60 +13,21 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import autocast_together, is_autocast_on, products_are_fp8
-from comera.ops.contract_cores import contract_cores
 from comera.ops.cores import contract_chain
-from comera.ops.dispatch import is_eager, may_keep
+from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
 from comera.ops.product import NODE_FROM, affine
 
 
 class Factors(NamedTuple):
-    """The two factors of a layer's weight, ``x @ left @ right``.
+    """The factors ``(I, R)`` and ``(R, O)`` of a layer's weight, ``x @ left @ right``.
 
-    Attributes:
-        left: ``(I, R)``.
-        right: ``(R, O)``.
-        has_bias: Whether the last row of ``right`` is a bias, for which x has a one.
+    ``has_bias``: whether the last row of ``right`` is a bias, for which ``x @ left`` has a one.
     """
 
     left: Tensor
     right: Tensor
     has_bias: bool
-
-
-def tt_linear(
-    x_BI: Tensor,
-    cores: Sequence[Tensor],
-    split: int,
-    bias_O: Tensor | None = None,
-    *,
-    gates: Sequence[Tensor] = (),
-    threshold: float = 0.0,
-    in_features: int | None = None,
-    out_features: int | None = None,
-) -> Tensor:
-    """Return ``x @ W.T + bias`` where ``W`` is a tensor train.
-
-    Args:
-        x_BI: ``(*, in_features)``; any leading dimensions, empty ones included.
-        cores: ``(left bond, mode, right bond)`` each, the first and last bond being 1.
-        split: How many of the cores carry the input.
-        bias_O: ``(out_features,)`` or None.
-        gates: One vector for each inner bond, or none at all.
-        threshold: A gate at or below it is a pruned rank.
-        in_features: Width of x if the modes multiply to more: x is zero-padded, without a copy.
-        out_features: Width of the result if the modes multiply to more: it is cut.
-
-    Returns:
-        ``(*, out_features)`` in the dtype of x; under autocast in autocast's dtype.
-
-    Raises:
-        ValueError: If x has another width than the layer.
-    """
-    biases = [] if bias_O is None else [bias_O]
-    left_GIR, right_GRO = contract_cores(list(cores), list(gates), biases, 1, split, threshold)
-    left_IR, right_RO = left_GIR[0, :in_features], right_GRO[0, :, :out_features]
-    return factorized_linears(x_BI, [left_IR], [right_RO], bias_O is not None)[0]
 
 
 def factorized_linears(
@@ -80,8 +42,7 @@ def factorized_linears(
         bias: Whether the last row of each right factor is a bias.
 
     Returns:
-        ``(*, O)`` for each pair, at autocast's dtype where autocast is on. As in torch's own
-        products, float64 is left as it is.
+        ``(*, O)`` for each pair, at autocast's dtype where autocast is on, except of float64.
 
     Raises:
         ValueError: If x has another width than the layer.
@@ -110,19 +71,10 @@ def times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
 def low_rank_linear(
     x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias_O: Tensor | None
 ) -> Tensor:
-    """Return ``x @ left @ right + bias`` in eager mode.
+    """Return ``x @ left @ right + bias``, ``(*, O)``, in eager mode; x is ``(*, I)``.
 
-    Args:
-        x_BI: ``(*, I)``.
-        left_IR: As :func:`~comera.ops.contract_cores.contract_layer` makes it.
-        right_RO: Likewise.
-        bias_O: ``(O,)`` or None.
-
-    Returns:
-        ``(*, O)``, at autocast's dtype where autocast is on.
-
-    Raises:
-        ValueError: If x has another width than the layer.
+    The factors are those of :func:`~comera.ops.contract_cores.contract_layer`. Dtypes and errors
+    are those of :func:`factorized_linears`.
     """
     check_width(x_BI, left_IR.shape[0])
     if is_autocast_on(x_BI):
@@ -150,9 +102,9 @@ def check_width(x_BI: Tensor, width: int) -> None:
 
 
 def reconstructed_linear(x_BI: Tensor, factors: Factors) -> Tensor:
-    """Do the same as :func:`factorized_linears` of one pair, through the dense matrix.
+    """Compute :func:`factorized_linears` of one pair, through the dense matrix.
 
-    The faster way where the bond is so large that ``R * (I + O) > I * O`` and the batch is large.
+    This is faster where the bond is so large that ``R * (I + O) > I * O`` and the batch is large.
     """
     left_IR, right_RO, has_bias = factors
     check_width(x_BI, left_IR.shape[0])
@@ -169,41 +121,30 @@ def tt_to_dense(cores: Sequence[Tensor], split: int) -> Tensor:
 
 
 def set_ones_(t: Tensor, has_bias: bool) -> None:
-    """Set the last column of ``x @ left`` to one, which the last row of ``right`` is added by."""
+    """Set the last column of ``x @ left`` to one, for the bias in the last row of ``right``."""
     if has_bias:
         t.select(-1, -1).fill_(1)
-
-
-def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
-    """Return a row of zeros with a one at the end of each stretch, kept from call to call.
-
-    Args:
-        widths: Of the stretches.
-        like: A tensor of the dtype and device wanted.
-
-    Returns:
-        ``(sum of widths,)``, not to be written to: added to factors' products side by side it does
-        what :func:`set_ones_` does.
-    """
-    if not (is_eager() and is_concrete(like)):
-        return _last_of_each(widths, like.dtype, like.device)
-    key = *widths, like.dtype, like.device
-    row = _rows.get(key)  # a graph that is captured may read what was there before it
-    if row is None:
-        with torch.inference_mode(False):
-            row = _last_of_each(widths, like.dtype, like.device)
-        if may_keep(like):
-            _rows[key] = row
-    return row
 
 
 _rows: dict[tuple[Any, ...], Tensor] = {}
 
 
-def _last_of_each(widths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    row = torch.zeros(sum(widths), dtype=dtype, device=device)
-    # All at once where that is possible: on a card each is a launch.
-    one_width = len(set(widths)) == 1
-    for part in [row.view(len(widths), -1)] if one_width else row.split(list(widths)):
-        set_ones_(part, True)
+def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
+    """Return a row of zeros with a one at the end of each stretch of these widths.
+
+    Added to factors' products side by side it does the same as :func:`set_ones_`. It is not to be
+    written to: in eager mode it is cached.
+    """
+    is_cached, key = is_eager() and is_concrete(like), (*widths, like.dtype, like.device)
+    row = _rows.get(key) if is_cached else None  # a captured graph may read an older one
+    if row is not None:
+        return row
+    with torch.inference_mode(False) if is_cached else contextlib.nullcontext():
+        row = torch.zeros(sum(widths), dtype=like.dtype, device=like.device)
+        # All at once where that is possible: on a card each is a launch.
+        one_width = len(set(widths)) == 1
+        for part in [row.view(len(widths), -1)] if one_width else row.split(list(widths)):
+            set_ones_(part, True)
+    if is_cached and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _rows[key] = row
     return row

@@ -1,18 +1,17 @@
 """Rows of a table made from its two factors, each distinct one once, and their gradients.
 
 A row of a tensor-train table is a slice of the left factor times a slice of the right one. Entries
-are sorted by right slice, then left slice: equal rows come to stand together, and rows that share
-their right slice form groups, which are one product each. Each distinct row gets a slot. The rows
-of entries are gathered from the slots, and the gradient of a slot is a sum over a segment of the
-sorted entries.
+are sorted by right slice, then left slice, so that rows that share their right slice form groups,
+which are one product each. Each distinct row gets a slot: rows of entries are gathered from the
+slots, and the gradient of a slot is a sum over a segment of the sorted entries.
 
-Shape suffixes: N = entries, B = bags, S = slots (distinct rows), T = groups of slots that share a
-right slice, V = left and W = right part of a row's number, P and Q = left and right part of the
-width, R = the bond between them, D = width, H = hot rows, K = their coordinates: D where they are
-dense, fewer where they are coordinates in a basis.
+Shape suffixes: N = entries, B = bags (or entries, where there are none), S = slots (distinct rows),
+T = groups of slots that share a right slice, V = left and W = right part of a row's number, P and
+Q = left and right part of the width, R = the bond between them, D = width, H = hot rows, K = their
+coordinates: D where they are dense, fewer where they are coordinates in a basis.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,20 +21,74 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
-from comera.ops.dispatch import is_eager, may_read_values, on_cpu_alone
+from comera.ops.dispatch import is_eager, is_on_cpu, may_read_values
 
-_MOST = 8
-"""Rows of a group at most: more make no faster products, and more slots that stay empty."""
+_MOST = 8  # rows of a group at most: more make no faster products, and more slots that stay empty
 
 _MOST_KEY = torch.iinfo(torch.int64).max
 
 
+class Lookup(NamedTuple):
+    """The request of rows, or sums of rows over bags, to the factors of a table.
+
+    Row ``H + v * W + w`` is ``left[v] @ right[w]``; the other attributes are those of a
+    :class:`~comera.ops.table.tt_embedding.Request`.
+    """
+
+    indices_N: Tensor
+    left_VPR: Tensor
+    right_WRQ: Tensor
+    hot_HK: Tensor | None
+    basis_KD: Tensor | None
+    weights_N: Tensor | None
+    offsets_B: Tensor | None
+    num_embeddings: int
+    embedding_dim: int
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Tensor], present: Sequence[int], num_embeddings: int, width: int
+    ) -> "Lookup":
+        """Undo :meth:`arguments`."""
+        rest = iter(tensors)
+        given = [next(rest) if there else None for there in present]
+        return cls._make([*given, num_embeddings, width])
+
+    def arguments(self) -> tuple[list[Tensor], list[int], int, int]:
+        """Return the tensors, which of the attributes they are, and the sizes, for operators."""
+        given = self[:7]
+        present = [int(tensor is not None) for tensor in given]
+        tensors = [tensor for tensor in given if tensor is not None]
+        return tensors, present, self.num_embeddings, self.embedding_dim
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Hot rows, V and W."""
+        hot = 0 if self.hot_HK is None else self.hot_HK.shape[0]
+        return hot, self.left_VPR.shape[0], self.right_WRQ.shape[0]
+
+    def hot_rows(self, rows_N: Tensor) -> Tensor:
+        """Gather hot rows by their numbers, ``(N, D)``."""
+        assert self.hot_HK is not None, "the table has hot rows"
+        hot = self.hot_HK.index_select(0, rows_N)
+        return hot if self.basis_KD is None else hot @ self.basis_KD
+
+
+class Sorted(NamedTuple):
+    """The gradient of a lookup, and its entries sorted by key."""
+
+    grad_BD: Tensor
+    keys_N: Tensor
+    order_N: Tensor
+    with_weights: bool
+
+
 @dataclass(frozen=True)
 class Slots:
-    """Places for distinct rows: first the hot ones, then groups of ``group`` cold ones.
+    """Slots of distinct rows: first the hot ones, then groups of ``group`` cold ones.
 
     Attributes:
-        hot: ``(num_hot,)``, numbers of the hot rows that occur.
+        hot: Numbers of the hot rows that occur.
         left_S: Left slices of the cold slots; a group is filled up with slice 0.
         right_T: Right slices of the groups, rising.
         group: Cold slots of a group.
@@ -58,7 +111,7 @@ class Slots:
 
 
 def sorted_rows(rows_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> tuple[Tensor, Tensor]:
-    """Sort the keys of rows; return them, rising, and which entry each is of.
+    """Sort the keys of rows; return them, and the entry of each.
 
     A hot row is its own key; behind them, row ``v * W + w`` of the train has key ``w * V + v``.
     """
@@ -70,14 +123,16 @@ def sorted_rows(rows_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> tup
 
 
 def make_slots(keys_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> Slots:
-    """Make slots for the distinct ones of the sorted keys."""
+    """Return the slots of the distinct ones of the sorted keys."""
     first = torch.ones_like(keys_N, dtype=torch.bool)
     torch.ne(keys_N[1:], keys_N[:-1], out=first[1:])
     distinct = keys_N[first]
     num_hot = int(torch.searchsorted(distinct, hot_rows)) if hot_rows else 0
     cold = distinct[num_hot:] - hot_rows
     left, right = cold % left_V, cold // left_V
-    group = _group_size(cold.shape[0], right_W)
+    group = 1  # doubled as long as at most a fifth of the slots stay empty
+    while group < _MOST and 2 * (2 * group - 1) * right_W <= cold.shape[0]:
+        group *= 2
     slot = torch.arange(distinct.shape[0], device=keys_N.device)
     if group > 1:
         counts_W = torch.bincount(right, minlength=right_W)
@@ -96,14 +151,9 @@ def make_slots(keys_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> Slot
 
 def sum_by_sorted(values: Tensor, rows: Tensor, of_rows: Tensor, count: int,
                   weights: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Compute ``out[k]``, the weighted sum of ``values[rows[i]]`` where ``of_rows[i] == k``.
+    """Compute ``out[k]`` for k < count: the sum of ``values[rows[i]]`` where ``of_rows[i] == k``.
 
-    Args:
-        values: ``(*, width)``.
-        rows: Integers.
-        of_rows: Row of the result that each of ``rows`` belongs to, rising.
-        count: Rows of the result.
-        weights: One for each of ``rows``, or None for ones.
+    ``of_rows`` rises; ``weights`` has one for each of ``rows``.
     """
     if not rows.shape[0] or not values.shape[1]:
         return values.new_zeros(count, values.shape[1])
@@ -119,7 +169,7 @@ def sum_by(values: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort keys; return them, rising, and where each was. Equal ones keep their order."""
+    """Sort keys; return them, and the place where each was. Equal ones keep their order."""
     count = keys_N.shape[0]
     # numpy sorts whole numbers several times as fast, so each takes its place along, if both fit.
     if keys_N.device.type != "cpu" or not count or keys_N.numpy().max() >= _MOST_KEY // count:
@@ -128,14 +178,6 @@ def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
     packed = torch.from_numpy(np.sort((keys_N * count + torch.arange(count)).numpy()))
     values = packed // count
     return values, packed - values * count
-
-
-def _group_size(rows: int, right_W: int) -> int:
-    """Return the size of the largest group that leaves at most a fifth of the slots empty."""
-    group = 1
-    while group < _MOST and 2 * (2 * group - 1) * right_W <= rows:
-        group *= 2
-    return group
 
 
 def check_integers(indices: Tensor) -> None:
@@ -152,12 +194,8 @@ def check_integers(indices: Tensor) -> None:
 def check_range(indices: Tensor, num_embeddings: int) -> bool:
     """Check that indices are rows, where they can be read: on a CPU.
 
-    Returns:
-        Whether they were checked; in a compiled graph the operator checks them when it runs.
-
-    Raises:
-        IndexError: If one is no row; the message names the first.
-        TypeError: If they are no whole numbers; wherever they are.
+    ``IndexError`` names the first that is no row; on any device ``TypeError`` is raised for numbers
+    that are not whole. False in a compiled graph, whose operator checks them when it runs.
     """
     check_integers(indices)
     if not may_read_values(indices) or not indices.numel():
@@ -173,50 +211,12 @@ def check_range(indices: Tensor, num_embeddings: int) -> bool:
     )
 
 
-class TableFactors(NamedTuple):
-    """The two factors of a table, and its hot rows.
-
-    Attributes:
-        left_VPR: Left factor.
-        right_WRQ: Right factor: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
-        hot_HK: Rows before those of the train; None for none.
-        basis_KD: Basis of the hot rows, where these are coordinates; else None.
-    """
-
-    left_VPR: Tensor
-    right_WRQ: Tensor
-    hot_HK: Tensor | None
-    basis_KD: Tensor | None
-
-    @property
-    def num_hot(self) -> int:
-        return 0 if self.hot_HK is None else self.hot_HK.shape[0]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Hot rows, V and W."""
-        return self.num_hot, self.left_VPR.shape[0], self.right_WRQ.shape[0]
-
-    def hot_rows(self, rows_N: Tensor) -> Tensor:
-        """Gather hot rows by their numbers, ``(N, D)``."""
-        assert self.hot_HK is not None, "the table has hot rows"
-        hot = self.hot_HK.index_select(0, rows_N)
-        return hot if self.basis_KD is None else hot @ self.basis_KD
-
-    def dense_hot(self) -> Tensor | None:
-        """Compute all hot rows, ``(H, D)``."""
-        if self.hot_HK is None or self.basis_KD is None:
-            return None if self.hot_HK is None else self.hot_HK.contiguous()
-        with without_autocast(self.hot_HK):
-            return self.hot_HK @ self.basis_KD
-
-
-def every_row(indices_N: Tensor, factors: TableFactors, embedding_dim: int) -> Tensor:
+def every_row(given: Lookup) -> Tensor:
     """Compute the row of every entry, repeated ones again; all sizes are fixed by the arguments.
 
-    By torch operations alone: the reference of lookups, differentiable any number of times.
+    The reference of lookups, by torch operations: differentiable any number of times.
     """
-    left_VPR, right_WRQ, num_hot = factors.left_VPR, factors.right_WRQ, factors.num_hot
+    indices_N, left_VPR, right_WRQ, num_hot = *given[:3], given.sizes[0]
     cold = (indices_N.long() - num_hot).clamp(min=0)
     left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
     turned_WQR, at = right_WRQ.mT, cold % right_WRQ.shape[0]
@@ -225,10 +225,10 @@ def every_row(indices_N: Tensor, factors: TableFactors, embedding_dim: int) -> T
     else:
         right = right_WRQ.index_select(0, at)
     with without_autocast(left_VPR):
-        rows = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
-        if factors.hot_HK is None:
+        rows = torch.bmm(left, right).flatten(1)[:, : given.embedding_dim]
+        if given.hot_HK is None:
             return rows
-        hot = factors.hot_rows(indices_N.long().clamp(max=num_hot - 1))
+        hot = given.hot_rows(indices_N.long().clamp(max=num_hot - 1))
     return torch.where((indices_N < num_hot).unsqueeze(1), hot, rows)
 
 
@@ -236,18 +236,17 @@ _PIECE = 1 << 19
 """Entries of slices that a CPU gathers at once: they are still in its cache when they are used."""
 
 
-def _pieces(slots: Slots, factors: TableFactors) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _pieces(slots: Slots, given: Lookup) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
 
-    Those of the right factor lie turned, as
-    :func:`~comera.ops.table.table_factors.contract_table` makes them: products of many
-    small matrices take up to four times as long where the rows of what they make are as short as Q.
+    Those of the right factor lie turned: products of many small matrices take up to four times as
+    long where the rows of their results are as short as Q.
     """
-    left_VPR, turned_WQR = factors.left_VPR, factors.right_WRQ.mT.contiguous()
+    left_VPR, turned_WQR = given.left_VPR, given.right_WRQ.mT.contiguous()
     _, P, R = left_VPR.shape
     count, tall = slots.right_T.shape[0], slots.group * P
     at_once = max(1, count)
-    if on_cpu_alone(left_VPR) is None:
+    if is_on_cpu(left_VPR):
         at_once = max(1, _PIECE // max(1, (tall + turned_WQR.shape[1]) * R))
     for start in range(0, count, at_once):
         piece = slice(start, min(start + at_once, count))
@@ -256,45 +255,41 @@ def _pieces(slots: Slots, factors: TableFactors) -> Iterator[tuple[slice, Tensor
         yield piece, left, turned_WQR.index_select(0, slots.right_T[piece])
 
 
-def make_rows(slots: Slots, factors: TableFactors, embedding_dim: int) -> Tensor:
+def make_rows(slots: Slots, given: Lookup) -> Tensor:
     """Compute the rows of all slots, ``(S, D)``."""
-    left_VPR = factors.left_VPR
-    P, Q = left_VPR.shape[1], factors.right_WRQ.shape[2]
+    left_VPR = given.left_VPR
+    P, Q = left_VPR.shape[1], given.right_WRQ.shape[2]
     cold = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, Q)
     with without_autocast(left_VPR):
-        for piece, left, right in _pieces(slots, factors):
+        for piece, left, right in _pieces(slots, given):
             torch.bmm(left, right.mT, out=cold[piece])
-        cold = cold.view(slots.left_S.shape[0], P * Q)[:, :embedding_dim]
-        if factors.hot_HK is None:
+        cold = cold.view(slots.left_S.shape[0], P * Q)[:, : given.embedding_dim]
+        if given.hot_HK is None:
             return cold.contiguous()
-        return torch.cat([factors.hot_rows(slots.hot), cold])
+        return torch.cat([given.hot_rows(slots.hot), cold])
 
 
-def factor_grads(slots: Slots, grad_TGQ: Tensor, factors: TableFactors) -> tuple[Tensor, Tensor]:
+def factor_grads(slots: Slots, grad_TGQ: Tensor, given: Lookup) -> tuple[Tensor, Tensor]:
     """Sum gradients of both factors from those of rows of all groups, ``(T, group * P, Q)``."""
-    left_VPR = factors.left_VPR
-    (V, P, R), (W, _, Q) = left_VPR.shape, factors.right_WRQ.shape
+    left_VPR = given.left_VPR
+    (V, P, R), (W, _, Q) = left_VPR.shape, given.right_WRQ.shape
     to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)
     # Narrow numbers are rounded once, when all pieces are summed.
     wide = torch.promote_types(left_VPR.dtype, torch.float32)
     grad_right = left_VPR.new_zeros(W, Q * R, dtype=wide)
     with without_autocast(left_VPR):
-        for piece, left, right in _pieces(slots, factors):
+        for piece, left, right in _pieces(slots, given):
             torch.bmm(grad_TGQ[piece], right, out=to_left[piece])
-            to_right = torch.bmm(grad_TGQ[piece].mT, left).flatten(1)
-            _add_sorted_(grad_right, to_right.to(wide), slots.right_T[piece])
+            to_right = torch.bmm(grad_TGQ[piece].mT, left).flatten(1).to(wide)
+            sums, right_T = grad_right, slots.right_T[piece]
+            if is_on_cpu(to_right):  # to the rows between the first and the last
+                first, last = int(right_T[0]), int(right_T[-1])
+                sums, right_T = sums[first : last + 1], right_T - first
+            each = torch.arange(to_right.shape[0], device=to_right.device)
+            sums += sum_by_sorted(to_right, each, right_T, sums.shape[0])
     grad_left = sum_by(to_left.view(slots.left_S.shape[0], P * R), slots.left_S, V)
     turned_WQR = grad_right.to(left_VPR.dtype).view(W, Q, R)
     return grad_left.view_as(left_VPR), turned_WQR.mT
-
-
-def _add_sorted_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
-    """Add each value to the row that it is of; these rise."""
-    if on_cpu_alone(values) is None:  # to the rows between the first and the last
-        first, last = int(of_values[0]), int(of_values[-1])
-        sums, of_values = sums[first : last + 1], of_values - first
-    each = torch.arange(values.shape[0], device=values.device)
-    sums += sum_by_sorted(values, each, of_values, sums.shape[0])
 
 
 def bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
@@ -303,23 +298,20 @@ def bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
     return torch.searchsorted(offsets_B, each, right=True) - 1
 
 
-def hot_grads(grad_ND: Tensor, rows: Tensor, factors: TableFactors) -> tuple[Tensor, Tensor]:
-    """Compute gradients of the hot rows and of their basis, empty tensors where there are none.
+def hot_grads(grad_ND: Tensor, rows: Tensor, given: Lookup) -> tuple[Tensor | None, Tensor | None]:
+    """Compute gradients of the hot rows and of their basis, None where there are none.
 
-    Args:
-        grad_ND: Gradients of the distinct hot rows that were read.
-        rows: Numbers of those rows.
-        factors: Factors of the table.
+    ``grad_ND`` are those of the distinct hot rows that were read, ``rows`` their numbers.
     """
-    _, _, hot_HK, basis_KD = factors
-    grad_hot, grad_basis = empty_like(hot_HK, grad_ND), empty_like(basis_KD, grad_ND)
+    hot_HK, basis_KD = given.hot_HK, given.basis_KD
     if hot_HK is None:
-        return grad_hot, grad_basis
+        return None, None
+    grad_hot, grad_basis = torch.zeros_like(hot_HK), None
     if basis_KD is not None:
         with without_autocast(grad_ND):
             grad_basis = hot_HK[rows].T @ grad_ND
             grad_ND = grad_ND @ basis_KD.T
-    grad_hot.zero_()[rows] = grad_ND
+    grad_hot[rows] = grad_ND
     return grad_hot, grad_basis
 
 
@@ -327,8 +319,3 @@ def lying_as(like: Tensor, tensor: Tensor) -> Tensor:
     """Return the same numbers in the dtype and memory layout of another tensor."""
     same = tensor.stride() == like.stride() and tensor.dtype == like.dtype
     return tensor if same else torch.empty_like(like).copy_(tensor)
-
-
-def empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:
-    """Return an uninitialized tensor like another; for None one without elements."""
-    return of_type.new_empty(0) if tensor is None else torch.empty_like(tensor)

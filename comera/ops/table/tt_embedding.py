@@ -1,22 +1,59 @@
-"""Read rows of an embedding table stored as a tensor-train matrix, or sums of them over bags.
+"""Rows of embedding tables stored as tensor-train matrices, and sums of them over bags.
 
-The cores contract to two factors; a row is the product of one slice of each.
+The first cores contract to the left factor, the others to the right one, rows and columns apart; a
+row is the product of one slice of each. A factor has about as many slices as the root of the
+table's rows, and a small batch reads few of them. These slices are rows of a smaller table, whose
+factors are two parts of the chain, so that they are looked up like the rows of any table.
 
-Shape suffixes: N = entries, B = bags, V = left and W = right part of a row's number, P and Q = left
-and right part of the width, R = the bond between the factors, D = width, H = hot rows, K = their
-coordinates: D where they are dense, fewer where they are coordinates in a basis.
+Shape suffixes are those of :mod:`~comera.ops.table.distinct_rows`; U = slices that are read.
 """
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import is_eager
-from comera.ops.table.distinct_rows import TableFactors, check_range
-from comera.ops.table.lookup import ROWS, Lookup
-from comera.ops.table.table_factors import Request, contract_table, read_factors
+from comera.ops.contract_cores import contract_groups, may_take_kernel
+from comera.ops.cores import Chains, contract_chain, rank_gate
+from comera.ops.dispatch import is_eager, may_read_values
+from comera.ops.kernels import choose
+from comera.ops.kernels.lookup_kernel import warps_take
+from comera.ops.table.distinct_rows import Lookup, check_range
+from comera.ops.table.lookup import ROWS, lookup
+
+
+class Request(NamedTuple):
+    """The request to one table: rows, or sums of rows over bags.
+
+    Attributes:
+        indices: Rows to read, integers of any shape; of bags ``(N,)``, bag after bag.
+        cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
+        num_embeddings: Rows of the table; the row modes may multiply to more.
+        embedding_dim: Width of a row; the column modes may multiply to more.
+        gates: One vector for each inner bond, or none at all.
+        threshold: A gate at or below it is a pruned rank.
+        hot_HK: Rows before those of the train: row ``i < H`` is ``hot_HK[i]``, row ``i >= H`` is
+            row ``i - H`` of the train. None for none.
+        basis_KD: Basis of the hot rows, where row ``i < H`` is ``hot_HK[i] @ basis_KD``.
+        weights_N: Weight of every entry in its bag, in the dtype of the cores; None for ones.
+        offsets_B: First entry of each bag, rising from 0; None for rows, each a bag of one.
+        checked: Whether the indices were checked before.
+    """
+
+    indices: Tensor
+    cores: Sequence[Tensor]
+    num_embeddings: int
+    embedding_dim: int
+    gates: Sequence[Tensor] = ()
+    threshold: float = 0.0
+    hot_HK: Tensor | None = None
+    basis_KD: Tensor | None = None
+    weights_N: Tensor | None = None
+    offsets_B: Tensor | None = None
+    checked: bool = False
 
 
 def tt_embedding_reference(
@@ -26,96 +63,29 @@ def tt_embedding_reference(
     hot_HK: Tensor | None = None,
     basis_KD: Tensor | None = None,
 ) -> Tensor:
-    """Compute :func:`tt_embedding` by the dense table instead, for autograd to differentiate."""
+    """Read rows as :func:`tt_embedding`, from the dense table; differentiable."""
     table = ttm_to_dense(cores)[:, :embedding_dim]
     if hot_HK is not None:
         table = torch.cat([hot_HK if basis_KD is None else hot_HK @ basis_KD, table])
-    return torch.nn.functional.embedding(indices, table)
+    return F.embedding(indices, table)
 
 
-def tt_embedding(
-    indices: Tensor,
-    cores: Sequence[Tensor],
-    num_embeddings: int,
-    embedding_dim: int,
-    *,
-    gates: Sequence[Tensor] = (),
-    threshold: float = 0.0,
-    hot_HK: Tensor | None = None,
-    basis_KD: Tensor | None = None,
-    checked: bool = False,
-) -> Tensor:
-    """Gather rows of a table stored as a tensor-train matrix.
-
-    Args:
-        indices: Integers of any shape, ``0 <= index < num_embeddings``.
-        cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
-        num_embeddings: True number of rows; the row modes may multiply to more.
-        embedding_dim: True width; the column modes may multiply to more.
-        gates: One vector for each inner bond, or none at all.
-        threshold: A gate at or below it is a pruned rank.
-        hot_HK: Rows that stand before the tensor train: row ``i < H`` is ``hot_HK[i]``, row
-            ``i >= H`` is row ``i - H`` of the train.
-        basis_KD: Basis of the hot rows, where row ``i < H`` is ``hot_HK[i] @ basis_KD``.
-        checked: Whether the indices were checked before.
+def tt_embedding(request: Request) -> Tensor:
+    """Read rows, or sum them over bags, weighted; no row is laid out more than once.
 
     Returns:
-        ``(*indices.shape, embedding_dim)`` in the dtype of the cores.
+        ``(*indices.shape, embedding_dim)``, or ``(B, embedding_dim)`` of bags, in the dtype of the
+        cores.
 
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
     """
-    checked = checked or check_range(indices, num_embeddings)  # it still has its shape here
-    rows = tt_embedding_bag(
-        indices.reshape(-1), None, None, cores, num_embeddings, embedding_dim,
-        gates=gates, threshold=threshold, hot_HK=hot_HK, basis_KD=basis_KD, checked=checked,
-    )  # fmt: skip
-    return rows.reshape(*indices.shape, embedding_dim)
-
-
-def tt_embedding_bag(
-    indices_N: Tensor,
-    offsets_B: Tensor | None,
-    weights_N: Tensor | None,
-    cores: Sequence[Tensor],
-    num_embeddings: int,
-    embedding_dim: int,
-    *,
-    gates: Sequence[Tensor] = (),
-    threshold: float = 0.0,
-    hot_HK: Tensor | None = None,
-    basis_KD: Tensor | None = None,
-    checked: bool = False,
-) -> Tensor:
-    """Add up rows over bags, weighted, no row laid out more than once.
-
-    Args:
-        indices_N: Integers, bag after bag.
-        offsets_B: First entry of each bag, rising from 0; None for rows, each a bag of one.
-        weights_N: Weight of every entry, in the dtype of the cores; None for ones.
-        cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
-        num_embeddings: True number of rows; the row modes may multiply to more.
-        embedding_dim: True width; the column modes may multiply to more.
-        gates: One vector for each inner bond, or none at all.
-        threshold: A gate at or below it is a pruned rank.
-        hot_HK: Rows that stand before those of the tensor train, as in :func:`tt_embedding`.
-        basis_KD: Basis of the hot rows; None where they are whole.
-        checked: Whether the indices were checked before.
-
-    Returns:
-        ``(B, embedding_dim)`` in the dtype of the cores.
-
-    Raises:
-        IndexError: If an index is out of range (checked on the CPU).
-    """
-    checked = checked or check_range(indices_N, num_embeddings)
-    offsets_B = None if offsets_B is None else offsets_B.long()
-    request = Request(
-        indices_N, cores, num_embeddings, embedding_dim, gates, threshold, hot_HK, basis_KD,
-        weights_N, offsets_B, checked,
-    )  # fmt: skip
-    [lookup] = read_factors([request])
-    return ROWS(lookup, checked)
+    indices, offsets_B = request.indices, request.offsets_B
+    checked = request.checked or check_range(indices, request.num_embeddings)
+    starts = None if offsets_B is None else offsets_B.long()
+    flat = request._replace(indices=indices.reshape(-1), offsets_B=starts, checked=checked)
+    rows = ROWS(*read_factors([flat]), checked)
+    return rows if offsets_B is not None else rows.reshape(*indices.shape, request.embedding_dim)
 
 
 def ttm_to_dense(
@@ -127,20 +97,150 @@ def ttm_to_dense(
     return table_VWPQ.flatten(0, 1).flatten(1)
 
 
+def contract_table(
+    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Contract to ``left (V, P, R)`` and ``right (W, R, Q)``; row v * W + w is left[v] @ right[w].
+
+    Made by torch, the right factor lies in memory as ``(W, Q, R)``: rows and their gradients are
+    products of slices whose bond is innermost. Both are new tensors in the dtype of the cores. The
+    arguments are those of a :class:`Request`.
+    """
+    return contract_tables([(cores, gates, threshold)])[0]
+
+
+def contract_tables(
+    tables: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], float]],
+) -> list[tuple[Tensor, Tensor]]:
+    """Apply :func:`contract_table` to the arguments of each table, all of one dtype and device.
+
+    Kernels contract all of them in one launch.
+    """
+    groups = [
+        Chains([c.flatten(1, 2) for c in cores], list(gates), [], 1, len(cores) // 2, threshold)
+        for cores, gates, threshold in tables
+    ]
+    by_kernel = may_take_kernel(groups)
+    by_warps = warps_take(groups[0].cores[0].dtype)  # 16 bytes at a time, whose bond is innermost
+    turned = by_warps or not by_kernel
+    for group in groups:
+        group.padded = by_kernel and by_warps
+    factors, found = contract_groups(groups), []
+    for (cores, _, _), left_1IR, right_1RO in zip(tables, factors[::2], factors[1::2], strict=True):
+        split = len(cores) // 2
+        left_V1PR = _rows_first(left_1IR, cores[:split])
+        right = _rows_first(right_1RO[0].unsqueeze(-1), cores[split:], turned=turned).squeeze(-1)
+        found.append((left_V1PR.squeeze(1), right.mT if turned else right))
+    return found
+
+
+def _rows_first(contracted: Tensor, cores: Sequence[Tensor], *, turned: bool = False) -> Tensor:
+    """Copy ``(L, v1 p1 v2 p2 ..., R)`` to ``(V, L, P, R)`` or, turned, to ``(V, P, L, R)``."""
+    L, *_, R = contracted.shape
+    modes = [size for core in cores for size in core.shape[1:3]]
+    rows, columns = range(1, len(modes), 2), range(2, len(modes) + 1, 2)
+    order = [*rows, *columns, 0] if turned else [*rows, 0, *columns]
+    apart = contracted.reshape(L, *modes, R).permute(*order, len(modes) + 1)
+    V, P = math.prod(modes[::2]), math.prod(modes[1::2])
+    made = apart.clone(memory_format=torch.contiguous_format)
+    return made.view(V, P, L, R) if turned else made.view(V, L, P, R)
+
+
+def read_factors(requests: Sequence[Request]) -> list[Lookup]:
+    """Contract the factors of each table, or only the slices of them that its batch reads.
+
+    The indices of the lookups number the rows of these factors. An index out of range raises
+    ``IndexError`` where slices are selected, on a CPU.
+    """
+    in_part = [_in_part(request) for request in requests]
+    whole = [r for r, part in zip(requests, in_part, strict=True) if part is None]
+    trains = [(request.cores, request.gates, request.threshold) for request in whole]
+    contracted = iter(contract_tables(trains) if trains else [])
+    found = []
+    for request, part in zip(requests, in_part, strict=True):
+        indices_N, left_VPR, right_WRQ, rows = part or (
+            request.indices, *next(contracted), request.num_embeddings,
+        )  # fmt: skip
+        others = request.hot_HK, request.basis_KD, request.weights_N, request.offsets_B
+        found.append(Lookup(indices_N, left_VPR, right_WRQ, *others, rows, request.embedding_dim))
+    return found
+
+
+def _in_part(request: Request) -> tuple[Tensor, Tensor, Tensor, int] | None:
+    """Read the slices a batch needs; None where both factors had better be contracted whole.
+
+    Returns indices among the rows of these slices, slices of the left and of the right factor, and
+    the number of rows, hot ones included.
+    """
+    indices_N, cores, split = request.indices, request.cores, len(request.cores) // 2
+    left_whole, right_whole = is_whole(indices_N, cores[:split]), is_whole(indices_N, cores[split:])
+    if left_whole and right_whole:
+        return None
+    if not request.checked:
+        check_range(indices_N, request.num_embeddings)
+    num_hot = 0 if request.hot_HK is None else request.hot_HK.shape[0]
+    pairs = zip(cores, request.gates, strict=False)
+    gated = [rank_gate(core, gate, request.threshold) for core, gate in pairs]
+    gated += cores[len(gated) :]
+    right_W = math.prod(core.shape[1] for core in gated[split:])
+    cold_N = (indices_N.long() - num_hot).clamp(min=0)
+    left_V1PR, left_N = _slices(gated[:split], cold_N // right_W, left_whole)
+    right_WRQ1, right_N = _slices(gated[split:], cold_N % right_W, right_whole)
+    # Both as lookups read them, the right factor laid out in memory as (W, Q, R).
+    left_VPR, right_WRQ = left_V1PR.flatten(1, 2), right_WRQ1.flatten(2).mT.contiguous().mT
+    V, W = left_VPR.shape[0], right_WRQ.shape[0]
+    at_N = num_hot + left_N * W + right_N
+    if num_hot:
+        at_N = torch.where(indices_N < num_hot, indices_N, at_N)
+    return at_N, left_VPR, right_WRQ, num_hot + V * W
+
+
+_DEARER = 2
+"""A slice contracted by itself takes up to so many times as long as one of a whole factor."""
+
+_WORTH_IT = 1 << 20
+"""Entries that need not be made: finding and gathering slices takes as long as half of them."""
+
+
+def is_whole(indices_N: Tensor, factor: Sequence[Tensor]) -> bool:
+    """Return whether a factor is contracted whole, as the slices of a batch cost more."""
+    if len(factor) == 1 or not may_read_values(indices_N):
+        return True
+    if factor[0].dtype.itemsize < 4:  # slices would be rounded twice
+        return True
+    slices = math.prod(core.shape[1] for core in factor)
+    columns = math.prod(core.shape[2] for core in factor)
+    saved = slices - _DEARER * indices_N.shape[0]
+    if saved * factor[0].shape[0] * columns * factor[-1].shape[3] < _WORTH_IT:
+        return True
+    return choose.kernel_refuses("ttm_lookup", factor[0]) is None  # a kernel reads whole factors
+
+
+def _slices(factor: Sequence[Tensor], numbers_N: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+    """Return slices ``(U, left bond, columns, right bond)``, and which of these each entry reads.
+
+    The gates are multiplied in. ``numbers_N`` are the slices of entries among all of the factor.
+    """
+    if whole:
+        return _rows_first(contract_chain(factor), factor), numbers_N
+    read_U, at_N = numbers_N.unique(return_inverse=True)
+    first, last = (_rows_first(contract_chain(part), part) for part in (factor[:-1], factor[-1:]))
+    (V, L, P, _), (W, _, Q, R) = first.shape, last.shape
+    others = None, None, None, None
+    rows = Lookup(read_U, first.flatten(1, 2), last.flatten(2), *others, V * W, L * P * Q * R)
+    return lookup(*rows.arguments(), True)[0].view(-1, L, P * Q, R), at_N
+
+
 def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tensor]:
-    """Sum weighted rows over bags, for each table.
+    """Sum weighted rows over bags, ``(B, D)`` for each table, in the dtype of the factors.
 
     Args:
         tables: Lookups of bags in tables of one width whose factors agree in P and Q, in dtype and
-            device, and whose hot rows are dense; bonds are padded to the largest R. Every index is
-            a row of its table: that is not checked here.
-        places_5T: As :func:`places` returns it, on the device of the tables.
-
-    Returns:
-        ``(B, D)`` for each table, in the dtype of the factors.
+            device, and whose hot rows are dense; bonds are padded to the largest R. Indices are
+            not checked.
+        places_5T: The result of :func:`places`, on the device of the tables.
     """
-    indices_N, factors, weights_N, offsets_B, *_ = zip(*tables, strict=True)
-    left_VPR, right_WRQ, hot_HD, _ = zip(*factors, strict=True)
+    indices_N, left_VPR, right_WRQ, hot_HD, _, weights_N, offsets_B, *_ = zip(*tables, strict=True)
     rank = max(left.shape[2] for left in left_VPR)
     lefts = torch.cat([_padded(left, 2, rank) for left in left_VPR])
     rights = [_padded(right, 1, rank) for right in right_WRQ]
@@ -155,24 +255,27 @@ def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tenso
     if any(w is not None for w in weights_N):
         pairs = zip(weights_N, counts, strict=True)
         weights = torch.cat([lefts.new_ones(n) if w is None else w for w, n in pairs])
-    offsets = zip(offsets_B, _before(counts), strict=True)
+    starts = zip(offsets_B, _before(counts), strict=True)
     whole = Lookup(
         _rows_of_the_whole(indices_N, places_5T, num_hot, all_W),
-        TableFactors(lefts, all_rights, torch.cat(hot) if hot else None, None),
+        lefts,
+        all_rights,
+        torch.cat(hot) if hot else None,
+        None,
         weights,
-        torch.cat([starts.long() + n for starts, n in offsets]),
+        torch.cat([offsets.long() + n for offsets, n in starts]),
         num_hot + lefts.shape[0] * all_W,
         tables[0].embedding_dim,
     )
-    return list(ROWS(whole, is_eager()).split([starts.shape[0] for starts in offsets_B]))
+    return list(ROWS(whole, is_eager()).split([offsets.shape[0] for offsets in offsets_B]))
 
 
 def places(tables: Sequence[Lookup]) -> list[list[int]]:
-    """Return where each table stands in the whole: five numbers a table, from shapes alone.
+    """Return the place of each table in the whole: five numbers a table, from shapes alone.
 
     Its hot rows and its W; then those of the tables before it: hot rows, V and W.
     """
-    hots, lefts, rights = map(list, zip(*(table.factors.sizes for table in tables), strict=True))
+    hots, lefts, rights = map(list, zip(*(table.sizes for table in tables), strict=True))
     return [hots, rights, _before(hots), _before(lefts), _before(rights)]
 
 

@@ -1,4 +1,4 @@
-"""HTML pages from the templates beside this file; ``parts.html`` draws the charts."""
+"""HTML pages from the templates beside this file, their charts, and figures in words."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,19 +13,16 @@ from comera.planning.printing import show_count
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first of a row names it.
-
-    ``text_columns`` columns from the left hold text, the others numbers; ``total`` is a last row.
-    """
+    """Cells as text; the first of a row names it."""
 
     header: list[str]
     rows: list[list[str]]
-    text_columns: int = 1
-    total: list[str] | None = None
+    text_columns: int = 1  # from the left; the others hold numbers
+    total: list[str] | None = None  # a last row
 
 
-def write_page(path: Path, template: str, content: Any) -> None:
-    """Write a page that needs nothing beside it; the template knows ``content`` as ``report``."""
+def write_page(path: Path, template: str, content: Any) -> Path:
+    """Write a page of a template, which knows ``content`` as ``report``; return its path."""
     with needed_by("a report"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -36,10 +33,10 @@ def write_page(path: Path, template: str, content: Any) -> None:
     text = environment.get_template(template).render(report=content)
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+    return path
 
 
-SIDE = 1000
-"""Width and height of a picture, which the page stretches."""
+SIDE = 1000  # width and height of a picture, which the page stretches
 
 
 @dataclass(frozen=True)
@@ -76,33 +73,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One value: shown are ``text`` when it is pointed at, ``name`` always.
-
-    ``error`` is half the length of the bar through it.
-    """
+    """One value of a line."""
 
     x: float
     y: float
-    text: str
-    name: str = ""
-    error: float = 0.0
+    text: str  # shown when it is pointed at
+    name: str = ""  # always shown
+    error: float = 0.0  # half the length of the bar through it
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points that belong together.
-
-    Attributes:
-        look: Class of the style sheet.
-        joined: Whether a line goes through the points.
-        dots: Whether each point is drawn; else only the one that is pointed at.
-    """
+    """Points that belong together."""
 
     name: str
-    look: str
+    look: str  # class of the style sheet
     points: Sequence[Point]
-    joined: bool = True
-    dots: bool = False
+    joined: bool = True  # by a line
+    dots: bool = False  # draw each point; else only the one that is pointed at
 
 
 @dataclass(frozen=True)
@@ -142,3 +130,39 @@ def axis_around(
         return Axis(label, low / wider, high * wider, log=True)
     wider = room * (high - low) or abs(high) or 1.0
     return Axis(label, 0.0 if zero and low >= 0 else low - wider, high + wider)
+
+
+_UNITS = {"accuracy": (100, 2, " %", " points"), "perplexity": (1, 2, "", "")}
+
+
+def show_metric(metric: str, value: float) -> str:
+    """Return a metric as it is shown: an accuracy in percent."""
+    scale, digits, unit, _ = _UNITS.get(metric, (1, 4, "", ""))
+    return f"{scale * value:,.{digits}f}{unit}"
+
+
+def show_change(metric: str, value: float, error: float | None = None, sign: str = "+") -> str:
+    """Return a difference of a metric with its sign and its standard error, if known."""
+    scale, digits, _, unit = _UNITS.get(metric, (1, 4, "", ""))
+    spread = "" if error is None else f" ± {scale * error:,.{digits}f}"
+    return f"{scale * value:{sign},.{digits}f}{spread}{unit}"
+
+
+def show_difference(metric: str, value: float, other: float) -> str:
+    """Return how a metric differs from that of another model: ``11 % higher than``.
+
+    A perplexity is compared by its ratio, an accuracy in points of a percent, others as they are.
+    """
+    if value == other:
+        return "the same as"
+    size = show_change(metric, abs(value - other), sign="")
+    if metric == "perplexity":
+        percent = 100 * abs(value / other - 1)
+        size = f"{percent:,.0f} %" if percent >= 10 else f"{percent:.1f} %"
+    return f"{size} {'higher' if value > other else 'lower'} than"
+
+
+def show_times(value: float, other: float, more: str, less: str) -> str:
+    """Return how many times more or less, both given in words: ``2.10 times faster``."""
+    ratio, word = (value / other, more) if value >= other else (other / value, less)
+    return f"{ratio:,.2f} times {word}" if ratio < 10 else f"{ratio:,.1f} times {word}"

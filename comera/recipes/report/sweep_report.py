@@ -1,23 +1,304 @@
-"""The page of a sweep: one HTML file about all its variants."""
+"""Variants of a sweep compared: means over seeds, differences seed by seed, and their page."""
 
+import io
 import math
-from dataclasses import replace
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
-from comera.recipes.report.comparison import (
-    Comparison,
-    Row,
-    comparison_cells,
-    pareto_front,
-    read_comparison,
+import rich.table
+from rich.console import Console
+from rich.markup import escape
+
+from comera.files import replacing
+from comera.planning.printing import show_bytes
+from comera.recipes.folder import read_result
+from comera.recipes.report.page import (
+    Chart,
+    Line,
+    Point,
+    Table,
+    axis_around,
     show_change,
     show_difference,
     show_metric,
     show_times,
+    write_page,
 )
-from comera.recipes.report.page import Chart, Line, Point, Table, axis_around, write_page
+from comera.recipes.run_config import HIGHER_IS_BETTER
+from comera.train.log import from_json, to_json
+
+_FIGURES = ("params", "metrics", "steps", "seconds", "test", "checkpoint_bytes")
+_NONE = "–"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One finished run of a sweep."""
+
+    variant: str
+    seed: int
+    params: int  # of the whole model after training
+    metrics: dict[str, float]  # of the last evaluation
+    steps: int
+    seconds: float  # in training steps
+    test: dict[str, float] = field(default_factory=dict)
+    checkpoint_bytes: float | None = None  # mean of the kept checkpoints
+    more: dict[str, Any] = field(default_factory=dict)  # the rest of result.json but the layers
+
+
+@dataclass(frozen=True)
+class Failed:
+    """One run of a sweep that ended without a result, and why."""
+
+    variant: str
+    seed: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.variant}, seed {self.seed}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Means of one variant over its finished seeds; None where no run gives such a figure.
+
+    Differences, ``reference_mean`` and ``speed`` are over the seeds that the reference has too.
+    """
+
+    variant: str
+    seeds: tuple[int, ...]
+    params: float
+    fewer: float | None  # how many times fewer parameters than the reference
+    mean: float
+    deviation: float | None  # sample standard deviation of the metric
+    differences: dict[int, float]  # metric minus that of the reference, by seed
+    reference_mean: float | None
+    difference: float | None  # mean of the differences
+    difference_error: float | None  # standard error of that mean
+    steps: float
+    seconds: float
+    speed: float | None  # time of a step of the reference over that of this variant
+    dev_mean: float | None = None  # on development data, if all other figures are of test data
+    checkpoint_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All variants that have a finished run, against one of them."""
+
+    metric: str
+    reference: str
+    seeds: tuple[int, ...]  # of the sweep, finished or not
+    rows: tuple[Row, ...]  # in the order of the sweep
+    tested: bool = False  # figures are of test data, which all finished runs then have
+    failed: tuple[Failed, ...] = ()
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.metric in HIGHER_IS_BETTER
+
+    @property
+    def title(self) -> str:
+        better = "higher" if self.higher_is_better else "lower"
+        where = " on test data" if self.tested else ""
+        return f"{self.metric}{where} ({better} is better), compared with {self.reference}"
+
+    @property
+    def note(self) -> str:
+        """Describe the columns of the table."""
+        note = (
+            f"Seeds {', '.join(map(str, self.seeds))}. {self.metric}: mean ± sample standard "
+            f"deviation over the finished seeds. Difference: to {self.reference}, paired by seed, "
+            "± its standard error. Fewer: times fewer parameters than the reference. Seconds: in "
+            "training steps. Speed: of a step, against one of the reference with the same seeds. A "
+            "checkpoint: the mean size of those kept, the optimizer's state among it."
+        )
+        if self.tested:
+            note += (
+                " All figures are of test data, but those named dev: they are of the data that "
+                "settings and variants may be chosen by."
+            )
+        return note
+
+
+def read_trained(variant: str, seed: int, folder: Path) -> Trained:
+    """Read ``result.json`` of a finished run; raises ``ValueError`` if it is damaged."""
+    facts = read_result(folder)
+    main = {key: facts.pop(key) for key in _FIGURES if key in facts}
+    del facts["layers"]
+    return Trained(variant, seed, **main, more={"folder": str(folder), **facts})
+
+
+def compare(
+    runs: Sequence[Trained],
+    variants: Sequence[str],
+    seeds: Sequence[int],
+    reference: str,
+    metric: str,
+    failed: Sequence[Failed] = (),
+) -> Comparison:
+    """Compute means over the seeds, and differences to the reference seed by seed.
+
+    Runs of one seed see the same batches in the same order. Figures on test data are compared if
+    every finished run has them. ``variants`` are all names, in the order of the table.
+    """
+    tested = bool(runs) and all(metric in run.test for run in runs)
+    by_variant: dict[str, dict[int, Trained]] = {name: {} for name in variants}
+    for run in runs:
+        by_variant[run.variant][run.seed] = run
+    base = by_variant.get(reference, {})
+    rows = [_row(name, mine, base, metric, tested) for name, mine in by_variant.items() if mine]
+    return Comparison(metric, reference, tuple(seeds), tuple(rows), tested, tuple(failed))
+
+
+def _row(
+    name: str, mine: Mapping[int, Trained], base: Mapping[int, Trained], metric: str, tested: bool
+) -> Row:
+    """Average the runs of a variant; ``mine`` and ``base``, the reference's, are by seed."""
+
+    def figures(runs: Sequence[Trained], of_test: bool = tested) -> list[float]:
+        return [(run.test if of_test else run.metrics)[metric] for run in runs]
+
+    def seconds_a_step(runs: Sequence[Trained]) -> float:
+        return sum(run.seconds for run in runs) / sum(run.steps for run in runs)
+
+    mean = statistics.mean
+    runs = list(mine.values())
+    params = mean(run.params for run in runs)
+    sizes = [run.checkpoint_bytes for run in runs if run.checkpoint_bytes is not None]
+    shared = [seed for seed in mine if seed in base]
+    own, other = [mine[seed] for seed in shared], [base[seed] for seed in shared]
+    differences = [a - b for a, b in zip(figures(own), figures(other), strict=True)]
+    error = None
+    if len(differences) > 1:
+        error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return Row(
+        variant=name,
+        seeds=tuple(mine),
+        params=params,
+        fewer=mean(run.params for run in base.values()) / params if base else None,
+        mean=mean(figures(runs)),
+        deviation=statistics.stdev(figures(runs)) if len(runs) > 1 else None,
+        differences=dict(zip(shared, differences, strict=True)),
+        reference_mean=mean(figures(other)) if shared else None,
+        difference=mean(differences) if shared else None,
+        difference_error=error,
+        steps=mean(run.steps for run in runs),
+        seconds=mean(run.seconds for run in runs),
+        speed=seconds_a_step(other) / seconds_a_step(own) if shared else None,
+        dev_mean=mean(figures(runs, of_test=False)) if tested else None,
+        checkpoint_bytes=mean(sizes) if len(sizes) == len(runs) else None,
+    )
+
+
+def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the table as text."""
+    percent = comparison.metric == "accuracy"
+    scale, form = (100, ".2f") if percent else (1, ".4f")
+    named = f"{comparison.metric}{' %' if percent else ''}"
+
+    def times(value: float | None) -> str:
+        return _NONE if value is None else f"{value:.2f}x"
+
+    def with_error(value: float | None, error: float | None, sign: str = "") -> str:
+        if value is None:
+            return _NONE
+        spread = _NONE if error is None else f"{scale * error:{form}}"
+        return f"{scale * value:{sign}{form}} ± {spread}"
+
+    rows = comparison.rows
+    columns = {
+        "variant": [row.variant for row in rows],
+        "seeds": [f"{len(row.seeds)}/{len(comparison.seeds)}" for row in rows],
+        "parameters": [f"{row.params:,.0f}" for row in rows],
+        "fewer": [times(row.fewer) for row in rows],
+        f"test {named}" if comparison.tested else named: [
+            with_error(row.mean, row.deviation) for row in rows
+        ],
+        "difference, points" if percent else "difference": [
+            _NONE
+            if row.variant == comparison.reference
+            else with_error(row.difference, row.difference_error, "+")
+            for row in rows
+        ],
+        "steps": [f"{row.steps:,.0f}" for row in rows],
+        "seconds": [f"{row.seconds:,.1f}" for row in rows],
+        "speed a step": [times(row.speed) for row in rows],
+    }
+    if comparison.tested:
+        columns[f"dev {named}"] = [f"{scale * (row.dev_mean or 0):{form}}" for row in rows]
+    sizes = [
+        _NONE if row.checkpoint_bytes is None else show_bytes(row.checkpoint_bytes) for row in rows
+    ]
+    if len(set(sizes)) > 1:
+        columns["a checkpoint"] = sizes
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """Return the comparison for a terminal; its lines are not broken, however narrow that is."""
+    header, rows = comparison_cells(comparison)
+    table = rich.table.Table(title=comparison.title)
+    for k, name in enumerate(header):
+        table.add_column(name, justify="right" if k else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    out = io.StringIO()
+    Console(file=out, width=200, color_system=None).print(table)
+    return out.getvalue().rstrip()
+
+
+def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Path) -> None:
+    """Write ``results.json`` and ``results.md`` into the folder of a sweep."""
+    facts = {
+        "metric": comparison.metric,
+        "higher_is_better": comparison.higher_is_better,
+        "reference": comparison.reference,
+        "tested": comparison.tested,
+        "seeds": comparison.seeds,
+        "summary": [asdict(row) for row in comparison.rows],
+        "runs": [
+            {key: value for key, value in (vars(run) | run.more).items() if key != "more"}
+            for run in runs
+        ],
+        "failed": [asdict(run) for run in comparison.failed],
+    }
+    with replacing(folder / "results.json") as temporary:
+        temporary.write_text(to_json(facts, indent=2), encoding="utf-8")
+    header, rows = comparison_cells(comparison)
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    parts = [f"# {comparison.title}", table, comparison.note]
+    if comparison.failed:
+        parts += ["Failed:", "\n".join(f"* {run}" for run in comparison.failed)]
+    with replacing(folder / "results.md") as temporary:
+        temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Compare the runs of ``results.json`` in the folder of a sweep.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is damaged.
+    """
+    path = folder / "results.json"
+    names = ("variant", "seed", *_FIGURES)
+    try:
+        facts = from_json(path.read_text(encoding="utf-8"))
+        runs = [Trained(**{name: run[name] for name in names}) for run in facts["runs"]]
+        variants = [row["variant"] for row in facts["summary"]]
+        failed = [Failed(**run) for run in facts["failed"]]
+        return compare(runs, variants, facts["seeds"], facts["reference"], facts["metric"], failed)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ValueError(
+            f"{path} is damaged ({problem!r}): comera sweep FILE writes it again, and trains "
+            "nothing that is finished"
+        ) from None
 
 
 def write_sweep_report(folder: Path) -> Path:
@@ -26,10 +307,8 @@ def write_sweep_report(folder: Path) -> Path:
     Raises:
         FileNotFoundError: If there is no such file.
     """
-    path = folder / "report.html"
-    title = f"Sweep {folder.resolve().name}"
-    write_page(path, "sweep.html", gather_sweep(title, read_comparison(folder)))
-    return path
+    content = gather_sweep(f"Sweep {folder.resolve().name}", read_comparison(folder))
+    return write_page(folder / "report.html", "sweep.html", content)
 
 
 def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
@@ -101,7 +380,11 @@ def _charts(comparison: Comparison) -> list[Chart]:
     named, rows = _named(comparison), comparison.rows
     sizes = {row.variant: _point(row, comparison, row.params) for row in rows}
     times = {row.variant: _point(row, comparison, row.seconds) for row in rows}
-    best = [sizes[row.variant] for row in pareto_front(comparison)]
+    best: list[Point] = []  # the Pareto front, smallest first
+    sign = 1 if comparison.higher_is_better else -1
+    for point in sorted(sizes.values(), key=lambda point: (point.x, -sign * point.y)):
+        if not best or sign * point.y > sign * best[-1].y:
+            best.append(point)
     # Steps, no slope: a size between two variants reaches what the smaller one does.
     corners = [Point(right.x, left.y, "") for left, right in pairwise(best)]
     steps = [replace(point, text="", error=0.0, name="") for point in best]
