@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from comera.nn.decompose import check_tolerance, decompose_matrix, widened
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share, params_of
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name, may_share, params_of
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
 from comera.ops.contract_cores import contract_cores, contract_layer
 from comera.ops.dispatch import on_this_machine
@@ -252,11 +252,9 @@ class TTLinear(CompressedLinear):
         if on_this_machine() is not None:
             return False  # an exported graph may run anywhere
         rows, core = input.numel() // max(1, input.shape[-1]), self.cores[0]
-        return rows >= _dense_from(
-            self._modes.in_modes, self._modes.out_modes, self.ranks,
-            self.in_features, self.out_features, self.bias is not None,
-            str(core.dtype).removeprefix("torch."), input.device.type, torch.is_grad_enabled(),
-        )  # fmt: skip
+        shape = self._modes.in_modes, self._modes.out_modes, self.ranks
+        layer = self.in_features, self.out_features, self.bias is not None, torch.is_grad_enabled()
+        return rows >= _dense_from(shape, layer, dtype_name(core), input.device.type)
 
     def factors(self) -> Factors:
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
@@ -308,24 +306,13 @@ class TTLinear(CompressedLinear):
         return decompose_matrix(weight, shape, tolerance)
 
 
-def _dense_from(
-    in_modes: tuple[int, ...],
-    out_modes: tuple[int, ...],
-    ranks: tuple[int, ...],
-    in_features: int,
-    out_features: int,
-    bias: bool,
-    dtype: str,
-    device: str,
-    train: bool,
-) -> int:
+def _dense_from(shape: Any, layer: Any, dtype: str, device: str) -> int:
     """Return the rows from which the dense weight is predicted faster; ``maxsize`` for never."""
     if device not in ("cpu", "cuda"):
         return sys.maxsize
     from comera.planning.linear_ways import dense_from  # few layers have ranks so large
 
-    shape = TTShape(in_modes, out_modes, ranks)
-    layer = Layer(shape, 1, in_features, out_features, bias, train)
+    layer = Layer(TTShape(*shape), 1, *layer)
     rows = dense_from(layer, dtype=dtype, machine=machine_of(torch.device(device)))
     return sys.maxsize if rows is None else rows
 
