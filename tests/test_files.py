@@ -102,6 +102,13 @@ def test_other_errors_pass_through(problem):
     assert caught.value is problem
 
 
+def test_a_full_disk_says_which_file_and_what_to_do(tmp_path):
+    told = pytest.raises(OSError, match=r"No space left .*free some space.*result.json")
+    with told as caught, replacing(tmp_path / "result.json"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.errno == errno.ENOSPC
+
+
 def test_a_background_save_names_the_checkpoint_at_the_next_call(tmp_path, monkeypatch):
     def full(handle):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

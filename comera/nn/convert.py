@@ -29,7 +29,6 @@ from comera.planning.planner import break_even
 from comera.shapes import BTTShape
 
 log = logging.getLogger("comera")
-speed_log = logging.getLogger("comera.speed")
 
 _LOSES = "tensorize_: %s: %s%s"
 _GUESS = " (as a default profile predicts it: `comera calibrate` measures this machine)"
@@ -134,7 +133,7 @@ def _tensorized(
         _warn_of_approximations(model, targets, made, calibration)
     alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
     for name, layer in made.items():
-        if isinstance(layer, CompressedLinear) and speed_log.isEnabledFor(logging.WARNING):
+        if isinstance(layer, CompressedLinear):
             alike.setdefault(layer.kind(), []).append((name, layer))
     for members in alike.values():
         layer = members[0][1]
@@ -144,7 +143,7 @@ def _tensorized(
             slower = found.loses_time or (found.eager_ratio or 0) > 1
             guess = "" if setting["machine"].measured else _GUESS
             which = listed([name for name, _ in members], most=2)
-            speed_log.log(logging.WARNING if slower else logging.INFO, _LOSES, which, found, guess)
+            log.log(logging.WARNING if slower else logging.INFO, _LOSES, which, found, guess)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
     return cast(Model, converted)  # or the layer in its place

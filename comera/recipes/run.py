@@ -144,7 +144,7 @@ def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[
 def _check_settings(config: RunConfig, found: Begun | None) -> None:
     """Make the checks that need no data to be read."""
     if not task_of(config).is_told_by_data:
-        _planned(config, muted="comera.speed")
+        _planned(config)
     try:
         config.data.find()
     except FileNotFoundError as problem:
@@ -162,7 +162,7 @@ def _check_content(config: RunConfig, record: DataRecord) -> None:
     """Make the checks that need the data, before they are prepared and the folder is locked."""
     check_data(config, record)
     if task_of(config).is_told_by_data:
-        _planned(config, muted="comera.speed")
+        _planned(config)
 
 
 def _check_same_data(record: DataRecord, processes: Processes) -> None:
@@ -261,13 +261,10 @@ def planned_memory(config: RunConfig) -> list[MemoryReport]:
     ]
 
 
-def _planned(config: RunConfig, muted: str = "comera") -> list[tuple[str, nn.Module, Optimizer]]:
+def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
     """Return the models of a run by name with their optimizers, without memory.
 
-    Args:
-        config: The run.
-        muted: Logger of the remarks of ``tensorize_`` that are muted; ``comera.speed`` are those
-            that need a plan of every layer.
+    ``tensorize_`` logs its remarks where the models are made.
 
     Raises:
         ValueError: As :func:`planned_memory` does.
@@ -282,7 +279,7 @@ def _planned(config: RunConfig, muted: str = "comera") -> list[tuple[str, nn.Mod
         )  # fmt: skip
     found = []
     for name, settings in _jobs(config):
-        with without_remarks(muted):
+        with without_remarks():
             model = planned_model(settings)
         if settings.ranks is not None:
             _check_target(model, settings)
@@ -324,9 +321,12 @@ def _train_one(
 ) -> Outcome | None:
     """Train one model of a run and save it with its figures; None if it was interrupted."""
     torch.manual_seed(config.seed)
-    with without_remarks():  # the planned model had them
-        model = make_model(config, task, task.device)
+    model = make_model(config, task, task.device)
     step = build_step(model, config, task, processes)
+    console.print(
+        str(memory_report(model, step.optimizer, f"memory of the {name} model at the start")),
+        soft_wrap=True, highlight=False, markup=False,
+    )  # fmt: skip
     if step.ranks is not None:
         console.print(
             f"{name}: cores of {step.ranks.start_size:,} entries to end at "

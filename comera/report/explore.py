@@ -21,7 +21,7 @@ from comera.compress.compress import check_unused, compress_, measured
 from comera.compress.layer_moments import LossFn, linear_targets
 from comera.compress.sensitivity import Sensitivity, look_at
 from comera.files import replacing
-from comera.nn.convert import speed_log, tensorize_
+from comera.nn.convert import tensorize_
 from comera.nn.forms import as_torch
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import check_model, tensor_trains
@@ -214,9 +214,7 @@ def _measure(model: nn.Module, point: Point, make: Make, evaluate: Evaluate, tok
         notes.append(record.getMessage())
         return False
 
-    loggers = log, speed_log
-    for logger in loggers:
-        logger.addFilter(gather)
+    log.addFilter(gather)
     try:
         predicted = make(small)
         point = dataclasses.replace(point, predicted_loss=predicted, **_facts(model, small, tokens))
@@ -224,8 +222,7 @@ def _measure(model: nn.Module, point: Point, make: Make, evaluate: Evaluate, tok
     except Exception as problem:  # of whatever kind: the others are still worth measuring
         return dataclasses.replace(point, note=f"{type(problem).__name__}: {problem}")
     finally:
-        for logger in loggers:
-            logger.removeFilter(gather)
+        log.removeFilter(gather)
     return dataclasses.replace(point, note="; ".join(dict.fromkeys(notes)))
 
 

@@ -190,6 +190,14 @@ def test_lists_of_layers_hold_the_new_ones_there_and_back():
         comera.densify_(model)
 
 
+def test_frozen_embeddings_keep_their_numbers():
+    model = nn.ModuleList([nn.Embedding(64, 32), nn.Linear(32, 32)])
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.clone()
+    comera.tensorize_(model, comera.TTConfig(rank=4))
+    torch.testing.assert_close(model[0].weight, before, rtol=0, atol=0)
+
+
 def test_a_whisper_model_keeps_its_frozen_sinusoids():
     transformers = pytest.importorskip("transformers")
     sizes = {
