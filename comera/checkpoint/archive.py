@@ -89,7 +89,7 @@ class FolderInUseError(RuntimeError):
 
 
 def take(lock: FileLock, folder: Path, advice: str) -> None:
-    """Acquire a lock in a folder, which is made if it is not there.
+    """Acquire a lock in a folder, made if need be.
 
     Raises:
         FolderInUseError: If another process has it; the message ends with ``advice``.
@@ -175,11 +175,7 @@ class Archive:
             raise DamagedError(f"{path} is not a safetensors file: {problem}") from problem
 
     def links(self, step: int) -> list[Manifest]:
-        """Return manifests from the key frame to a step, each checked against the next one.
-
-        Raises:
-            DamagedError: If one is missing, was changed, or is not the one that was built on.
-        """
+        """Return manifests from the key frame to a step; ``DamagedError`` if a link is broken."""
         found = [self.manifest(step)]
         while (previous := found[-1].previous) is not None:
             before = self.manifest(previous[0])
@@ -192,11 +188,7 @@ class Archive:
         return found[::-1]
 
     def lock(self) -> None:
-        """Lock the folder for this process, and delete what an interrupted one left.
-
-        Raises:
-            FolderInUseError: If another process has locked it.
-        """
+        """Lock the folder for this process, and delete partial checkpoints of interrupted ones."""
         if self._lock.is_locked:
             return
         take(

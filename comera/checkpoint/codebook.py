@@ -26,12 +26,7 @@ _AT_A_TIME = 1 << 16
 
 @dataclass(frozen=True)
 class Codebook:
-    """Values, ascending, and the walls between what each of them stands for.
-
-    Attributes:
-        values: float32 (k,), k <= 256.
-        walls: float32 (k - 1,).
-    """
+    """Ascending ``values``, float32 (k,), k <= 256, and the ``walls`` between them, (k - 1,)."""
 
     values: Tensor
     walls: Tensor
@@ -138,12 +133,8 @@ def _refined(
 ) -> tuple[Codebook, float]:
     """Return the codebook at which Lloyd's algorithm ends, and its cost up to a constant.
 
-    Args:
-        sorted_n: The values.
-        sums: Sums of the values before each of them, float64 (n + 1,).
-        centres: Centres to begin with, ascending, float64 (k,).
-        price: Price of a bit.
-        beside: Number of zeros beside the values, for which zero stays a centre; 0 if it need not.
+    ``sums`` are those of the values before each of them, float64 (n + 1,); zero stays a centre
+    unless ``beside``, the number of zeros beside the values, is 0.
     """
     bits = torch.zeros_like(centres)
     edges = torch.zeros(0, dtype=torch.long)
@@ -175,7 +166,7 @@ def _refined(
 def _walls(centres: Tensor, prices: Tensor) -> Tensor:
     """Return where the next centre begins to cost less, distance and price, float64 (k - 1,).
 
-    A centre that costs more than others everywhere has both its walls at one place.
+    A centre that nowhere costs least has both its walls at one place.
     """
     at, costs = centres.tolist(), (centres.square() + prices).tolist()
     best: list[int] = []  # the centres that cost least somewhere

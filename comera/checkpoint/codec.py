@@ -78,16 +78,13 @@ class Record:
     """One tensor, or the two moments of one weight, in the streams of a checkpoint.
 
     Attributes:
-        codec: The pair of functions that writes and reads it: ``exact``, ``change``, ``moments``.
+        codec: The functions that write and read it: ``exact``, ``change`` or ``moments``.
         change: Whether the bits of ``exact`` are those of a difference to the tensor before.
         kept: Number of entries that the other codecs have kept.
-        books: Number of values of each of their codebooks; two for first and second moments.
-        places: Where kept entries lie: ``all``, ``many`` (marked one by one), or the bytes of their
-            gaps.
+        books: Sizes of their codebooks; two for first and second moments.
+        places: Where kept entries lie: ``all``, ``many`` (marked one by one), or bytes of gaps.
         weight: The weight whose kept entries ``moments`` refer to, if any.
-        names: Names of the tensors.
-        shape: Their common shape.
-        dtypes: Their dtypes.
+        names, shape, dtypes: Those of the tensors; the shape is common to both moments.
     """
 
     codec: str
@@ -123,11 +120,7 @@ class Record:
 
     @classmethod
     def of_json(cls, value: Any) -> Self:
-        """Return the record that :meth:`as_json` made plain values of.
-
-        Raises:
-            DamagedError: If it could not have made them.
-        """
+        """Return the record of :meth:`as_json`; ``DamagedError`` if there is none such."""
         try:
             plain = {key: tuple(x) if isinstance(x, list) else x for key, x in value.items()}
             record = cls(**plain | {"dtypes": tuple(DTYPES[name] for name in value["dtypes"])})
@@ -177,8 +170,8 @@ def _part_of(name: str) -> str:
 def write_exact(streams: Streams, name: str, tensor: Tensor, base: Tensor | None = None) -> Record:
     """Write every bit of a tensor, or of its difference to a ``base`` of its dtype and shape.
 
-    The bits are taken as integers, whose difference is small where the floats are near; the first
-    bytes of all entries make a stream, the second bytes another, and so on.
+    The bits are taken as integers, whose difference is small where floats are near; each byte of
+    these has a stream of its own.
     """
     bits = _bits(tensor)
     if base is not None:
@@ -230,23 +223,20 @@ def write_change(
 ) -> tuple[Record, Tensor, Tensor]:
     """Write the change of a weight since ``base``, or all of it, pruned and quantised.
 
-    A base saves log2(|weight| / |change|) bits an entry, and errors are a share of the change. So
-    it is used where the squares of the change sum to no more than half of those of the weight, and
-    where no more than one of 256 entries became zero: with a base these would not be read as zeros.
+    A base saves log2(|weight| / |change|) bits an entry, and errors are a share of the change. It
+    is used where the squares of the change sum to no more than half of those of the weight, and no
+    more than one of 256 entries became zero: with a base these would not be read as zeros.
 
-    What is read differs from the weight by a root mean square of no more than a quarter of the
-    weight's, and of no more than ``4 / 2**key_bits`` of it where no base is used. A weight that
-    cannot be coded as well as that is written exactly.
+    The root mean square of the error is at most a quarter of that of the weight, and at most
+    ``4 / 2**key_bits`` of it without a base. Other weights are written exactly.
 
     Args:
         streams: The streams to write to.
         name: Name of the weight.
         weight: Finite floats of any shape and size; those of float64 in the range of float32.
         base: The weight as the checkpoint before is read; same shape and dtype.
-        second: The weight's second moments, by which small changes are left out.
-        quality: ``bits`` and ``key_bits`` bound the number of values, with a base and without;
-            ``rate`` is the price of a bit for a change as large as the weight; ``alpha`` is that
-            of :func:`changed_weights`.
+        second: The weight's second moments, for :func:`changed_weights`.
+        quality: Precision: ``bits`` with a base, ``key_bits`` without, ``rate`` and ``alpha``.
 
     Returns:
         The record, where kept entries lie (k,), and the weight as it will be read.
@@ -306,10 +296,7 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
     Args:
         change_n: Change of the weights since the last checkpoint, float32 (n,).
         second: The second moments, of any shape; None if the optimizer keeps none.
-        alpha: 0 keeps every change there is; the paper's is 5e-5.
-
-    Returns:
-        bool (n,).
+        alpha: Factor of the threshold; 0 keeps every change.
     """
     size = change_n.abs()
     root = 0.0 if second is None else float(second.mean(dtype=torch.float64)) ** 0.5
@@ -409,10 +396,8 @@ def write_moments(
         moments: First moments by name, finite floats of any shape, and possibly second moments,
             of the same shape and not negative.
         weight: Name of their weight, if ``kept_weights`` is given.
-        kept_weights: Where changes of the weight were kept; others' moments are left out. None
-            considers all.
-        quality: ``bits`` bounds the number of values; ``rate`` is the price of a bit; first moments
-            up to ``beta`` times the mean magnitude are left out.
+        kept_weights: Where changes of the weight were kept; others' moments are left out.
+        quality: Precision: ``bits``, ``rate`` and ``beta``.
     """
     first, *seconds = moments.values()
     flat = first.detach().float().reshape(-1)

@@ -33,22 +33,14 @@ _LENGTH = 8
 
 
 class Policy:
-    """Treatment of tensors, by patterns of names, and else by their kind.
+    """Treatment of tensors: by patterns of whole names, the first match counts, else by kind.
 
     Weights and moments of floats are lossy if they are matrices or larger; all else is exact:
     vectors, counters, projections, quantised states, buffers, and everything in ``extra``.
     """
 
     def __init__(self, patterns: Mapping[str, str] | None = None, lossless: bool = False) -> None:
-        """
-        Args:
-            patterns: Treatments by regular expressions of whole names, the first match counts.
-                Names are ``model.NAME``, ``optimizer.NAME.KEY`` and ``extra.KEY``.
-            lossless: Whether tensors without a pattern are exact.
-
-        Raises:
-            ValueError: If a pattern or a treatment is invalid.
-        """
+        """Compile patterns; ``ValueError`` if one, or a treatment, is invalid."""
         self._patterns, self._lossless = [], lossless
         for pattern, treatment in (patterns or {}).items():
             if treatment not in get_args(Treatment):
@@ -232,10 +224,7 @@ def encode(
 ) -> tuple[Streams, dict[str, Any], dict[str, Tensor]]:
     """Return streams of a snapshot, figures about it, and the model's tensors as they will be read.
 
-    Args:
-        snapshot: The state to write.
-        base: The model's tensors as the checkpoint before is read; None for a key frame.
-        quality: Precision of lossy tensors.
+    ``base`` are the model's tensors as the checkpoint before is read; None for a key frame.
     """
     streams, records = Streams(), list[Record]()
     written, kept = dict[str, Tensor](), dict[str, Tensor]()
@@ -293,15 +282,11 @@ def encode(
 def decode_model(
     blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
 ) -> dict[str, Tensor]:
-    """Return the model's tensors.
-
-    Args:
-        blobs: Compressed streams by name.
-        base: The model's tensors of the checkpoint before; None at a key frame.
-        max_bytes: Most memory that all tensors may take.
+    """Return the model's tensors; ``base`` are those of the checkpoint before.
 
     Raises:
-        DamagedError: If the streams are not ones of :func:`encode`, or too large.
+        DamagedError: If the streams are not ones of :func:`encode`, or all tensors together would
+            take more than ``max_bytes``.
     """
     reader = StreamReader(blobs)
     _, records = _read_index(reader, max_bytes)

@@ -41,8 +41,7 @@ def parsed(raw: bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: If it is not JSON, or nested more than ``DEEPEST`` deep.
-        RecursionError: Possibly, if it is nested far deeper.
+        ValueError, RecursionError: If it is not JSON, or nested more than ``DEEPEST`` deep.
     """
     value = json.loads(raw)
     level = [value] if isinstance(value, dict | list) else []
@@ -72,7 +71,7 @@ def take_apart(
 
     Raises:
         TypeError: If the value holds anything else; the message has its name.
-        ValueError: If the value is nested too deep to be read again.
+        ValueError: If it is nested too deep, or a list holds a tensor to skip.
     """
     if depth > DEEPEST_STATE:
         raise ValueError(

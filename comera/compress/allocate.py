@@ -4,7 +4,6 @@ The losses of layers' directions are comparable, so one price for a parameter de
 a direction stays if it saves more loss than its parameters cost. Bisection finds the price.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,13 +117,6 @@ def percent_meant(budget: object) -> str:
     if isinstance(budget, bool) or not found or not 2 <= float(found[1]) < 100:
         return ""
     return f"; {found[1]} % is budget={float(found[1]) / 100:.6g}"
-
-
-def smallest_budget(least: int, total: int, in_bytes: bool) -> str:
-    """Write the smallest budget that leaves ``least`` of ``total`` parameters, or bytes of them."""
-    if in_bytes:
-        return f'budget="{math.ceil(least / 100) / 10:.1f}kB"'
-    return f"budget={math.ceil(1e4 * least / total) / 1e4}"
 
 
 @dataclass(frozen=True)

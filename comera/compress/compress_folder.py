@@ -177,6 +177,7 @@ def compress_folder(
 
 
 def _on_meta(model: Any) -> nn.Module:
+    """Return the model, made if need be, without numbers in its parameters."""
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise TypeError(f"model={model!r} must be a model on the meta device, or make one")

@@ -173,8 +173,8 @@ def _until(
     with Progress(disable=not progress) as bars:
         bar = bars.add_task("healing", total=1.0)
         done, before, count = 0.0, -1, 0
-        while count > before and done < 1:  # a pass over nothing ends it
-            before = count
+        while before < count and done < 1 and (seconds is not None or count == 0):
+            before = count  # a pass over nothing ends it
             for batch in batches:
                 if seconds is None:
                     done = count / len(batches)  # type: ignore[arg-type]
@@ -185,8 +185,6 @@ def _until(
                 bars.update(bar, completed=done)
                 yield batch, done
                 count += 1
-            if seconds is None:
-                break
         bars.update(bar, completed=1.0)
 
 

@@ -173,7 +173,16 @@ def gather_moments(
         ValueError: If there is no batch, a loss is no finite number or has no gradient, a layer is
             never called, or the file is of other layers or weights.
     """
-    found = {name: _empty(layer) for name, layer in layers.items()}
+    found = {}
+    for name, layer in layers.items():
+        weight = weight_OI(layer)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        out_features, in_features = weight.shape
+        sides = (in_features,) if isinstance(layer, nn.Embedding) else (in_features, in_features)
+        found[name] = LayerMoments(
+            weight.new_zeros(sides, dtype=dtype),
+            weight.new_zeros(out_features, out_features, dtype=dtype),
+        )
     seen, complete = _read(keep, layers, found) if keep and Path(keep).exists() else (0, False)
     if complete:
         return found
@@ -255,17 +264,6 @@ def _read(
         raise ValueError(f"{path} is no file of moments: remove it, or name another") from None
     log.info("%s: %d batches of calibration were done before", path, about["batches"])
     return about["batches"], about["complete"]
-
-
-def _empty(layer: Layer) -> LayerMoments:
-    weight = weight_OI(layer)
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    out_features, in_features = weight.shape
-    inputs = (in_features,) if isinstance(layer, nn.Embedding) else (in_features, in_features)
-    return LayerMoments(
-        torch.zeros(inputs, dtype=dtype, device=weight.device),
-        torch.zeros(out_features, out_features, dtype=dtype, device=weight.device),
-    )
 
 
 @contextmanager

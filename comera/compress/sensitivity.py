@@ -16,7 +16,6 @@ from comera.compress.allocate import (
     CompressedLayers,
     allocate,
     parse_budget,
-    smallest_budget,
 )
 from comera.compress.layer_moments import (
     Layer,
@@ -120,11 +119,13 @@ class Sensitivity(Report):
         least = self.least(in_bytes=in_bytes)
         if whole < least:
             unit = "bytes" if in_bytes else "parameters"
+            rounded = f'"{math.ceil(least / 100) / 10:.1f}kB"' if in_bytes else None
             raise ValueError(
                 f"budget={budget!r}: {other:,} of {total:,} {unit} are in layers that are no "
                 "target, as those are that were compressed before, and the targets hold "
-                f"{least - other:,} at their smallest; {smallest_budget(least, total, in_bytes)} "
-                "is the smallest that is possible"
+                f"{least - other:,} at their smallest; budget="
+                f"{rounded or math.ceil(1e4 * least / total) / 1e4} is the smallest that is "
+                "possible"
             )
         choices = [
             Choice(layer.whitened.losses_K.cpu(), size(layer, None), size(layer, 1))

@@ -8,7 +8,7 @@ column means, n = entries of a tensor that is not factored.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -184,7 +184,7 @@ class CAME(Optimizer):
             steps = torch.stack([state.get("step", param.new_zeros(())) for state in states]) + 1
             steps_b1 = steps.to(average.dtype).unsqueeze(1)
             first, second, third = (1 - beta**steps_b1 for beta in settings["betas"])
-            corrections = _Corrections(second.sqrt(), 1 / first, third.sqrt())
+            corrections = second.sqrt(), 1 / first if view is None else 1 / first * third.sqrt()
         if view is None:
             square = _stack(_every(states, "exp_avg_sq"), shape)
             _plain_step_(param, grad, average, square, settings, corrections)
@@ -398,20 +398,6 @@ def product(factors_bf: Tensor, rows: int) -> Tensor:
     return share.nan_to_num(0.0).unsqueeze(2) * column.unsqueeze(1)
 
 
-class _Corrections(NamedTuple):
-    """Factors, ``(b, 1)``, that undo the start of the means at zero.
-
-    Attributes:
-        update: Factor of u, for the mean of squared gradients.
-        mean: Factor of the step, for the mean of u.
-        residual: Factor of the step, for the mean of ``(u - mean of u)^2``.
-    """
-
-    update: Tensor
-    mean: Tensor
-    residual: Tensor
-
-
 def _factored_step_(
     param_brc: Tensor,
     grad_brc: Tensor,
@@ -419,7 +405,7 @@ def _factored_step_(
     square_bf: Tensor,
     residual_bf: Tensor,
     settings: dict[str, Any],
-    corrections: _Corrections | None,
+    corrections: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Take one step of CAME on matrices, in place and in the dtype of the moments.
 
@@ -430,7 +416,8 @@ def _factored_step_(
         square_bf: Row and column means of the squared gradients.
         residual_bf: Row and column means of ``(u - mean of u)^2``.
         settings: Settings of the group, ``lr`` a float or a tensor ``()``.
-        corrections: Bias corrections of the means; None for none.
+        corrections: Factors ``(b, 1)`` of u and of the step, which undo the start of the means at
+            zero; None for none.
     """
     beta1, beta2, beta3 = settings["betas"]
     batch, rows, columns = grad_brc.shape
@@ -451,7 +438,7 @@ def _factored_step_(
     square_bf.lerp_(means_bf + settings["eps"][0], 1 - beta2)
     row, column = _inverse_roots(square_bf, rows)
     if corrections is not None:
-        row = row * corrections.update.unsqueeze(2)
+        row = row * corrections[0].unsqueeze(2)
 
     # u = row * gradient * column / max(1, its root mean square / clip_threshold). The norm is
     # taken before the rows are scaled, so that a huge factor meets its zeros before it is squared.
@@ -481,7 +468,7 @@ def _factored_step_(
     row, column = _inverse_roots(residual_bf, rows)
     row = row * -settings["lr"]
     if corrections is not None:
-        row = row * (corrections.mean * corrections.residual).unsqueeze(2)
+        row = row * corrections[1].unsqueeze(2)
     for block, part in zip(blocks, parts, strict=True):
         torch.mul(average_brc[:, block], column, out=part)
         _step_to_(param_brc[:, block], part, row[:, block], settings)
@@ -500,7 +487,7 @@ def _plain_step_(
     average_bn: Tensor,
     square_bn: Tensor,
     settings: dict[str, Any],
-    corrections: _Corrections | None,
+    corrections: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Take one step of CAME on tensors that are not factored: without the confidence term."""
     beta1, beta2, _ = settings["betas"]
@@ -508,13 +495,13 @@ def _plain_step_(
     square_bn.lerp_(grad_bn.square() + settings["eps"][0], 1 - beta2)
     update = square_bn.rsqrt() * grad_bn
     if corrections is not None:
-        update = update * corrections.update
+        update = update * corrections[0]
     norm = torch.linalg.vector_norm(update, dim=1, keepdim=True)
     clip = (norm / (math.sqrt(grad_bn.shape[1]) * settings["clip_threshold"])).clamp(min=1.0)
     if settings["maximize"]:
         clip = -clip
     average_bn.lerp_(update / clip, 1 - beta1)
-    one = torch.ones_like(clip) if corrections is None else corrections.mean
+    one = torch.ones_like(clip) if corrections is None else corrections[1]
     _step_to_(param_bn, average_bn, one * -settings["lr"], settings)
 
 

@@ -69,7 +69,7 @@ class GaLore(Optimizer):
 
     Note:
         An inner optimizer that counts in its groups, as Prodigy and schedule-free ones do, is
-        refused in the first step: it sums over parameters, of which it would see the stand-ins.
+        refused in the first step: it sums over parameters, and would see stand-ins instead.
         Weight decay acts on the parameter itself, decoupled where the inner optimizer's is, and
         before the step as in :class:`torch.optim.AdamW`; galore-torch decays after it.
         Subspaces and projected moments are float32, or wider where parameters are. A gradient that

@@ -118,7 +118,22 @@ def param_groups(
         for name in ("cores", "gates", "matrices", "dense", "vectors")
         if name in members
     ]
-    return groups if scale_rates is None else _scaled(model, groups)
+    if scale_rates is None or "cores" not in members:
+        return groups
+    scales: dict[int, float] = {}
+    for layer in layers:
+        if isinstance(layer, CompressedLinear):
+            scale = float(f"{contracted_scale(layer):.3g}")  # few groups: neighbours are as good
+            for core in layer.cores:
+                scales.setdefault(id(core), scale)
+    by_scale: dict[float, list[nn.Parameter]] = {}
+    for core in members["cores"]:
+        by_scale.setdefault(scales.get(id(core), 1.0), []).append(core)
+    cores, *others = groups
+    return [
+        {**cores, "params": params, "lr": scale * core_lr, "rate_scale": scale}
+        for scale, params in by_scale.items()
+    ] + others
 
 
 def _check(**numbers: Any) -> None:
@@ -132,29 +147,6 @@ def _check(**numbers: Any) -> None:
 
 def _decay(weight_decay: float | None) -> dict[str, float]:
     return {} if weight_decay is None else {"weight_decay": weight_decay}
-
-
-def _scaled(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split the group of cores by the factors of their rates, in the order of their layers."""
-    scales: dict[int, float] = {}
-    for layer in tensor_trains(model).values():
-        if isinstance(layer, CompressedLinear):
-            scale = float(f"{contracted_scale(layer):.3g}")  # few groups: neighbours are as good
-            for core in layer.cores:
-                scales.setdefault(id(core), scale)
-    found = []
-    for group in groups:
-        if group["name"] != "cores":
-            found.append(group)
-            continue
-        members: dict[float, list[nn.Parameter]] = {}
-        for param in group["params"]:
-            members.setdefault(scales.get(id(param), 1.0), []).append(param)
-        found += [
-            {**group, "params": params, "lr": scale * group["lr"], "rate_scale": scale}
-            for scale, params in members.items()
-        ]
-    return found
 
 
 def galore_param_groups(

@@ -217,7 +217,7 @@ class OptimizerInBackward:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._lock.locked():
-            for param in self._waiting:  # else the next iteration would add to what is stepped
+            for param in self._waiting:  # else the next iteration would add to these gradients
                 param.grad = None
             self._stepped.clear()
             self._waiting.clear()

@@ -31,11 +31,7 @@ AnyOptimizer = Optimizer | Wrapper
 
 
 def unwrap(optimizer: AnyOptimizer) -> Optimizer:
-    """Return the optimizer that holds the state of parameters.
-
-    Raises:
-        TypeError: If there is none.
-    """
+    """Return the optimizer that holds the state of parameters; raise ``TypeError`` if none does."""
     # A wrapper may be of torch's class itself, as that of accelerate.
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer):
@@ -47,11 +43,7 @@ def unwrap(optimizer: AnyOptimizer) -> Optimizer:
 
 
 def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
-    """Return the optimizer that holds the state.
-
-    Raises:
-        ValueError: If it has one history of all parameters together.
-    """
+    """Return the optimizer that holds the state; raise ``ValueError`` if parameters share it."""
     if optimizer is None:
         return None
     unwrapped = unwrap(optimizer)
@@ -64,7 +56,7 @@ def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return a class's step without what torch wraps around it: hooks and a profiler's record."""
+    """Return a class's step without the hooks and the profiler's record that torch adds."""
     step: Any = kind.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -102,10 +94,7 @@ def check_keeps_no_count(
     instead: str,
     but: Container[str] = (),
 ) -> None:
-    """Raise ``TypeError`` if a step has changed settings of a group, except those in ``but``.
-
-    ``instead`` is the advice at the end of the error.
-    """
+    """Raise ``TypeError``, with advice, if a step has changed group settings not in ``but``."""
     written = [
         key
         for key, value in after.items()

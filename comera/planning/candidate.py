@@ -312,18 +312,11 @@ def _factor_chain(
     return FactorChain(own, tuple(forward), (*forward[:-1], *backward))
 
 
-def gates(shape: Shape, operators: float) -> Step:
-    """Return the step that multiplies each core by the gate of its right bond.
+def gates(shape: Shape, operators: float, backward: bool = False) -> Step:
+    """Return the step that multiplies each core by the gate of its right bond, or its backward.
 
-    It also counts the overhead of the layer's Python operators.
+    The backward gates the cores again. The overhead of the layer's Python operators is counted too.
     """
-    calls, moved = 3 + len(shape.ranks), 2 * shape.num_params
-    return Step("gates", (), "gates, dispatch", 0, moved=moved, calls=calls, operators=operators)
-
-
-def gate_gradients(shape: Shape, operators: float) -> Step:
-    """Return the step that gates the cores again and makes the gradients of cores and gates."""
-    calls, moved = 5 + 4 * len(shape.ranks), 6 * shape.num_params
-    return Step(
-        "grad(gates)", (), "gates, dispatch", 0, moved=moved, calls=calls, operators=operators
-    )
+    bonds, moved = len(shape.ranks), shape.num_params * (6 if backward else 2)
+    calls, name = (5 + 4 * bonds, "grad(gates)") if backward else (3 + bonds, "gates")
+    return Step(name, (), "gates, dispatch", 0, moved=moved, calls=calls, operators=operators)

@@ -18,7 +18,6 @@ from comera.planning.candidate import (
     Work,
     candidate,
     factor_chains,
-    gate_gradients,
     gates,
     product,
     product_seconds,
@@ -221,7 +220,7 @@ def _factors(layer: Layer) -> list[Step]:
 def _core_gradients(layer: Layer) -> list[Step]:
     """List the steps from the gradients of A and B to those of cores and gates."""
     left, right = factor_chains(layer.shape)
-    steps = [*left.backward, *right.backward, gate_gradients(layer.shape, layer.operators)]
+    steps = [*left.backward, *right.backward, gates(layer.shape, layer.operators, backward=True)]
     return [replace(step, calls=step.calls / layer.together) for step in steps]
 
 
@@ -256,7 +255,7 @@ def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:
         Step("grad(h)", ("grad(hidden)",), "c,ar,t to acrt", hidden, moved=2 * hidden),
         product("grad(core0)", ("x", "grad(h)"), "abt,acrt->abcr", (a, b, tokens, c * rank)),
         product("grad(x)", ("grad(h)", "core0"), "acrt,abcr->abt", (a, tokens, c * rank, b)),
-        gate_gradients(shape, 0),
+        gates(shape, 0, backward=True),
     ]
     parameters = layer.cores() | layer.biases
     machine = machine.without_onednn

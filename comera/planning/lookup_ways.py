@@ -14,7 +14,6 @@ from comera.planning.candidate import (
     Work,
     candidate,
     factor_chains,
-    gate_gradients,
     gates,
     product,
 )
@@ -135,7 +134,7 @@ def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) 
         _permute(f"grad({right.name})", right_size),
         *left.backward,
         *right.backward,
-        gate_gradients(shape, _OPERATORS),
+        gates(shape, _OPERATORS, backward=True),
     ]
     name = "unique" if unique else "factors"
     return candidate(name, lookup, machine, dtype, forward, backward, lookup.cores())

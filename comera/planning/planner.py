@@ -27,8 +27,6 @@ class Plan(Report):
     Attributes:
         title: The layer in words.
         tokens: Rows or indices in the batch.
-        dtype: Dtype of all numbers.
-        machine: The machine on which times are predicted.
         candidates: The ways to compute the layer, fastest first by prediction.
         dense: The torch layer it replaces.
         search: The contraction tree with the fewest operations, forward and all gradients planned

@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,9 @@ _MB = 1e6
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder is that of a run."""
-    return (folder / "config.yaml").is_file() and bool(_settings(folder).get("train"))
+    return (folder / "config.yaml").is_file() and bool(
+        _read(read_yaml, folder / "config.yaml").get("train")
+    )
 
 
 def holds_runs(folder: Path) -> bool:
@@ -247,13 +249,13 @@ def _row(run: Path) -> tuple[str, ...]:
     if _has_only_a_log(run):
         error = why_failed(last_session(run) or "")
         return "", "0", f"failed: {escape(error)}" if error else "not begun", "", "", size
-    settings, result = _settings(run), _result(run)
+    settings, result = _read(read_yaml, run / "config.yaml"), _read(read_result, run)
     logged, evaluated = last_logged(run, "loss"), last_logged(run, "eval/loss")
     done = result.get("steps") or (logged[0] if logged else 0)
     of = settings["train"].get("steps") or result.get("steps")
     state = "finished" if result else _begun(run)
     has_twin = settings.get("twin") and settings.get("tensorize")
-    if result and has_twin and not _result(run / "dense"):
+    if result and has_twin and not _read(read_result, run / "dense"):
         state += f", its dense twin {_begun(run / 'dense')}"
     metrics = result.get("metrics") or ({"loss": evaluated[1]} if evaluated else {})
     return (
@@ -275,15 +277,10 @@ def _begun(folder: Path) -> str:
     return "begun" if saved or last_logged(folder, "loss") else "not begun"
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _read(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+    """Return a mapping in a file; empty for one that is missing or damaged."""
     with contextlib.suppress(ValueError, OSError):
-        return read_yaml(folder / "config.yaml")
-    return {}
-
-
-def _result(folder: Path) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, OSError):
-        return read_result(folder)
+        return read(path)
     return {}
 
 

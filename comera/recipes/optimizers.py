@@ -1,8 +1,4 @@
-"""The section ``optimizer`` of a run: for each optimizer a dataclass of its settings.
-
-``OPTIMIZERS`` is their registry. A new optimizer is a subclass of :class:`OptimizerConfig`
-with ``name``, ``default_lr``, ``make`` and a line under Args for each field, listed there.
-"""
+"""The section ``optimizer`` of a run: for each optimizer a dataclass, listed in ``OPTIMIZERS``."""
 
 import dataclasses
 from collections.abc import Mapping

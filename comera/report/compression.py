@@ -34,9 +34,8 @@ class LayerReport:
     """One tensor-train layer.
 
     Attributes:
-        name: Name of the layer, as in ``named_modules``.
+        name: As in ``named_modules``.
         kind: Class name.
-        modes: Modes of the cores.
         start_ranks: Bonds when the layer was made.
         ranks: Bonds whose gates are live now.
         dense_params: Entries of the weight it stands for; the bias is not counted.
@@ -45,10 +44,9 @@ class LayerReport:
         frozen_params: Entries after :func:`comera.freeze_`: two factors at the live ranks, or a
             dense weight where that has fewer; dense rows included.
         bytes: Bytes of ``params``.
-        operations: Predicted multiply-adds of a forward and backward pass at the live ranks.
-        dense_operations: The same for the dense layer.
-        saved_bytes: Predicted bytes kept from the forward to the backward pass.
-        dense_saved_bytes: The same for the dense layer.
+        operations: Predicted multiply-adds of a forward and backward pass at the live ranks;
+            ``dense_operations`` are those of the dense layer.
+        saved_bytes: Predicted bytes kept from the forward to the backward pass, likewise.
     """
 
     name: str

@@ -177,12 +177,8 @@ def _tied_names(model: nn.Module, layers: Mapping[str, Entry]) -> dict[str, str]
 def check_description(described: Any, where: str) -> dict[str, Any]:
     """Return a description that this version can read.
 
-    Args:
-        described: The value of the JSON text.
-        where: The file, for the message.
-
     Raises:
-        ValueError: If it is something else, damaged or of a later version.
+        ValueError: If it is something else, damaged or of a later version; names ``where`` it was.
     """
     if not isinstance(described, dict) or described.get("format") != FORMAT:
         raise ValueError(f"{where} is no description of a model by comera.save_model")
@@ -313,13 +309,7 @@ def put_in_place_(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
 def check_tensors(
     model: nn.Module, made: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise ``ValueError`` unless a model, once layers are in place, has the tensors of a file.
-
-    Args:
-        model: The model before the layers are put in place.
-        made: The layers by name.
-        shapes: The shapes in the file.
-    """
+    """Raise ``ValueError`` unless a model with the layers in place has tensors of these shapes."""
     modules = dict(model.named_modules(remove_duplicate=False))
     new_at = {id(modules[name]): new for name, new in made.items()}
     inside = {
@@ -352,12 +342,12 @@ def fill_(
     tied: Mapping[str, str],
     frozen: Iterable[str],
 ) -> None:
-    """Assign tensors to a model as they are, dtypes included, in place.
+    """Assign a whole state dict to a model, dtypes included, in place.
 
     Args:
         model: Its parameters become new ones.
-        tensors: A whole state dict.
-        tied: Names of tensors, to the name of the tensor that each is to be the same as.
+        tensors: The state dict.
+        tied: The first name of each tied tensor by the later names.
         frozen: Names of parameters that are not trained; all others are.
     """
     model.load_state_dict(dict(tensors), strict=True, assign=True)

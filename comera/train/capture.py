@@ -36,7 +36,7 @@ from comera.train.host_state import HostState, host_random_state, set_host_rando
 log = logging.getLogger("comera")
 
 WARM_UP = 3
-"""Steps alike before one is recorded, what torch asks for."""
+"""Steps alike before one is recorded, as torch recommends."""
 
 _PATIENCE = 100
 """Steps without a recording after which a warning names the changes."""

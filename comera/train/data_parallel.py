@@ -49,7 +49,7 @@ class DataParallel:
             self.times_renewed += 1
 
     def forget(self) -> None:
-        """Have the buffers rebuilt: a backward pass broke off, and they wait for its rest."""
+        """Rebuild the buffers before the next step, as after a backward pass that broke off."""
         self._made_for = None
 
     def why_not_capturable(self, device: torch.device) -> str | None:

@@ -21,11 +21,10 @@ class Contents:
     """The nodes, kernels and memory of a recording.
 
     Attributes:
-        nodes: Kinds of nodes and how many there are; None where they cannot be counted.
-        kernels: Kernels by name and how often each is started; None likewise.
-        pool_bytes: Memory that belongs to the recording, and to those beside it.
-        peak_bytes: The most that a replay has on the device: that memory, and all tensors outside
-            of it, such as parameters and the optimizer's state; None where it is not known.
+        nodes: Number of nodes by kind; None where they cannot be counted.
+        kernels: Launches of kernels by name; None likewise.
+        pool_bytes: Memory of the recording, and of those beside it.
+        peak_bytes: That memory and all tensors outside of it; None where it is not known.
     """
 
     nodes: dict[str, int] | None
@@ -88,7 +87,7 @@ class CudaGraphs:
                     raise
             graph.instantiate()
         except Exception as error:
-            # Undo what a capture that did not end leaves behind in torch.
+            # A capture that did not end leaves a random state and a pool behind in torch.
             device = self._device.index
             index = torch.cuda.current_device() if device is None else device
             generator = torch.cuda.default_generators[index]
@@ -171,12 +170,7 @@ Signature = tuple[Any, tuple[Any, ...]]
 
 
 class StaticBatch:
-    """A copy of a batch that a recorded function reads.
-
-    Attributes:
-        value: The batch, of tensors of its own.
-        signature: Signature of the batches that can be copied into it.
-    """
+    """A copy of a batch that a recorded function reads; ``fill_`` copies another one into it."""
 
     def __init__(self, batch: Any) -> None:
         leaves, spec = tree_flatten(batch)

@@ -79,11 +79,8 @@ class StepClock:
 class Pace:
     """Shows steps a second since the last call, and the peak of memory.
 
-    Args:
-        device: The device on which the steps run.
-        per_step: Size of a step, of all processes, and its unit: say ``(4096, "tokens")``.
-        steps: Steps done before the first that counts.
-        seconds: Seconds that those took.
+    ``per_step`` is the size of a step, of all processes, and its unit: say ``(4096, "tokens")``.
+    ``steps`` were done before the first that counts, in ``seconds``.
     """
 
     def __init__(
@@ -181,13 +178,7 @@ class SilentLog:
 
 
 class RunLog(SilentLog):
-    """``metrics.jsonl`` and TensorBoard files of one run.
-
-    Args:
-        folder: Made if it does not exist.
-        resume_step: Lines after this step, left by an interrupted run, are dropped.
-        tensorboard: Whether to write TensorBoard files too.
-    """
+    """``metrics.jsonl`` and TensorBoard files of a run; drops lines after ``resume_step``."""
 
     def __init__(self, folder: Path, resume_step: int = 0, tensorboard: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
@@ -228,11 +219,7 @@ class RunLog(SilentLog):
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the lines of a run's ``metrics.jsonl``, up to one that is cut short or damaged.
-
-    Raises:
-        FileNotFoundError: If the folder holds no run.
-    """
+    """Read the lines of a run's ``metrics.jsonl``, up to one that is cut short or damaged."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a run: it has no metrics.jsonl")

@@ -98,11 +98,7 @@ class RunUnderWay:
         self._saved_at = self._step.steps_done
 
     def train_on(self, batch: Any) -> None:
-        """Train for one step.
-
-        Raises:
-            NonFiniteLossError: If the loss is known not to be finite; the state before is saved.
-        """
+        """Train for one step; save the state before it if the loss is known not to be finite."""
         try:
             with self.clock.step():
                 loss = self._step(batch)
@@ -115,11 +111,7 @@ class RunUnderWay:
         self._total, self._count = self._total.to(loss.device) + loss, self._count + 1
 
     def log_loss(self) -> float:
-        """Log the mean loss since the last call, and return it; waits for a GPU.
-
-        Raises:
-            NonFiniteLossError: If it is not finite.
-        """
+        """Log and return the mean loss since the last call, or raise ``NonFiniteLossError``."""
         step, mean = self._step, float(self._total) / max(1, self._count)
         self._total, self._count = torch.zeros(()), 0
         if not math.isfinite(mean):

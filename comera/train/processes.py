@@ -94,9 +94,7 @@ class Processes:
     def from_first(self, call: Callable[[], _T]) -> _T:
         """Call a function in the first process; return its result, on the CPU, in every process.
 
-        Raises:
-            Exception: The error of the function, in the first process.
-            OtherProcessError: The same in the others.
+        Its error is raised as it is in the first process, as ``OtherProcessError`` in the others.
         """
         if self.count == 1:
             return call()
@@ -109,9 +107,7 @@ class Processes:
     def together(self, call: Callable[[], _T]) -> _T:
         """Call a function in every process; if it raises in any, all of them raise.
 
-        Raises:
-            Exception: The error of the function, in the first process that failed.
-            OtherProcessError: In the others.
+        The first that failed raises its own error, the others ``OtherProcessError``.
         """
         if self.count == 1:
             return call()

@@ -53,11 +53,11 @@ class Seen:
 
 
 class RateWatch:
-    """Checks a model's weights before and after some of its steps; warns once of each sign.
+    """Checks the weights that an optimizer holds; warns once of each sign.
 
     Args:
         model: The model that is trained.
-        optimizer: Its optimizer; only weights that it holds are checked.
+        optimizer: Its optimizer.
         every: Steps between two checks, after the first ones; 0 for none at all.
         warns: Whether to warn: of several processes one is enough.
 

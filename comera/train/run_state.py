@@ -98,11 +98,7 @@ def load_checkpoint(
 
 
 def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
-    """Load a checkpoint that was read from ``path`` into a training step; return its ``extra``.
-
-    Raises:
-        ValueError: If it is not one of a training step, or one of another model.
-    """
+    """Load a checkpoint that was read from ``path`` into a training step; return its ``extra``."""
     state, model = saved.extra, unwrapped_model(step.model)
     keys = {"layout", "scheduler", "ranks", "random", "extra"}
     if saved.optimizer is None or state.keys() != keys:

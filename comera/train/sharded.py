@@ -33,15 +33,12 @@ class RowShardedBag(nn.EmbeddingBag):
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Add up bags; all processes call this, with as many bags each.
+        """Return sums or means ``(bags, width)``; all processes call this, with as many bags each.
 
         Args:
             input: ``(bags, entries)`` integers, or ``(N,)`` with offsets.
             offsets: ``(bags,)``: where each bag begins.
             per_sample_weights: Not for sharded tables.
-
-        Returns:
-            ``(bags, width)`` sums or means.
 
         Raises:
             ValueError: For weights, missing offsets, or numbers of bags that differ.

@@ -130,7 +130,7 @@ class TrainStep:
                 "ReduceLROnPlateau is stepped by a metric, not by steps: leave scheduler out, and "
                 "call scheduler.step(metric) after each evaluation"
             )
-        # BatchedContraction checks this too, but would not name what the user called.
+        # BatchedContraction checks this too, but its error would not name TrainStep.
         check_unsharded(model, "TrainStep")
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm = accumulate, clip_norm
@@ -265,7 +265,7 @@ class TrainStep:
 
     def _loss(self, part: Any) -> Tensor:
         enabled = self.autocast is not None
-        cached = not shapes_are_static(next(self.model.parameters()))  # a graph has to cast anew
+        cached = not shapes_are_static(next(self.model.parameters()))  # a graph casts each time
         with (
             fp8_products() if self.scaled else nullcontext(),
             torch.autocast(self._device.type, self.autocast, enabled=enabled, cache_enabled=cached),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import comera
+from comera.checkpoint.archive import Archive
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn.module import tensor_trains
 from tests.processes import in_a_process
@@ -233,7 +234,7 @@ def test_a_chain_goes_on_where_another_process_left_it(tmp_path):
         train(model, optimizer, 5)
         chain.save(20, model, optimizer)
         chain.wait()
-        links = chain._archive.links(20)
+        links = Archive(tmp_path).links(20)
     assert [link.step for link in links] == [5, 10, 15, 20]
     assert distance(chain.load().model, model.state_dict()) < 0.03
 

@@ -1,5 +1,4 @@
 import json
-import logging
 import re
 from dataclasses import replace
 
@@ -8,6 +7,8 @@ import pytest
 from comera.planning import machine
 from comera.planning.candidate import Step, product, product_seconds
 from comera.planning.machine import Machine, default_machine, load_machine, save_machine
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 MINE = Machine(
     name="Some CPU @ 2 GHz",
@@ -25,20 +26,6 @@ MINE = Machine(
     half_depth=0,
     threads=3,
 )
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
-    machine._load.cache_clear()
-    yield tmp_path
-    machine._load.cache_clear()
-
-
-@pytest.fixture
-def said(caplog):
-    caplog.set_level(logging.INFO, logger="comera")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def test_what_was_saved_is_loaded(own_cache, said):

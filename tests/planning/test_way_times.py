@@ -1,7 +1,6 @@
 """Times of the ways of operators: kept, found again, and what cannot be used is said."""
 
 import json
-import logging
 import math
 
 import pytest
@@ -17,23 +16,11 @@ from comera.planning.way_times import (
     save_way_times,
 )
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 CARD = Setting("cuda", "NVIDIA H200", None, "2.11.0+cu130", "abc")
 FEW = Timing("look up", "float32", True, (256,), {"kernel": 1e-6, "torch": 2e-6})
 MANY = Timing("look up", "float32", True, (4096,), {"kernel": 3e-6, "torch": 2e-6})
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
-    load_way_times.cache_clear()
-    yield tmp_path
-    load_way_times.cache_clear()
-
-
-@pytest.fixture
-def said(caplog):
-    caplog.set_level(logging.WARNING, logger="comera")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def test_what_was_saved_is_loaded_and_kept_when_more_is_measured(own_cache, said):

@@ -351,7 +351,7 @@ def test_what_is_frozen_keeps_its_ranks_and_is_not_counted(model, batch, method,
     others = [layer for name, layer in tensor_trains(model).items() if name != "1"]
     assert ranks.start_size == sum(core.numel() for layer in others for core in layer.cores)
     optimizer = optimizer_for(model)
-    learn(model, batch, ranks, optimizer, ranks._steps)
+    learn(model, batch, ranks, optimizer, ranks.steps_left)
     assert ranks.finish_()["size"] == sum(c.numel() for layer in others for c in layer.cores)
     assert sum(c.numel() for layer in others for c in layer.cores) <= 0.5 * ranks.start_size
     torch.testing.assert_close(model[1].state_dict(), before, rtol=0, atol=0)
@@ -373,7 +373,7 @@ def test_gates_of_frozen_cores_are_learned(model, batch):
 def test_a_schedule_that_is_over_is_not_warned_about(model, batch, method, caplog):
     ranks = method(model)
     optimizer = optimizer_for(model)
-    learn(model, batch, ranks, optimizer, ranks._steps)
+    learn(model, batch, ranks, optimizer, ranks.steps_left)
     ranks.finish_()
     caplog.clear()
     again = method(model)

@@ -1,6 +1,9 @@
-"""What ``comera`` says of a file or an option that it cannot use: in one line, by name."""
+"""The command line: files and options that cannot be used are named, and the help fits a screen."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,8 @@ import pytest
 from comera.recipes import run_commands
 from comera.recipes.cli import main
 from comera.recipes.parse import read_yaml
-from comera.recipes.run_commands import typed_settings
+from comera.recipes.run_commands import FIRST, typed_settings
+from comera.recipes.run_config import RunConfig
 from tests.texts import write_functions
 
 
@@ -25,6 +29,10 @@ from tests.texts import write_functions
         ("just words\n", "run.yaml must hold keys and values, not 'just words'"),
         ("train: {steps: 3}\n", "causal_text, nli and clicks, in the file of the run or as"),
         ("masked_text: {folder: /no/such}\ntrain: {steps: 3}\n", "there is no folder /no/such"),
+        (
+            "two_stage: {target: half}\n",
+            "error: run.yaml: two_stage.target='half' must be a number",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, content, message):
@@ -55,6 +63,37 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
         (["plan", "quickstart", "-seed=3"], "-seed=3 is not a setting: did you mean --seed?"),
         (["plan", "quickstart", "--qqq=3"], "--qqq=3 is not a setting; `comera train --help_all`"),
         (["plan", "quickstart", "--out="], "out='' must name the folder of the run"),
+        *(
+            (["plan", "quickstart", *words.split()], message)
+            for words, message in (
+                (
+                    "--train.step=3",
+                    "--train.step=3 is not a setting: did you mean --train.steps?\n",
+                ),
+                (
+                    "--two_stage.targt=3",
+                    "--two_stage.targt=3 is not a setting: did you mean --two_",
+                ),
+                ("--two_stage.late_steps=3", "--two_stage.late_steps=3 is not a setting: did you "),
+                ("--two_stage.target=half", "two_stage.target='half' must be a number"),
+                ("--two_stage.target half", "two_stage.target='half' must be a number"),
+                ("--train.steps=many", "train.steps='many' must be a whole number or null"),
+                ("--train.precision=fp17", "train.precision='fp17' must be fp32, bf16 or fp8"),
+                ("--train.compile=maybe", "train.compile='maybe' must be true or false"),
+                ("--model.d_model=64.5", "model.d_model=64.5 must be a whole number"),
+                (
+                    "--tensorize.rank=[8,x]",
+                    "tensorize.rank=[8, 'x'] must be a whole number, a list of whole numbers or ",
+                ),
+                ("--tensorize.rank=-1", "tensorize.rank=-1 must be at least 1 on every bond\n"),
+                (
+                    "--two_stage=yes",
+                    "two_stage=True must be a section, with keys of its own or null: gamma, ",
+                ),
+                ("--nli=snli", "nli='snli' must be a section, with keys of its own or null: "),
+            )
+        ),
+        (["report", "."], ". is not a run"),
         (["plan", "."], ". is a folder, and not that of a run: it has no config.yaml"),
     ],
 )
@@ -104,9 +143,6 @@ def test_values_are_read_as_what_they_are_for(words, value):
 def test_hyphens_are_as_good_as_underscores(tmp_path, capsys):
     assert main(["reproduce", "came-shapes", "--dry-run=true", "--skip=[adafactor,came-x]"]) == 1
     assert "skip=came-x is neither" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["train", "--help-all"])
-    assert "--checkpoints.keep_last" in capsys.readouterr().out
 
 
 def test_the_file_of_a_run_is_read_once(tmp_path, monkeypatch):
@@ -141,3 +177,70 @@ def test_the_folder_of_a_run_stands_for_the_run(tmp_path, monkeypatch, capsys):
         assert main(["train", word, f"--train.steps={steps}"]) == 0
         assert json.loads(Path("runs/mine/result.json").read_text())["steps"] == steps
     assert not Path("runs/run").exists()
+
+
+def printed(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_what_is_changed_first_is_shown_with_its_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = printed(capsys, "train", "--help")
+    first = text[text.index("changed first") : text.index("sections of settings")]
+    entries = [" ".join(entry.split()) for entry in first.split("\n  --")[1:]]
+    assert len(entries) == len(FIRST)
+    says = r"\[[\w/.]+\]$|[Bb]y default|have to be given|where it has an end|32 if neither"
+    assert [entry for entry in entries if not re.search(says, entry)] == []
+    assert "train.batch_size= Rows a step, of all processes together. [32]" in entries
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_help_of_a_run_fits_on_a_screen(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = printed(capsys, command, "--help")
+    assert text.startswith(f"usage: comera {command} FILE_OR_NAME")
+    assert len(text.splitlines()) < 50
+    assert max(map(len, text.splitlines())) <= 100
+    for word in ("--train.steps=", "--tensorize.rank=", "  importance_pruning  ", "--help_all"):
+        assert word in text
+
+
+@pytest.mark.parametrize("word", ["--help_all", "--help-all"])
+def test_every_key_is_one_option_away(word, capsys):
+    text = printed(capsys, "train", word)
+    assert "--checkpoints.keep_last" in text
+    assert all(f"--{name}" in text for name in RunConfig.__dataclass_fields__)
+
+
+def test_so_is_one_section(capsys):
+    text = printed(capsys, "train", "--tensorize.help")
+    assert "--tensorize.embedding_rank" in text
+    assert "FILE_OR_NAME" not in text
+
+
+def test_shells_can_complete_the_commands(capsys):
+    pytest.importorskip("shtab")
+    text = printed(capsys, "--print_completion", "bash")
+    assert "calibrate" in text
+    assert "--train.batch_size" in text
+
+
+def test_help_does_not_load_what_only_the_work_needs():
+    code = (
+        "import contextlib, sys\n"
+        "from comera.recipes.cli import main\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None):\n"
+        "    main(['--help'])\n"
+        "print(*sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = ended.stdout.split()
+    assert not [name for name in loaded if name.startswith(("comera.calibrate", "pandas."))]
+
+
+def test_every_command_has_its_own_options(capsys):
+    for words in (["calibrate"], ["checkpoint"], ["checkpoint", "inspect"]):
+        assert "--help" in printed(capsys, *words, "--help")

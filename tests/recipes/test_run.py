@@ -242,43 +242,6 @@ def test_the_configuration_may_stand_anywhere(capsys):
     assert printed[0] == printed[1] == printed[2]
 
 
-def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
-    quickstart = str(next(p for p in CONFIGS if p.stem == "quickstart"))
-    assert main(["plan", quickstart, "--model.d_model=64", "--tensorize.rank=8"]) == 0
-    capsys.readouterr()
-    for typed, meant in (("train.step", "train.steps"), ("two_stage.targt", "two_stage.target")):
-        assert main(["plan", quickstart, f"--{typed}=3"]) == 1  # no abbreviations
-        said = capsys.readouterr().err
-        assert said == f"error: --{typed}=3 is not a setting: did you mean --{meant}?\n"
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text("modell:\n  d_model: 3\n")
-    assert main(["train", str(wrong)]) == 1
-    assert "modell is not a setting: did you mean model?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("section", "words", "message"),
-    [
-        ("{}", ["--two_stage.late_steps=3"], "--two_stage.late_steps=3 is not a setting: did you "),
-        ("{}", ["--two_stage.target=half"], "two_stage.target='half' must be a number"),
-        ("{}", ["--two_stage.target", "half"], "two_stage.target='half' must be a number"),
-        ("{target: half}", [], "run.yaml: two_stage.target='half' must be a number"),
-    ],
-)
-def test_a_key_of_a_section_is_named(tmp_path, monkeypatch, capsys, section, words, message):
-    path = tmp_path / "run.yaml"
-    text = "masked_text: {}\ntensorize: {}\ntrain: {steps: 3}\n"
-    path.write_text(f"{text}two_stage: {section}\n")
-    monkeypatch.chdir(tmp_path)
-    assert main(["plan", "run.yaml", *words]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {message}")
-
-
-def test_command_line_reports_errors_without_a_traceback(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 1
-    assert "is not a run" in capsys.readouterr().err
-
-
 def test_training_leaves_the_number_of_threads_alone_unless_told(config):
     before = torch.get_num_threads()
     config.twin = False
@@ -455,35 +418,6 @@ def test_a_trained_model_is_tested_once_on_data_of_its_own(config, section):
     assert not any("test" in key for line in lines for key in line)
     (again,) = quiet_run(config)
     assert again == outcome
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--train.steps=many", "train.steps='many' must be a whole number or null"),
-        ("--train.steps many", "train.steps='many' must be a whole number or null"),
-        ("--train.precision=fp17", "train.precision='fp17' must be fp32, bf16 or fp8"),
-        ("--train.compile=maybe", "train.compile='maybe' must be true or false"),
-        ("--model.d_model=64.5", "model.d_model=64.5 must be a whole number"),
-        (
-            "--tensorize.rank=[8,x]",
-            "tensorize.rank=[8, 'x'] must be a whole number, a list of whole numbers or null",
-        ),
-        (
-            "--two_stage=yes",
-            "two_stage=True must be a section, with keys of its own or null: gamma, ",
-        ),
-        ("--nli=snli", "nli='snli' must be a section, with keys of its own or null: "),
-    ],
-)
-def test_a_wrong_value_is_repeated_with_what_would_be_right(words, message, capsys):
-    assert main(["plan", "quickstart", *words.split()]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {message}")
-
-
-def test_a_value_that_is_never_right_is_named_with_its_section(capsys):
-    assert main(["plan", "quickstart", "--tensorize.rank=-1"]) == 1
-    assert capsys.readouterr().err == "error: tensorize.rank=-1 must be at least 1 on every bond\n"
 
 
 def test_words_for_every_type_of_a_setting():

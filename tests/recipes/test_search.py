@@ -17,9 +17,16 @@ import comera
 from comera.recipes.jobs import Job
 from comera.recipes.run_config import RunConfig
 from comera.recipes.search import JOURNAL, Search, read_search
-from comera.recipes.sweep import run_sweep
+from comera.recipes.sweep import make_jobs, run_sweep
 from tests.peers import peer
-from tests.recipes.test_sweep import carried_out, content, written, wrong  # noqa: F401
+from tests.recipes.test_sweep import (
+    carried_out,
+    content,  # noqa: F401
+    finish,
+    sweep_of,
+    written,
+    wrong,
+)
 
 ROOT = Path(comera.__file__).parents[1]
 
@@ -164,7 +171,7 @@ def test_a_search_in_a_queue_has_to_say_how_many_at_a_time(content, tmp_path):  
 
 @pytest.mark.slow
 def test_a_search_that_is_killed_goes_on(content, tmp_path, runs_here):  # noqa: F811
-    """By kill -9, while its first trial trains; the base is compared with."""
+    """By kill -9, while its first trial trains; the base that it is compared with is finished."""
     peer("optuna")
     del content["variants"], content["reference"]
     content["base"]["train"] |= {"steps": 120, "save_every": 20}
@@ -175,6 +182,8 @@ def test_a_search_that_is_killed_goes_on(content, tmp_path, runs_here):  # noqa:
             "tensorize.rank": [3, 4],
         },
     }
+    (base,) = make_jobs(sweep_of(content, tmp_path))
+    finish(base)
     command = [sys.executable, "-m", "comera", "sweep", str(written(content, tmp_path))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     log = tmp_path / "out/trial-000/seed-0/metrics.jsonl"

@@ -34,7 +34,7 @@ _BEYOND = {
     "memory": "nor is its memory",
     "nodes_of": "nor what its graphs hold",
     "test_data_parallel.py": "nor are several cards",
-    "test_rank_gate.py": "torch's own checks of gradients and operators see through it",
+    "test_cores.py": "torch's own checks of gradients and operators see through it",
 }
 """Words in the names of tests that need a real card, and why."""
 

@@ -52,7 +52,7 @@ def get_batch(number, seed=0):
     return {"x": x, "y": scores.argmax(1)}
 
 
-def final_loss(precision, seed, steps=250):
+def final_loss(precision, seed, steps=160):
     step = make_step(seed, precision=precision)
     losses = [float(step(get_batch(k, seed))) for k in range(steps)]
     return sum(losses[:10]) / 10, sum(losses[-50:]) / 50
