@@ -45,11 +45,12 @@ class CompressedLinear(TensorTrainModule):
         *,
         rank: int | Sequence[int] | None = None,
         shape: LinearShape | Sequence[Sequence[int]] | None = None,
+        order: int | None = None,
         compression: float | None = None,
         prune_below: float = PRUNE_BELOW,
-        **fit: Any,
     ) -> None:
         super().__init__()
+        fit: Any = {} if order is None else {"order": order}  # blocks have no order
         fitted = self._shapes.fit(
             in_features, out_features, rank=rank, shape=shape, compression=compression, **fit
         )

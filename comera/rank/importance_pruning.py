@@ -185,10 +185,13 @@ class ImportancePruning(RankLearning):
     two calls. Training goes on afterwards, with the small model.
 
     Args:
-        model, target, process_group: As of :class:`~comera.TwoStage`.
+        model: As of :class:`~comera.TwoStage`.
+        target: As of :class:`~comera.TwoStage`.
         steps: Steps before ranks are cut, at least one.
-        min_keep, canonical, min_rank: See
-            :class:`~comera.rank.importance_pruning.ImportanceSettings`.
+        min_keep: See :class:`~comera.rank.importance_pruning.ImportanceSettings`.
+        canonical: Whether ranks are made singular vectors before the cut.
+        min_rank: 1, or 0 to let whole layers vanish.
+        process_group: As of :class:`~comera.TwoStage`.
 
     Attributes and errors are those of :class:`~comera.TwoStage`.
     """

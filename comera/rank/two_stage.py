@@ -82,7 +82,10 @@ class TwoStage(RankLearning):
         early_steps: Steps before the late stage begins.
         late_steps: Steps of the late stage, at least one; afterwards the objective is the loss
             alone.
-        gamma, beta, rho_loss, min_rank: See :class:`~comera.rank.two_stage.TwoStageSettings`.
+        gamma: Weight of the size in the early stage.
+        beta: Weight of the cores' squared norm in both stages.
+        rho_loss: Weight of the loss when the size has the step.
+        min_rank: 1, or 0 to let whole layers vanish.
         process_group: Processes that train copies of the model together, each on its own rows. They
             cut the same ranks or, with an error, none, and all of them make the same calls of
             :meth:`step` and :meth:`finish_`. ``"auto"`` finds them: those of the model's
@@ -186,7 +189,7 @@ class TwoStage(RankLearning):
     def discard_(self) -> None:
         """Discard the objective of a step that is not taken."""
         super().discard_()
-        if self._running_loss is None:  # the goal is the loss of that step
+        if self.steps_done <= self.early_steps:  # the goal was set by that step
             self._late_goal, self._least_loss = None, None
 
     def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
