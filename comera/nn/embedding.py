@@ -120,7 +120,8 @@ class TTEmbeddingBag(TTTable):
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
             sparse, device, dtype, rank=rank, shape=shape, order=order, compression=compression,
-            hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=scatter_rows, prune_below=prune_below,
+            hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=scatter_rows,
+            prune_below=prune_below,
         )  # fmt: skip
         self.mode, self.include_last_offset = mode, include_last_offset
 

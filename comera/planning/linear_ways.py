@@ -96,6 +96,8 @@ def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
         return [only_bias(layer, machine, dtype)]
     if isinstance(layer.shape, BTTShape):
         return [blocks(layer, machine, dtype)]
+    if not isinstance(layer.shape, TTShape):
+        raise TypeError(f"no candidates are known for a {type(layer.shape).__name__}")
     return [factorized(layer, machine, dtype), reconstructed(layer, machine, dtype)]
 
 
