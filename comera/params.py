@@ -70,6 +70,6 @@ def model_size(model: nn.Module) -> ModelSize:
 
 
 def checksum(tensor: Tensor, start: int = 0) -> int:
-    """Return a checksum of a tensor's bytes, going on from another one."""
+    """Return a checksum of a tensor's bytes, continued from ``start``."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return zlib.crc32(data, start)

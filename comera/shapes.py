@@ -179,8 +179,7 @@ class Shape:
     def with_rank(self, rank: int | Sequence[int]) -> Self:
         """Return the same modes at other bonds, cut to what the modes allow.
 
-        ``rank`` is one bound for all bonds, or a number for each; ValueError if it is below one or
-        a list has the wrong length.
+        ``rank`` bounds all bonds or lists them; ValueError for a wrong length or a rank below one.
         """
         bonds = len(self.core_modes) - 1
         try:
@@ -441,10 +440,10 @@ class TTMShape(Shape):
 class BTTShape(LinearShape):
     """The block tensor train of an ``(out, in)`` matrix: a grid of blocks, each of low rank.
 
-    With the input split into ``a`` blocks of ``b`` numbers and the output into ``c`` blocks of
-    ``d``, every one of the ``a c`` blocks is a ``b x d`` matrix of rank R of its own. So the whole
-    may be of full rank, however small R is, with ``R (in c + out a)`` numbers; rank 1 is a Monarch
-    matrix (Dao et al., arXiv 2204.00595). Source: Qiu et al., arXiv 2406.06248.
+    The input has ``a`` blocks of ``b`` numbers, the output ``c`` of ``d``, and each of the ``a c``
+    blocks is a ``b x d`` matrix of rank R. The whole may have full rank at any R, with
+    ``R (in c + out a)`` numbers; rank 1 is a Monarch matrix (Dao et al., arXiv 2204.00595). Source:
+    Qiu et al., arXiv 2406.06248.
 
     Args:
         in_modes: ``(a, b)``: blocks of the input and the numbers in each.
@@ -478,8 +477,8 @@ class BTTShape(LinearShape):
     ) -> "BTTShape":
         """Choose the blocks of a layer and their rank, as :meth:`TTShape.fit` does.
 
-        Without ``shape`` a side has about the root of its width in blocks of about that size, but
-        no more blocks than full rank takes. The rank is 2 by default, and at most that of a block.
+        By default a side has about the root of its width in blocks, at most as many as full rank
+        takes; the rank is 2, and at most that of a block.
         """
         if isinstance(shape, BTTShape):
             shape = shape.of_ranks(shape._clip(shape.ranks))
@@ -526,7 +525,7 @@ def _block_modes(in_features: int, out_features: int) -> tuple[Modes, Modes]:
 
 
 def _check_cover(name: str, width: int, modes: Modes) -> None:
-    """Check that modes hold a width, rounded up no further than that none could be smaller."""
+    """Check that modes hold a width, and that no smaller mode would."""
     if width < 1:
         raise ValueError(f"{name}={width} must be at least 1")
     product = math.prod(modes)
@@ -568,7 +567,7 @@ def only_one(**given: object) -> None:
 
 
 def padded_rank(rank: int, bias: bool) -> int:
-    """Return the bond between the factors of a linear layer as products see it.
+    """Return the rank of a linear layer's factors, padded for fast products.
 
     A bias adds a column; multiples of 8 are faster: 32 takes half the time of 30.
     """

@@ -166,8 +166,7 @@ def _names_of_parameters(
 ) -> dict[Any, str]:
     """Return names of weights by the optimizer's keys of parameters, as far as they are known.
 
-    Of a bare state these are the names that it has, or those of the weights in order if moments
-    then have the shapes of their weights.
+    A bare state has its own names, or those of the weights in order if the shapes agree.
     """
     if not states or "state" not in states:
         return {}
@@ -222,9 +221,9 @@ def _find_moments(snapshot: Snapshot) -> list[_Moments]:
 def encode(
     snapshot: Snapshot, base: Mapping[str, Tensor] | None, quality: Quality
 ) -> tuple[Streams, dict[str, Any], dict[str, Tensor]]:
-    """Return streams of a snapshot, figures about it, and the model's tensors as they will be read.
+    """Return the streams of a snapshot, figures about it, and the model's tensors as decoded.
 
-    ``base`` are the model's tensors as the checkpoint before is read; None for a key frame.
+    ``base`` are the decoded tensors of the previous checkpoint; None for a key frame.
     """
     streams, records = Streams(), list[Record]()
     written, kept = dict[str, Tensor](), dict[str, Tensor]()

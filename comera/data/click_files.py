@@ -367,7 +367,6 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
 
 
 def _pandas() -> Any:
-    """Import pandas when it is needed, since that takes long."""
     with needed_by("a file of clicks"):
         import pandas
     return pandas

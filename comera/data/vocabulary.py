@@ -207,10 +207,7 @@ def short_digest(content: Any) -> str:
 
 
 def signature(path: Path) -> list[Any]:
-    """Return path, place on the disk, size and times of a file, one of which changes with it.
-
-    The time of the inode is among them, which cannot be set back.
-    """
+    """Return path, inode, size and times of a file; its ``ctime`` cannot be set back."""
     facts = path.stat()
     times = [facts.st_mtime_ns, facts.st_ctime_ns]
     return [os.fspath(path.resolve()), facts.st_dev, facts.st_ino, facts.st_size, *times]

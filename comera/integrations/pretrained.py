@@ -209,9 +209,9 @@ def _save_pretrained(
 
 
 def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Entry]:
-    """Return the layers that a model has, by its names, which lack or gain the prefix of a head.
+    """Return the saved layers under the names of this model.
 
-    ``bert.encoder`` of a classifier is ``encoder`` of the model beneath.
+    Names may lack or gain the prefix of a head: ``bert.encoder`` is ``encoder`` without one.
     """
     new_name = _names_in(model, layers)
     if layers and not new_name:

@@ -293,7 +293,7 @@ def replace_tables_(
 ) -> nn.ModuleDict:
     """Replace dense tables by small ones of at most ``params`` parameters together, in place.
 
-    All tables get as many rows, and none more than it had: a small one stays dense.
+    All tables get equally many rows; a table without more rows than that stays dense.
 
     Args:
         tables: :class:`torch.nn.EmbeddingBag` by name, of one width.

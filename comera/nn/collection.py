@@ -108,10 +108,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         return dict(zip(names, sums, strict=True))
 
     def _places(self, parts: Mapping[str, Lookup]) -> Tensor:
-        """Return the first row of each table among all, cached: a CUDA graph copies no host data.
-
-        Only on a CPU, where slices are contracted, do they change with the batch.
-        """
+        """Return the first row of each table among all, cached for CUDA graphs."""
         at, names = places(list(parts.values())), tuple(parts)
         device = parts[names[0]].left_VPR.device
         kept_at, kept = self._at.get(names, (None, None))

@@ -51,12 +51,11 @@ def tensorize_(
 ) -> Model:
     """Replace the targeted linear and embedding layers by tensor trains, in place.
 
-    Build the optimizer afterwards: the parameters are new. Cores are drawn at random unless
-    ``init="svd"`` approximates the present weights. The ``comera`` logger names the layers that
-    stay dense, because they cannot be swapped, are frozen or would not become smaller, and those
-    predicted to be slower or larger than dense. Registered feed-forward parts are fused, see
-    :mod:`comera.nn.feed_forward_parts`. Experts that transformers holds in one parameter get a
-    layer each, such as ``experts.up.0``, if some of them are converted.
+    Build the optimizer afterwards: the parameters are new. Cores are random unless ``init="svd"``
+    approximates the present weights. The ``comera`` logger names layers that stay dense
+    (unsupported, frozen or not smaller) and layers predicted to be slower or larger than dense.
+    Registered feed-forward parts are fused, see :mod:`comera.nn.feed_forward_parts`. Experts of
+    transformers in one parameter get a layer each, such as ``experts.up.0``, if some are converted.
 
     Args:
         model: Any model; on the ``meta`` device nothing is allocated.

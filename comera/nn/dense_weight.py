@@ -10,7 +10,7 @@ from comera.ops.dispatch import is_eager
 
 
 class DenseWeight(Tensor):
-    """A weight computed from cores, which an edit in place would not change.
+    """A read-only weight computed from cores.
 
     Any write raises ``RuntimeError``: by a method, an ``out=`` argument, assignment to ``.data`` or
     a list function of an optimizer. Tensors that share its memory (``.data``, ``detach()``, views)

@@ -1,7 +1,7 @@
 """A registry of feed-forward parts, each run as one operation if its layers are tensor trains.
 
-Layer by layer autograd keeps three or four tensors of the hidden width for a feed-forward part; as
-one operation none. :func:`~comera.tensorize_` finds the registered parts of a model; other models
+Run layer by layer, a part saves three or four tensors of the hidden width for backward; run as one
+operation, none. :func:`~comera.tensorize_` finds the registered parts of a model; other models
 call the functions of :mod:`comera.nn.fused`.
 """
 
@@ -154,7 +154,7 @@ def _bind(module: Any, method: str) -> None:
 
 
 class _Bound:
-    """A function stored on a module, with a weak reference to it; copies get their own."""
+    """A bound method with a weak reference to its module; a deep copy binds to the copy."""
 
     def __init__(self, module: nn.Module, method: str) -> None:
         self._module, self._method = weakref.ref(module), method
@@ -168,7 +168,7 @@ class _Bound:
 
 
 class _OneOperation(_Bound):
-    """The method of a part: one operation, or the method of the class if a user could tell."""
+    """The method of a part: one operation where that is equivalent, else the class's method."""
 
     @property
     def __wrapped__(self) -> Any:

@@ -80,10 +80,7 @@ class CompressedLinear(TensorTrainModule):
         )  # fmt: skip
 
     def at(self, tokens: int, *, together: int = 1) -> Layer:
-        """Describe this layer to the planner at a batch of ``tokens`` rows.
-
-        ``together`` is the number of layers of this kind whose cores are contracted in one call.
-        """
+        """Describe this layer to the planner; ``together`` layers share a contraction."""
         return Layer(
             self.shape, tokens, self.in_features, self.out_features, self.bias is not None,
             together=together if self.is_chain else 1,
@@ -259,9 +256,8 @@ class TTLinear(CompressedLinear):
     def factors(self) -> Factors:
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
 
-        Each is contracted from the cores of its side. R is the bond between them, padded; a bias is
-        the last row of the right one. Inside a :class:`~comera.BatchedContraction` they are its
-        cached ones, in autocast's dtype if it was given that.
+        R is the padded bond between them; a bias is the last row of the right one. Inside a
+        :class:`~comera.BatchedContraction` they are cached, in its dtype of autocast if given.
         """
         shared = self.shared_factors
         if shared is not None:
@@ -285,7 +281,7 @@ class TTLinear(CompressedLinear):
         return Factors(left, right, self.bias is not None)
 
     def is_factorized(self, input: Tensor) -> bool:
-        """Return whether this batch meets A, then B; else the dense weight is formed first."""
+        """Return whether this batch is multiplied by the two factors, not the dense weight."""
         return not self._dense_is_faster(input, self._middle_rank)
 
     @property

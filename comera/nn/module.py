@@ -20,7 +20,7 @@ from comera.shapes import Shape, is_number
 
 
 class SharedGates(NamedTuple):
-    """Gates of one module as parts of a vector of all: gradients are summed once."""
+    """Gates of one module as views of the vector of all gates."""
 
     flat: Tensor
     start: int
@@ -29,10 +29,7 @@ class SharedGates(NamedTuple):
 
 @dataclass(slots=True)
 class Shared:
-    """The parameters behind the tensors that a :class:`~comera.BatchedContraction` shares.
-
-    ``renew`` contracts them again, for all modules.
-    """
+    """Parameters of a :class:`~comera.BatchedContraction`; ``renew`` contracts them again."""
 
     params: tuple[Tensor, ...]
     versions: list[int] | None
@@ -40,7 +37,7 @@ class Shared:
 
 
 def versions_of(params: Sequence[Tensor]) -> list[int] | None:
-    """Return how often each was written to in place; None under ``torch.inference_mode``."""
+    """Return the version counters of parameters; None under ``torch.inference_mode``."""
     try:
         return [param._version for param in params]
     except RuntimeError:  # an inference tensor
@@ -48,7 +45,7 @@ def versions_of(params: Sequence[Tensor]) -> list[int] | None:
 
 
 def may_share(made: Tensor, param: Tensor) -> bool:
-    """Return whether a tensor made of a parameter has a gradient, if one is wanted now."""
+    """Return whether a computed tensor propagates the gradient that its parameter needs."""
     return made.requires_grad or not (torch.is_grad_enabled() and param.requires_grad)
 
 
@@ -259,7 +256,6 @@ class TensorTrainModule(WeightByAssignment):
         raise NotImplementedError
 
     def _weight_size(self) -> tuple[int, int]:
-        """Return the shape of :attr:`weight`."""
         raise NotImplementedError
 
     def bond_gates(self) -> list[Tensor]:

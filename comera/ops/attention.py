@@ -1,10 +1,9 @@
 """Attention of several heads, the factors between factorized projections, and dropout.
 
 Heads may share keys and values. On a CPU, attention with dropout and dropout itself are written
-here: torch keeps four tensors of all scores, and draws one random number for each element. Here two
-are kept, one of them of bytes, in pieces that stay in the cache, and one number of 64 bits serves
-eight elements. As eight bits know only multiples of 1/256, each mask is drawn at one of the two
-multiples next to the probability, at random, so that on average it is met exactly.
+here: two tensors of scores are kept instead of torch's four, one of bytes, in pieces that stay in
+the cache. One random number of 64 bits serves eight elements; the probability is rounded at random
+to one of the two nearest multiples of 1/256, so its mean is exact.
 
 Shape suffixes: B = batch, H = heads, G = heads of keys, H or 1, M = queries, T = keys, E = width of
 a head, N = batch times heads of keys, in pieces, D = width of all heads, R = padded bonds.

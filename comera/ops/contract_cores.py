@@ -281,7 +281,7 @@ def _(grads, cores, gates, layout, thresholds):
 
 
 def _case(groups: Sequence[Chains], *_: Any) -> Case:
-    """Time depends on how many layers there are, and on the bond between the factors."""
+    """Return the sizes that the time depends on: layers and bond between factors."""
     core = groups[0].cores[groups[0].split]
     return core, groups[0].factor_dtype, (sum(group.num_layers for group in groups), core.shape[0])
 

@@ -233,7 +233,7 @@ class Sample(NamedTuple):
 
 
 def is_on_cpu(like: Tensor) -> bool:
-    """Return whether loops over pieces pay: on a CPU, where shapes vary."""
+    """Return whether a tensor is on a CPU and shapes may vary."""
     return like.is_cpu and not shapes_are_static(like)
 
 
@@ -243,11 +243,11 @@ def may_read_values(like: Tensor) -> bool:
 
 
 def is_eager() -> bool:
-    """Return whether nothing is compiled, so that checks may look at objects."""
+    """Return whether torch's compiler is not tracing."""
     return not torch.compiler.is_compiling()
 
 
 def on_this_machine() -> str | None:
-    """Return why a choice for this machine is wrong, or None."""
+    """Return why ways of this machine do not apply, or None."""
     exporting = torch.compiler.is_exporting() or torch.jit.is_tracing()
     return "a graph is exported" if exporting else None

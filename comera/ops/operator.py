@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class Operator:
-    """A function of tensors, as a rule with its own backward pass; see :func:`operator`.
+    """A torch operator, usually with its own backward pass; see :func:`operator`.
 
     Args:
         name: Name with its namespace, e.g. ``"comera::contract_cores"``.
-        run: Computes it. Its annotations are the schema; no output is an input or a view of one.
+        run: Implementation. Its annotations are the schema; no output is an input or a view of one.
         tags: Tags as :func:`torch.library.custom_op` takes them.
     """
 
@@ -152,13 +152,11 @@ def is_traced() -> bool:
 
 
 def _flat(lengths: Sequence[int | None], nested: Sequence[Any]) -> list[Any]:
-    """Open the lists."""
     pairs = zip(lengths, nested, strict=True)
     return [v for length, value in pairs for v in ([value] if length is None else value)]
 
 
 def _nested(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
-    """Undo :func:`_flat`."""
     nested, values = [], iter(flat)
     for length in lengths:
         nested.append(next(values) if length is None else [next(values) for _ in range(length)])

@@ -288,7 +288,6 @@ class CAME(Optimizer):
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for a setting out of range."""
     lr, betas, eps = group["lr"], group["betas"], group["eps"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:

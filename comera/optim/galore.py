@@ -508,7 +508,7 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
 
 
 def _release(stand_in: nn.Parameter) -> None:
-    """Free the memory of a stand-in between two steps; its shape stays."""
+    """Free the memory of a stand-in parameter, but keep its shape."""
     stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None
 

@@ -137,7 +137,7 @@ def param_groups(
 
 
 def _check(**numbers: Any) -> None:
-    """Raise ``ValueError`` for a wrong rate: optimizers do not check those of groups."""
+    """Raise ``ValueError`` for a wrong rate, which optimizers do not check in groups."""
     for name, number in numbers.items():
         if number is None and name != "lr":
             continue

@@ -190,16 +190,16 @@ def _check(settings: dict[str, Any]) -> None:
 
 
 def _steps(updates: Tensor, ns_steps: int) -> Tensor:
-    """Return steps of stacked cores or matrices, in learning rates and ``STEP_SIZE``."""
+    """Orthogonalize stacked updates; steps are in learning rates and ``STEP_SIZE``."""
     rows, cols = core_matrix(updates.shape[1:])
     steps = orthogonalize(updates.view(-1, rows, cols), ns_steps).view(updates.shape)
     return steps.mul_(math.sqrt(max(rows, cols)))
 
 
 def _steps_of_blocks(updates: Tensor, ns_steps: int) -> Tensor:
-    """Return steps as :func:`_steps` for cores of blocks, each of which is a matrix.
+    """Return the orthogonalized steps of block cores, whose blocks are matrices.
 
-    Cores are ``(left bond, blocks, numbers in each, blocks of the other side, right bond)``.
+    Cores are ``(left bond, blocks, block size, blocks of the other side, right bond)``.
     """
     blocks = updates.transpose(1, 2)
     rows, cols = block_matrix(updates.shape[1:])

@@ -123,7 +123,7 @@ OUTPUT_GRADIENT = "gy"
 
 
 class Work:
-    """Base of a layer at one batch, as the ways to compute it see it."""
+    """Base of a layer at one batch size, as the planner sees it."""
 
     shape: Shape
     tokens: int
@@ -232,7 +232,7 @@ def candidate(
 def _peak(
     steps: Sequence[Step], start: Mapping[str, int], keep: set[str], parameters: Mapping[str, int]
 ) -> int:
-    """Count the most numbers held at once; a tensor goes after its last reader unless kept."""
+    """Count the peak of numbers held; a tensor is freed after its last reader unless kept."""
     last = {name: k for k, step in enumerate(steps) for name in step.reads}
     held = dict(start)
     most = sum(held.values())

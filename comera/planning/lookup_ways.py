@@ -68,7 +68,7 @@ class Lookup(Work):
 
 
 def candidates(lookup: Lookup, machine: Machine, dtype: str) -> list[Candidate]:
-    """Return the candidates of a table, which has no code for ``factors``."""
+    """Return the candidates of a table; ``factors`` is for comparison only."""
     if 0 in lookup.shape.ranks:
         return [only_zeros(lookup, machine, dtype)]
     factors = from_factors(lookup, machine, dtype, unique=False)

@@ -114,7 +114,7 @@ class Machine:
 
     @property
     def prefers_onednn(self) -> bool:
-        """Whether oneDNN is enough faster for its slower start of each product."""
+        """Whether oneDNN's rate outweighs its slower start of each product."""
         return self.onednn > 1.1
 
     def product_rate(self, dtype: str, multiply_adds: int) -> float:
@@ -141,11 +141,11 @@ class Machine:
         )
 
     def in_all(self, working: float, starting: float) -> float:
-        """Return the seconds of steps from those of their work and those of their starts."""
+        """Combine the seconds of work and of starting kernels."""
         return max(working, starting) if self.runs_ahead else working + starting
 
     def share(self, narrow: int, depth: int) -> float:
-        """Predict the share of the peak rate of a product: narrower side, side summed over."""
+        """Predict the share of the peak rate from a product's narrower side and depth."""
         whole, rest = divmod(narrow, self.tile)
         tiles = whole + (rest > 0 if self.whole_tiles else rest.bit_count())
         width = narrow / (tiles * self.tile + self.half_width)

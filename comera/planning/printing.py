@@ -160,7 +160,7 @@ def _together(widths: Iterable[int]) -> int:
 
 
 def _broken(name: str, width: int) -> str:
-    """Break a dotted name behind dots into lines of that width; rich folds longer parts."""
+    """Break a dotted name after dots into lines of at most ``width`` where possible."""
     lines = [""]
     for part in _NAME_PART.findall(name):
         if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
@@ -233,7 +233,7 @@ def empty_figure(columns: int = 1) -> tuple["Figure", Any]:
 def with_bar(
     items: Iterable[_Item], title: str, show: bool, total: float | None = None, done: int = 0
 ) -> Iterable[_Item]:
-    """Return items, with a progress bar if ``show``, of which ``done`` were read before."""
+    """Return items, with a progress bar that starts at ``done`` if ``show``."""
     if not show:
         return items
     from rich.progress import track  # not needed without a bar

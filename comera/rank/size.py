@@ -96,7 +96,7 @@ class SizeOfRanks:
 
     @torch.no_grad()
     def hold_(self, before: Tensor, floor: float) -> Tensor:
-        """Open gates again that closed too many at once: a closed gate does not open by itself.
+        """Reopen gates if too many closed in one step: a closed gate never opens by itself.
 
         A gate that has just closed is lifted to 1.5 times ``prune_below`` where its bond would else
         have none, or where the size would fall below ``floor``. There it adds next to nothing, and

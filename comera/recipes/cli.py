@@ -62,10 +62,7 @@ _FILE_WIDTH = 120
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status.
-
-    Of several processes that torchrun has started, the first one prints for all.
-    """
+    """Run one command and return its exit status; of several processes only the first prints."""
     imports_are_done()
     words = list(sys.argv[1:] if arguments is None else arguments)
     count, rank = count_started(os.environ), rank_started(os.environ)

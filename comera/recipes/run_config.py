@@ -106,7 +106,7 @@ RANK_SECTIONS = ("two_stage", "importance_pruning")
 
 
 def _check(section: str, target: Any, check: Callable[[], None]) -> None:
-    """Check a target and the settings of its method; errors name the section."""
+    """Run checks of a section's settings; errors name the section."""
     try:
         check_target(target)
         check()
@@ -424,12 +424,12 @@ class RunConfig:
 
     @property
     def ranks(self) -> TwoStageConfig | ImportancePruningConfig | None:
-        """Section by which ranks are learned, if they are."""
+        """Section of rank learning, if there is one."""
         return self.two_stage or self.importance_pruning
 
     @property
     def rank_section(self) -> str:
-        """Name of the section by which ranks are learned; one is there."""
+        """Name of the section of rank learning, which must exist."""
         return RANK_SECTIONS[self.two_stage is None]
 
     @property

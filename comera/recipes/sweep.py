@@ -411,7 +411,7 @@ def show_progress(
 ) -> Iterator[Callable[[], None]]:
     """Show a bar for all jobs and one for each that runs, and a line for each that ends.
 
-    Jobs may be added, up to the expected number. Yields a function that shows their state.
+    Jobs may be added, up to the expected number. Yields a function that updates the bars.
     """
     width = max(len(job.name) for job in jobs)
     bars: dict[Job, TaskID] = {}

@@ -93,7 +93,7 @@ class ModelPlan(Report):
 
     @property
     def dense_kept(self) -> int:
-        """The same of the dense layers in their place."""
+        """Bytes that the dense layers keep."""
         return sum(len(layer.names) * layer.plan.dense.saved_bytes for layer in self.layers)
 
     def tables(self) -> list[Table]:

@@ -49,10 +49,10 @@ _DAMAGE = (
 def register_kind(name: str, layer_class: type[nn.Module]) -> None:
     """Register a class of layers with :func:`~comera.save_model` and :func:`~comera.load_model`.
 
-    The class has a method ``config()``, which returns a dict that JSON can hold, and a class
-    method ``from_config(config, lead)``, which makes such a layer on the ``meta`` device. ``lead``
-    is the layer whose parameters it works on, or None. A class derived from a layer of comera
-    inherits both, and extends them if its constructor takes more.
+    Its method ``config()`` returns a dict for JSON. Its class method
+    ``from_config(config, lead)`` makes a layer on the ``meta`` device; ``lead`` is the layer whose
+    parameters it shares, or None. Subclasses of comera's layers inherit both, and extend them for
+    other arguments.
 
     Args:
         name: The name in files; it stays the same as long as files are to be read.
@@ -178,7 +178,7 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
     """Return a description that this version can read.
 
     Raises:
-        ValueError: If it is something else, damaged or of a later version; names ``where`` it was.
+        ValueError: If it is damaged, of another format or later; names ``where``.
     """
     if not isinstance(described, dict) or described.get("format") != FORMAT:
         raise ValueError(f"{where} is no description of a model by comera.save_model")
@@ -309,7 +309,7 @@ def put_in_place_(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
 def check_tensors(
     model: nn.Module, made: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise ``ValueError`` unless a model with the layers in place has tensors of these shapes."""
+    """Raise ``ValueError`` unless the model, with layers replaced, has these tensor shapes."""
     modules = dict(model.named_modules(remove_duplicate=False))
     new_at = {id(modules[name]): new for name, new in made.items()}
     inside = {

@@ -1,4 +1,4 @@
-"""Models whose cores are contracted once: frozen ones, and ones of torch's layers alone."""
+"""Contract the cores of a model once, for frozen models and for models of torch's layers."""
 
 import contextlib
 import logging
@@ -40,11 +40,10 @@ def freeze_(
 ) -> nn.Module:
     """Contract every tensor-train layer once, in place, for inference.
 
-    A linear layer becomes two thin ones, or a dense one if that takes less memory, or is measured
-    to be faster at ``batch`` by more than a tenth. A table becomes two small ones, whose products
-    are its rows, or a dense one if that takes less memory. All have a ``weight``. A
-    :class:`~comera.BTTLinear` stays. The model is in evaluation mode afterwards, and its training
-    steps raise; save it before to train it again.
+    A linear layer becomes two thin ones and a table two small ones, or a dense one if that takes
+    less memory. A linear layer also becomes dense if that is over a tenth faster at ``batch``, as
+    measured. All have a ``weight``. A :class:`~comera.BTTLinear` stays. The model is then in
+    evaluation mode, and training steps raise; save it before to train it again.
 
     Args:
         model: The model.
@@ -95,8 +94,8 @@ def freeze_(
 def frozen(model: nn.Module, *, batch: int = 1) -> Iterator[nn.Module]:
     """Freeze a model inside the context, in evaluation mode, and restore its layers afterwards.
 
-    Writes to parameters inside take effect after it. ``batch`` is that of :func:`freeze_`. Yields
-    the model, or the layer in its place.
+    Writes to parameters take effect afterwards. ``batch`` is that of :func:`freeze_`. Yields the
+    model, or the layer that replaces it.
 
     Example::
 
@@ -120,15 +119,13 @@ def frozen(model: nn.Module, *, batch: int = 1) -> Iterator[nn.Module]:
 def to_plain_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by layers of torch alone, in place.
 
-    A linear layer becomes ``nn.Sequential`` of two thin ``nn.Linear``, or one if two would hold
-    more numbers, and a 1 x 1 convolution two such. A table becomes a ``torch.fx.GraphModule`` that
-    multiplies rows of two small ``nn.Embedding``, or a dense table if those would hold more. A
-    :class:`~comera.BTTLinear` stays, and is named in the log. Tied layers stay tied. The model
-    computes the same, to rounding, and can be trained further. ``torch.export``, ONNX,
-    ``torch.jit.trace`` and AOTInductor accept it, and their programs run without this package.
+    A linear layer becomes an ``nn.Sequential`` of two thin ``nn.Linear``, a 1 x 1 convolution two
+    such, and a table a ``torch.fx.GraphModule`` on two small ``nn.Embedding``; each becomes one
+    dense layer where that is smaller. A :class:`~comera.BTTLinear` stays and is logged. Ties and
+    frozen weights are kept. The model computes the same, to rounding, and can be trained further.
+    ``torch.export``, ONNX, ``torch.jit.trace`` and AOTInductor make programs that need no comera.
 
-    Weights of a frozen model stay frozen. Returns the model, or the layer that replaces it. Raises
-    ``ValueError`` if a layer is sharded.
+    Returns the model, or the layer that replaces it. Raises ``ValueError`` if a layer is sharded.
 
     Example::
 

@@ -1,10 +1,8 @@
-"""Tensor trains brought into canonical form, in which ranks differ by what they carry.
+"""Canonical form of tensor trains: the ranks of a bond are singular vectors of the weight.
 
-A bond may be multiplied by any matrix and its inverse, so during training its content spreads over
-all of its ranks. In canonical form the ranks of a bond are the singular vectors of the weight
-there, between its left and its right modes: no choice of as many ranks loses less of the weight
-(docs/experiments.md). The form is that of Vidal (quant-ph/0301063) and of the rounding of tensor
-trains (Oseledets, SIAM J. Sci. Comput. 33 (2011), algorithm 2).
+A bond may be multiplied by any matrix and its inverse, so training spreads its content over all
+ranks. In canonical form no choice of as many ranks loses less of the weight (docs/experiments.md).
+After Vidal (quant-ph/0301063) and Oseledets (SIAM J. Sci. Comput. 33 (2011), algorithm 2).
 """
 
 from collections.abc import Sequence
@@ -34,11 +32,10 @@ def canonicalize_(
 ) -> None:
     """Make the ranks of every bond its singular vectors, in place; the function does not change.
 
-    The first rank of a bond carries most, the last one least. Cores before the middle bond are
-    orthonormal towards it and so are those behind it, times a factor each: their norms stay in the
-    proportions they had, so that learning rates suit them as before. Gates are absorbed and become
-    ones; ranks that carry nothing are closed, at least one of a bond stays. A layer with a frozen
-    core or gate stays as it is.
+    Ranks are sorted, the largest first. Cores become orthonormal towards the middle bond, times a
+    factor that keeps the proportions of their norms, so that learning rates still suit them. Gates
+    are absorbed and become ones. Ranks of norm zero are closed, except one a bond. A layer with a
+    frozen core or gate stays as it is.
 
     Args:
         model: Its tensor-train layers are brought into canonical form.

@@ -19,14 +19,14 @@ from comera.surgery.truncate import AVERAGES, FIRST_MOMENTS, follows, wrappers_o
 def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | None = None) -> int:
     """Make the most frequent indices the hot rows of a table, in place and at any time of training.
 
-    An index that becomes hot keeps its row: exactly where hot rows are dense, and as its projection
-    on their basis where they have a ``hot_rank``. It changes places with one that becomes cold and
-    gets the row of the tensor train at that place. All other rows stay as they are, bit for bit,
-    and so does the optimizer's state of the rows that stay hot. State of new hot rows by which
-    steps are divided is the mean of all rows, ASGD's average is the row, and the rest is zero.
+    An index that becomes hot keeps its row, exactly or, with a ``hot_rank``, projected on the
+    basis. It swaps places with an index that becomes cold, whose row is then the tensor train's
+    there. All other rows and the optimizer state of rows that stay hot do not change. In the state
+    of new hot rows second moments are means over all rows, ASGD's average is the row, and the rest
+    is zero.
 
-    Averages of weights, as of ``torch.optim.swa_utils.AveragedModel``, must be begun again.
-    Processes that train together give the same counts, added up over all of them.
+    Averages of weights, as of ``torch.optim.swa_utils.AveragedModel``, must be made again. Every
+    process passes the same counts, summed over all.
 
     Args:
         table: A table with hot rows. A ``row_order`` is stored with it: four bytes for each row.

@@ -31,11 +31,7 @@ log = logging.getLogger("comera")
 
 
 def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
-    """Find every ``DistributedDataParallel`` that holds a tensor-train layer of a model.
-
-    A model does not know its wrappers, so this takes milliseconds to search all objects of the
-    process.
-    """
+    """Find every ``DistributedDataParallel`` around a tensor-train layer; takes milliseconds."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     layers = {id(layer) for layer in tensor_trains(model).values()}
@@ -52,8 +48,7 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
 def renew_(wrapper: DistributedDataParallel) -> None:
     """Rebuild the buffers of a ``DistributedDataParallel`` for the present shapes of parameters.
 
-    Its buffers and gradient accumulators have the old shapes. Both are made again as in its own
-    ``__setstate__``; all processes call this at the same step.
+    Done as in its ``__setstate__``; all processes call this at the same step.
     """
     # The old one first: accumulators of gradients live as long as it, on their old stream.
     del wrapper.reducer, wrapper.logger

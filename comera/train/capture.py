@@ -1,10 +1,9 @@
 """A training step that runs as one CUDA graph as soon as it repeats itself.
 
-The first steps run eagerly, for real, on the stream that is captured later. Once nothing has
-changed for a few of them the step is recorded, and from then on replayed; when something does
-change, the recording is dropped and the same begins again. So no state is ever set back. Batches
-that differ in a plain value alone have a recording for each of the last few values. Eager steps
-stay on that stream: autograd's accumulators remember where they first ran.
+The first steps run eagerly on the stream that is captured later, where autograd's accumulators
+stay. Once nothing has changed for a few steps, the step is recorded and then replayed; a change
+drops the recording and starts over, so no state is ever rolled back. Batches that differ only in a
+plain value have a recording for each of the last few values.
 """
 
 import contextlib

@@ -41,9 +41,8 @@ def graphs_on(device: torch.device) -> "CudaGraphs | None":
 class CudaGraphs:
     """Recorder of a GPU.
 
-    All work runs on one stream: autograd's accumulators remember the one on which they first ran,
-    and must not be recorded from another. Graphs that stand for one step share a memory pool, which
-    is freed with the last of them: a pool that outlives its only graph cannot be used again.
+    All work runs on one stream, as autograd's accumulators stay on their first one. Graphs of one
+    step share a memory pool, freed with the last of them.
     """
 
     def __init__(self, device: torch.device) -> None:

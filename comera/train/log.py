@@ -31,10 +31,7 @@ from comera.files import replacing
 
 
 class StepClock:
-    """Sums the seconds of training steps on a device, and never waits for it in between.
-
-    On a GPU each step is put between two events, so that work between two steps is in no step.
-    """
+    """Sums the seconds of training steps; GPU steps are timed by events, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._seconds = device, 0.0
@@ -130,7 +127,7 @@ _KEY = "not_finite"
 def to_json(facts: dict[str, Any], indent: int | None = None) -> str:
     """Return facts as JSON, with null for numbers that are not finite.
 
-    These are listed under ``not_finite``, where there are any:
+    These are listed under ``not_finite``:
     ``{"metrics": {"auc": null}, "not_finite": {"metrics.auc": "nan"}}``.
     """
     odd: dict[str, str] = {}
@@ -241,7 +238,7 @@ def _parsed(path: Path) -> list[dict[str, Any]]:
 def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
     """Return the last step that logged ``key``, and the value; None if there is none.
 
-    Reads the end of the file only.
+    Reads only the end of the file.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
@@ -281,7 +278,7 @@ class _TimeColumn(TimeRemainingColumn):
 
 
 class PlainLines:
-    """Prints a line now and then where output is a file, which a bar leaves empty to the end."""
+    """Prints a line at intervals, in place of a bar, where output is a file."""
 
     EVERY = 10.0
     """Seconds between two lines at least."""

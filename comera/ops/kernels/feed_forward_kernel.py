@@ -157,10 +157,10 @@ def _sum_over_batch(
     bond: int,
     shared: int,
 ) -> None:
-    """Write gradients of factors of the hidden width: sums over parts of the batch, then of these.
+    """Write gradients of hidden-width factors, summed over parts of the batch and then over parts.
 
-    The first of ``given``, the operands of the sums, has as many rows as the batch; ``bond`` is
-    padded, and ``shared`` counts bytes of shared memory of the first kernel.
+    The first of ``given`` has the rows of the batch, ``bond`` is padded, and ``shared`` counts
+    bytes of shared memory of the first kernel.
     """
     like, blocks = given[0], sizes.H // HIDDEN_BLOCK
     parts = min(-(-_BLOCKS // blocks), -(-like.shape[0] // HIDDEN_BLOCK))

@@ -169,7 +169,7 @@ def sum_by(values: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort keys; return them, and the place where each was. Equal ones keep their order."""
+    """Sort keys stably; return them, and the original position of each."""
     count = keys_N.shape[0]
     # numpy sorts whole numbers several times as fast, so each takes its place along, if both fit.
     if keys_N.device.type != "cpu" or not count or keys_N.numpy().max() >= _MOST_KEY // count:
@@ -192,10 +192,10 @@ def check_integers(indices: Tensor) -> None:
 
 
 def check_range(indices: Tensor, num_embeddings: int) -> bool:
-    """Check that indices are rows, where they can be read: on a CPU.
+    """Raise ``IndexError`` for the first index out of range, ``TypeError`` for non-integers.
 
-    ``IndexError`` names the first that is no row; on any device ``TypeError`` is raised for numbers
-    that are not whole. False in a compiled graph, whose operator checks them when it runs.
+    The range is checked only if values can be read (on a CPU). Return False in a compiled graph;
+    the operator then checks them when it runs.
     """
     check_integers(indices)
     if not may_read_values(indices) or not indices.numel():

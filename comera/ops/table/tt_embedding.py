@@ -167,7 +167,7 @@ def read_factors(requests: Sequence[Request]) -> list[Lookup]:
 
 
 def _in_part(request: Request) -> tuple[Tensor, Tensor, Tensor, int] | None:
-    """Read the slices a batch needs; None where both factors had better be contracted whole.
+    """Read the slices a batch needs; None if contracting both factors whole is cheaper.
 
     Returns indices among the rows of these slices, slices of the left and of the right factor, and
     the number of rows, hot ones included.
@@ -294,7 +294,6 @@ def _rows_of_the_whole(
 
 
 def _padded(factor: Tensor, dim: int, rank: int) -> Tensor:
-    """Pad the bond of a factor with zeros up to a rank."""
     more = rank - factor.shape[dim]
     return F.pad(factor, (0, 0) * (2 - dim) + (0, more)) if more else factor
 

@@ -292,7 +292,7 @@ def _points(name: str, series: Series, form: str) -> list[Point]:
 
 
 def _moved(line: Line, places: Sequence[float], form: str) -> Line:
-    """Return a line along another horizontal axis, whose values are added to the points' text."""
+    """Return a line with new x-values, which are appended to the points' text."""
     points = [
         dataclasses.replace(point, x=x, text=f"{point.text}, {form.format(x)}")
         for point, x in zip(line.points, places, strict=True)
@@ -513,5 +513,4 @@ def _arrow(start: Sequence[int], end: Sequence[int]) -> str:
 
 
 def _ratio(over: float, under: float) -> str:
-    """Return a ratio as text, empty for a divisor of 0."""
     return f"{over / under:,.1f}" if under else ""
