@@ -208,9 +208,9 @@ class Shape:
         return tuple(bonds[1:-1])
 
     def with_compression(self, compression: float) -> Self:
-        """Take the largest uniform rank that is at least ``compression`` times smaller than dense.
+        """Take the largest uniform rank that is ``compression`` times smaller than dense.
 
-        Raises ValueError if even rank one is too large, or ``compression`` is not above 1.
+        Raises ValueError if rank one is too large, or ``compression`` is not above 1.
         """
         if not (is_number(compression) and compression > 1):
             raise ValueError(

@@ -109,10 +109,7 @@ def _word_piece(model: Any) -> Tokenizer:
 
 
 def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
-    """Return the new number of each token when they are sorted by falling frequency.
-
-    Special tokens keep the first places; ``counts`` ``(vocab,)`` are occurrences of each token.
-    """
+    """Return the new number of each token by falling count ``(vocab,)``, special tokens first."""
     size = tokenizer.get_vocab_size()
     special = [int(tokenizer.token_to_id(token)) for token in SPECIAL]  # type: ignore[arg-type]
     # Trainers number equal candidates in no fixed order, so ties are sorted by text.

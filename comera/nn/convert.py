@@ -151,8 +151,8 @@ def _tensorized(
 def densify_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by the torch layer it stands for, in place.
 
-    Layers that share cores share the dense weight. Returns the model, or the dense layer that
-    replaces it. Raises ``TypeError`` if ``model`` is no module.
+    Layers that share cores share the dense weight. Returns the model or the layer that replaces it.
+    Raises ``TypeError`` if ``model`` is no module.
     """
     check_model(model)
     replacements: dict[int, nn.Module] = {}
@@ -220,8 +220,8 @@ def _output_errors(
 ) -> dict[str, float]:
     """Run batches in evaluation mode; return the relative Frobenius error of each layer's outputs.
 
-    ``layers`` holds the present layer, its dense weight, and the layer that will replace it. Raises
-    ``ValueError`` if there is no batch, or a layer has no input.
+    ``layers`` are triples of present layer, dense weight and new layer. Raises ``ValueError``
+    without a batch, or if a layer gets no input.
     """
     sums: dict[str, Tensor] = {}
 

@@ -69,8 +69,7 @@ class WeightByAssignment(nn.Module):
 def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
     """Compute a weight as a :class:`DenseWeight` whose error is ``remedy``.
 
-    It is an ordinary tensor while a graph is compiled, in a transform of ``torch.func``, and for
-    another library's type.
+    Compiled graphs, ``torch.func`` and types of other libraries get an ordinary tensor.
     """
     if torch.is_inference_mode_enabled():  # where torch counts no versions
         with torch.inference_mode(False), torch.no_grad():

@@ -186,8 +186,8 @@ class TensorTrainModule(WeightByAssignment):
     def weight(self) -> Tensor:
         """The dense weight, computed from the cores in each access; differentiable.
 
-        Writing it in place raises ``RuntimeError``, as no core would change. Assignment is
-        :meth:`set_weight_` at the present ranks.
+        Assignment calls :meth:`set_weight_` at the present ranks; writes in place raise
+        ``RuntimeError``.
         """
         return read_only(self.dense_weight, _WRITTEN.format(type(self).__name__))
 
@@ -427,8 +427,7 @@ def check_model(model: Any) -> None:
 def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
     """Find the tensor-train layers of a model by name, in the order of ``named_modules``.
 
-    Of layers that share one set of cores only the first is listed. Anything but a module raises
-    ``TypeError``.
+    Of layers that share cores only the first is listed. Raises ``TypeError`` for no module.
     """
     check_model(model)
     found: dict[int, tuple[str, TensorTrainModule]] = {}

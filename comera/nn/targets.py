@@ -201,8 +201,8 @@ def find_targets(
 ) -> dict[str, nn.Module]:
     """Find the modules to convert by name, each once.
 
-    The log names selected layers that stay dense, and ``caller``, the public function; without a
-    caller nothing is logged. Raises ``ValueError`` if there is no module to convert.
+    ``caller``, a public function, logs selected layers that stay dense; None logs nothing. Raises
+    ``ValueError`` if there is no module to convert.
     """
     inside_attention = {
         id(part)

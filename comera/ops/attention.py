@@ -271,8 +271,7 @@ def _by_head(factors: Sequence[Tensor], num_heads: int) -> list[Tensor]:
 def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) -> Tensor:
     """Compute ``residual + dropout(x)``, or dropout alone where the residual is None.
 
-    An element is dropped with probability p if ``training``; kept ones are scaled so that the mean
-    stays. A p that is no probability raises ``ValueError``.
+    As in torch, kept elements are scaled. A p that is no probability raises ``ValueError``.
     """
     check_probability(p)
     if not training or p == 0:

@@ -97,10 +97,7 @@ def contract_right(cores: Sequence[Tensor]) -> Tensor:
 
 
 def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
-    """Contract as :func:`contract_groups` one group, by torch operations.
-
-    They can be differentiated any number of times.
-    """
+    """Contract one group as :func:`contract_groups`, by torch; differentiable repeatedly."""
     cores, split, layers = group.cores, group.split, group.num_layers
     with without_autocast(cores[0]):
         wide = torch.promote_types(cores[0].dtype, torch.float32)

@@ -92,10 +92,7 @@ class Ways:
         raise AssertionError(f"the last way of {self.name} refuses: {reason}")
 
     def order(self, *args: Any) -> Sequence[Way]:
-        """List the ways as they are tried for these arguments.
-
-        In a graph that is compiled, or without values, it is the list's: one order for all sizes.
-        """
+        """List the ways as they are tried for these arguments; graphs keep one order."""
         if torch.compiler.is_compiling() or not _times_matter():
             return self.ways
         found = self.case(*args)
@@ -144,8 +141,7 @@ def _fastest(
 ) -> tuple[str, ...]:
     """Return the names of an operator's ways in the order in which they are tried.
 
-    Those without a time keep their places in the list, except a kernel, which comes last: it is not
-    chosen without a measurement.
+    Ways without a time keep their places, except a kernel, which then comes last.
     """
     if group in _preferred:
         return tuple(sorted(listed, key=lambda name: name != _preferred[group]))

@@ -116,8 +116,7 @@ def recomputed_grads(
 ) -> Sequence[Tensor]:
     """Compute the gradients of a function by running it again, so that nothing else was saved.
 
-    They can be differentiated again where autograd is on. ``grads`` are those of the sequence that
-    ``run`` returns for the inputs.
+    They are differentiable where autograd is on. ``grads`` are those of the outputs of ``run``.
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
         # Inside a custom operator, where autograd records nothing.

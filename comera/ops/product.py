@@ -55,10 +55,7 @@ def by_onednn(a: Tensor, b: Tensor, row: Tensor | None = None) -> Tensor:
 
 
 def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
-    """Return whether oneDNN multiplies a matrix by one of so many columns, of no fewer operations.
-
-    Sizes are not checked in a graph, where they may be unknown.
-    """
+    """Return whether oneDNN suits a product; sizes are not checked in a graph."""
     if a.dtype != torch.float32 or not is_on_cpu(a):
         return False
     if is_concrete(a) and a.numel() * columns < fewest:
@@ -81,10 +78,7 @@ def _onednn_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` of two matrices, which may lie transposed in memory.
-
-    Where a gradient is wanted, it is torch's own product, which autograd knows.
-    """
+    """Return ``a @ b`` of two matrices, in either memory layout; torch's product for autograd."""
     if not _is_onednns(a, b):
         return a @ b
     # The library depends on sizes, which a graph may find only when it runs.
@@ -100,10 +94,7 @@ _product_in_a_graph.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1
 
 
 def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight + bias`` of a matrix x, at autocast's dtype where that is on.
-
-    It can be differentiated any number of times.
-    """
+    """Return ``x @ weight + bias`` of a matrix, in autocast's dtype; differentiable repeatedly."""
     x_BI, (weight_IO, *biases), _ = autocast_together(
         x_BI, [weight_IO] if bias_O is None else [weight_IO, bias_O]
     )

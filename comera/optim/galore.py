@@ -261,8 +261,8 @@ class GaLore(Optimizer):
     def refresh_(self) -> None:
         """Count a step, and recompute the subspaces that are due from the gradients at hand.
 
-        Call it after each replay of a step from a CUDA graph, which cannot do this itself.
-        Subspaces keep their memory, so the next replay uses the new ones.
+        Call it after each replay of a CUDA graph. Subspaces are updated in place for the next
+        replay.
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -431,8 +431,8 @@ class GaLoreAdamW(GaLore):
 class GaLoreAdafactor(GaLore):
     """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments as there.
 
-    Steps are relative to the size of the whole parameter. The default of ``eps`` is that of
-    Adafactor's paper: torch's loses the scale of gradients below 1e-5.
+    Steps are relative to the whole parameter. ``eps`` defaults to the paper's: torch's loses the
+    scale of gradients below 1e-5.
     """
 
     def __init__(

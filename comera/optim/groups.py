@@ -28,8 +28,7 @@ about that of a chain with bonds of 8, 16, 52, 16 and 8 without a factor. Blocks
 def contracted_scale(layer: CompressedLinear) -> float:
     """Return the factor of the learning rate of a layer's cores.
 
-    It follows from modes and from the ranks that the layer was built with, and takes cores to have
-    the norm of fresh ones, so it is the same after truncation and in another process.
+    It depends on modes and initial ranks, at the norm of fresh cores, so truncation keeps it.
     """
     started = layer.shape.of_ranks(layer.start_ranks)
     if 0 in started.ranks:  # a weight that has vanished moves by no rate

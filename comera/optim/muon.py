@@ -222,7 +222,7 @@ def block_step(shape: torch.Size) -> float:
 def core_matrix(shape: torch.Size) -> tuple[int, int]:
     """Return the rows and columns of a core as a matrix: its wider bond against everything else.
 
-    A matrix, or a tensor with no bond wider than one, is ``(first, all others)``.
+    Other tensors, with no bond above one, are ``(first, all others)``.
     """
     left_is_wider = shape[0] > shape[-1]
     split = 1 if len(shape) == 2 or left_is_wider else len(shape) - 1
@@ -232,8 +232,8 @@ def core_matrix(shape: torch.Size) -> tuple[int, int]:
 def orthogonalize(matrices_brc: Tensor, steps: int) -> Tensor:
     """Approximate the orthogonal factors ``U V^T`` of stacked matrices ``(b, rows, cols)``.
 
-    By Newton-Schulz iterations on the shorter side: singular values end between 0.7 and 1.2, those
-    far below the largest ones lower. A matrix of zeros stays one.
+    Newton-Schulz iterations on the shorter side bring singular values between 0.7 and 1.2, those
+    far below the largest ones lower. A zero matrix stays zero.
     """
     a, b, c = _COEFFICIENTS
     wide = matrices_brc.shape[1] <= matrices_brc.shape[2]

@@ -121,8 +121,7 @@ def packs_state(optimizer: Optimizer) -> bool:
 def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
     """Lay a parameter's state out in plain tensors that can be cut along with it.
 
-    Calls the optimizer's own ``unpack_state_`` where it has one; packed moments of torchao become
-    float32.
+    Calls the optimizer's ``unpack_state_`` if it has one; torchao's moments become float32.
     """
     if optimizer is None:
         return

@@ -101,10 +101,9 @@ def product(
 def product_seconds(
     machine: Machine, dtype: str, batch: int, rows: int, depth: int, columns: int
 ) -> float:
-    """Predict the time of a batched ``(rows, depth) @ (depth, columns)``, its call not counted.
+    """Predict the time of a batched ``(rows, depth) @ (depth, columns)`` without its call.
 
-    The larger of computing, at a share of the peak rate, and moving. A product with a vector only
-    moves.
+    It is the larger of the times to compute and to move; products with a vector only move.
     """
     numbers = batch * (rows * depth + depth * columns + rows * columns)
     moving = machine.moving(numbers * item_size(dtype))
@@ -195,8 +194,8 @@ def candidate(
 ) -> Candidate:
     """Make a candidate, and add up the time and memory of its steps.
 
-    Steps are in the order in which they run; ``parameters`` are the numbers in each, by name. The
-    backward pass is left out without training, and the gradient of an input that needs none.
+    ``parameters`` are sizes by name. The backward pass is left out without training, as is the
+    gradient of an input that needs none.
     """
     wanted = [step for step in backward if work.input_grad or step.result != "grad(x)"]
     backward = wanted if work.train else []
@@ -263,10 +262,7 @@ class FactorChain(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def factor_chains(shape: TTShape | TTMShape) -> tuple[FactorChain, FactorChain]:
-    """Plan the contraction of both factors of a linear layer, or of a table split in the middle.
-
-    The row and the column mode of a table's core count as one.
-    """
+    """Plan the contraction of both factors of a linear layer or a table, whose modes are paired."""
     _, cores, sizes = chain_indices(shape.slice_sizes, shape.ranks)
     listed, split = list(cores.items()), shape.split
     return (
@@ -315,7 +311,7 @@ def _factor_chain(
 def gates(shape: Shape, operators: float, backward: bool = False) -> Step:
     """Return the step that multiplies each core by the gate of its right bond, or its backward.
 
-    The backward gates the cores again. The overhead of the layer's Python operators is counted too.
+    Backward gates the cores again. The overhead of Python operators is included.
     """
     bonds, moved = len(shape.ranks), shape.num_params * (6 if backward else 2)
     calls, name = (5 + 4 * bonds, "grad(gates)") if backward else (3 + bonds, "gates")

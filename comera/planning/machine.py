@@ -208,8 +208,7 @@ def default_machine(kind: str = "cpu") -> Machine:
 def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None = None) -> Machine:
     """Load the saved profile of a machine; without one log that once and return the default.
 
-    On a CPU None is this computer's processor, and as many threads as this process may run on. A
-    GPU without a name has no profile.
+    None is this computer's processor and all threads of the process. A GPU needs a name.
     """
     _check_kind(kind)
     if kind == "cpu":

@@ -67,8 +67,7 @@ class Plan(Report):
     def excess(self) -> float:
         """Operations of the chosen candidate above those of the best tree, as a share of these.
 
-        Negative where modes multiply to more than a width (the tree works on the padded ones),
-        and where rows of a table share their factors (the tree makes each row by itself).
+        Negative if modes are padded, as they are in the tree, or if rows of a table share factors.
         """
         if self.search is None:
             return 0.0

@@ -91,10 +91,7 @@ class Table:
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def text(self) -> str:
-        """Return text no wider than the terminal, or 80 columns where there is none.
-
-        Where room is scarce, headings are broken into lines first, then names, then words.
-        """
+        """Return text no wider than the terminal; breaks headings, then names, then words."""
         limit = max(_LEAST_WIDTH, shutil.get_terminal_size().columns)
         title = self.title
         cells = {k: [row[k] for row in self.rows] for k in range(len(self.header))}

@@ -86,10 +86,7 @@ class WayTimes:
     def nearest(
         self, group: str, dtype: str, captured: bool, sizes: Sequence[Size]
     ) -> Timing | None:
-        """Return the entry whose sizes are nearest in ratio; None if none is comparable.
-
-        Eager times count where none was measured in a graph, and the other way round.
-        """
+        """Return the entry of nearest sizes, or None; eager and graph times are interchangeable."""
         least = self.least.get(group, ())
         if any(isinstance(n, int) and n < low for n, low in zip(sizes, least, strict=False)):
             return None

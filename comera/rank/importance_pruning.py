@@ -130,8 +130,7 @@ class ImportanceScores:
     def importance(self, group: "dist.ProcessGroup | None" = None) -> dict[int, Tensor] | None:
         """Return the importance of the ranks of each gate, ``(R,)``, by the gate's ``id``.
 
-        Alike in all processes of a group, which call it together. None if no gradient has been
-        observed.
+        All processes of a group call this and get the same. None without observed gradients.
         """
         gates = list(self._gates)
         widths = [gate.numel() for gate in gates]

@@ -44,10 +44,7 @@ _WAY_OUT = (
 
 
 def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
-    """Return the process group that trains a model; None for a single process.
-
-    It is that of ``DistributedDataParallel`` or, without one, the default group.
-    """
+    """Return the process group of a model, its DDP's or the default one; None for one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     for wrapper in wrappers_of(model):

@@ -205,9 +205,9 @@ def try_out(
 def dry_run(config: RunConfig, most_bytes: int) -> str:
     """Train a run for two steps of two drawn rows each, with its optimizer and rank learning.
 
-    Nothing is read or written, and losses mean nothing. Above ``most_bytes`` of weights, gradients
-    and optimizer state, forward and backward go through the shapes alone. Returns a sentence on
-    parameters, memory and steps; raises ``ValueError`` for settings that do not go together.
+    Nothing is read or written. Above ``most_bytes`` of weights, gradients and optimizer state only
+    shapes are computed. Returns a sentence on parameters, memory and steps; raises ``ValueError``
+    for settings that contradict.
     """
     needed = planned_memory(dataclasses.replace(config, twin=False))[0].total.total
     steps = config.train.steps or _WHERE_DATA_TELL

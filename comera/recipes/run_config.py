@@ -396,8 +396,8 @@ class RunConfig:
     def settings(self) -> dict[str, Any]:
         """Return all settings as plain values, as ``config.yaml`` has them.
 
-        Defaults of the optimizer are filled in, except ``gate_lr``, which follows from the number
-        of steps, and those of an unnamed optimizer in a run with a twin, whose default is another.
+        Defaults of the optimizer are filled in, except ``gate_lr``, which depends on the steps, and
+        those of an unnamed optimizer in a run with a twin.
         """
         optimizer = self._optimizer
         if optimizer.name is not None or not self.twin:
@@ -405,7 +405,7 @@ class RunConfig:
         return {**asdict(self), "optimizer": asdict(optimizer)}
 
     def optimizer_for(self, steps: int | None) -> OptimizerConfig:
-        """Return the settings of the optimizer with the defaults of a run of so many steps.
+        """Return the optimizer's settings with defaults for a run of so many steps.
 
         Without ``steps`` a default ``gate_lr`` of a run with a late stage stays None.
         """

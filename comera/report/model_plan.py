@@ -87,7 +87,7 @@ class ModelPlan(Report):
     def kept_bytes(self) -> int:
         """Bytes that all layers keep for the backward pass, parameters not counted.
 
-        Layers that share an input, or that work together (``comera.nn.fused``), keep less.
+        Layers that share an input or are fused (``comera.nn.fused``) keep less.
         """
         return sum(len(layer.names) * layer.plan.chosen.saved_bytes for layer in self.layers)
 

@@ -162,10 +162,7 @@ def _layers(module: nn.Module, name: str = "", seen: set[int] | None = None) -> 
 
 
 def _tied_names(model: nn.Module, layers: Mapping[str, Entry]) -> dict[str, str]:
-    """Map the later names of each tensor of the state dict to the first one.
-
-    A name inside a layer that works on another one's parameters is never the first.
-    """
+    """Map later names of each tensor of the state dict to the first, which owns its parameters."""
     inside = tuple(f"{name}.".lstrip(".") for name, entry in layers.items() if "works_on" in entry)
     state = {n: x for n, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     first: dict[int, str] = {}

@@ -143,8 +143,7 @@ def compare(
 ) -> Comparison:
     """Compute means over the seeds, and differences to the reference seed by seed.
 
-    Runs of one seed see the same batches in the same order. Figures on test data are compared if
-    every finished run has them. ``variants`` are all names, in the order of the table.
+    Test figures are compared if every finished run has them. ``variants`` orders the table.
     """
     tested = bool(runs) and all(metric in run.test for run in runs)
     by_variant: dict[str, dict[int, Trained]] = {name: {} for name in variants}

@@ -111,8 +111,8 @@ class Task(ABC):
     def planned_sizes(self) -> Mapping[str, Any]:
         """Return the sizes of the dense model; data are read only if they alone determine them.
 
-        ``vocab_size`` of text; of a click log ``table_sizes`` by the names of fields, and
-        ``num_continuous``. Raises ``ValueError`` if data are needed and missing.
+        They are ``vocab_size``, or ``table_sizes`` by field and ``num_continuous`` of a click log.
+        Raises ``ValueError`` if data are needed and missing.
         """
 
     @abstractmethod
