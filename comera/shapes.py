@@ -73,7 +73,7 @@ def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[Modes
 
 
 def _order_for(width: int, order: int) -> int:
-    """Return fewer modes for a narrow side: splitting 10 into 1 x 2 x 5 saves nothing."""
+    """Return fewer modes for a narrow side, where more save nothing."""
     if order < 1:
         raise ValueError(f"order={order} must be at least 1")
     return min(order, max(1, int(math.log2(max(2, width)) / 2)))
@@ -81,7 +81,7 @@ def _order_for(width: int, order: int) -> int:
 
 @functools.lru_cache(256)
 def _table_modes(rows: int, width: int, order: int) -> tuple[Modes, Modes]:
-    """Choose row and column modes of a table for fast lookups, the large ones at the ends."""
+    """Choose row and column modes of a table for fast lookups, large ones at the ends."""
     left, right = order // 2, order - order // 2
     right_slices = min(max(1, round(math.sqrt(rows / _LEFT_SLICES))), _MOST_RIGHT_SLICES)
     right_rows = balanced_modes(right_slices, right)
@@ -99,7 +99,7 @@ def _table_modes(rows: int, width: int, order: int) -> tuple[Modes, Modes]:
 
 
 def _tightened(modes: Modes, width: int) -> Modes:
-    """Make modes smaller where a smaller one still holds the width."""
+    """Shrink modes while they still hold the width."""
     for k, mode in enumerate(modes):
         needed = max(1, -(-width // (math.prod(modes) // mode)))
         if needed < mode:
@@ -131,7 +131,7 @@ class Shape:
 
     @property
     def split(self) -> int:
-        """Number of cores that form the left factor: those of the input, or half of a table's."""
+        """Number of cores in the left factor: those of the input, or half of a table's."""
         raise NotImplementedError
 
     @property
@@ -505,7 +505,7 @@ class BTTShape(LinearShape):
 
 
 def _block_modes(in_features: int, out_features: int) -> tuple[Modes, Modes]:
-    """Split both sides: as many blocks of rank 1 as the narrower one is wide make full rank."""
+    """Choose blocks of both sides, as few as make full rank at rank 1."""
     balanced = balanced_modes(in_features, 2), balanced_modes(out_features, 2)
     blocks, enough = balanced[0][0], min(in_features, out_features)
     if blocks * balanced[1][0] <= enough:

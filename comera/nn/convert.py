@@ -183,7 +183,7 @@ def _warn_of_approximations(
     made: Mapping[str, nn.Module],
     batches: Iterable[Any] | None,
 ) -> None:
-    """Warn of approximated weights: a small error of a weight may be a large one of an output."""
+    """Warn of approximated weights, whose small errors may be large ones of outputs."""
     weights: dict[str, Tensor] = {
         name: layer.weight
         for name, new in made.items()

@@ -72,7 +72,7 @@ class CompressedLinear(TensorTrainModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def kind(self) -> tuple[object, ...]:
-        """Return a key that layers of equal cost at a batch share, such as for one contraction."""
+        """Return a key shared by layers of equal cost at a batch."""
         core = self.cores[0]
         return (
             self._modes.in_modes, self._modes.out_modes, self.ranks, self.prune_below, core.dtype,
@@ -242,7 +242,7 @@ class TTLinear(CompressedLinear):
         return factorized_linears(input, [left], [right], has_bias)[0]
 
     def _dense_is_faster(self, input: Tensor, rank: int) -> bool:
-        """Return whether a batch has so many rows that forming the dense weight pays."""
+        """Return whether a batch has enough rows to multiply by the dense weight."""
         widths, dense = self.in_features + self.out_features, self.in_features * self.out_features
         if 2 * rank * widths <= dense:
             return False  # the factors need fewer operations at any number of rows
@@ -286,7 +286,7 @@ class TTLinear(CompressedLinear):
 
     @property
     def factor_width(self) -> int:
-        """The bond between the two factors, padding included."""
+        """The padded bond between the two factors."""
         return padded_rank(self._middle_rank, self.bias is not None)
 
     @property
@@ -303,7 +303,7 @@ class TTLinear(CompressedLinear):
 
 
 def _dense_from(shape: Any, layer: Any, dtype: str, device: str) -> int:
-    """Return the rows from which the dense weight is predicted faster; ``maxsize`` for never."""
+    """Return the number of rows from which the dense weight is predicted faster."""
     if device not in ("cpu", "cuda"):
         return sys.maxsize
     from comera.planning.linear_ways import dense_from  # few layers have ranks so large

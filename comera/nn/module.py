@@ -66,7 +66,7 @@ _WRITTEN = (
 
 
 class Gates(nn.ParameterList):
-    """One trainable vector a bond. They stay float32 or wider whatever the module is cast to."""
+    """Trainable vectors, one a bond, that stay float32 or wider when the module is cast."""
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate without looking each up by name: rank learning reads all in every step."""
@@ -84,7 +84,7 @@ class Gates(nn.ParameterList):
 def params_of(params: nn.ParameterList) -> list[Tensor]:
     """List parameters, or the tensors that a wrapper such as FSDP has put in their place.
 
-    Faster than iteration, which looks each up by name; layers call it in every pass.
+    Faster than iteration, which looks up each name.
     """
     found = list(params._parameters.values())
     whole = len(found) == params._size and type(None) not in map(type, found)
@@ -259,7 +259,7 @@ class TensorTrainModule(WeightByAssignment):
         raise NotImplementedError
 
     def bond_gates(self) -> list[Tensor]:
-        """Return one gate a bond: in a :class:`~comera.BatchedContraction` parts of a vector."""
+        """Return one gate a bond, inside a :class:`~comera.BatchedContraction` as views."""
         self.renew_shared()
         shared = self.shared_gates
         if shared is not None and may_share(shared.flat, self.gates[0]):
@@ -267,21 +267,18 @@ class TensorTrainModule(WeightByAssignment):
         return list(self.gates)
 
     def renew_shared(self) -> None:
-        """Contract again, except in compiled code, if a shared parameter was written to since."""
+        """Contract again if a shared parameter was written to, except in compiled code."""
         if self.shared is None or self.shared.versions is None or not is_eager():
             return
         if self.shared.versions != versions_of(self.shared.params):
             self.shared.renew()
 
     def rank_norms(self) -> Tensor:
-        """Return the squared norm of each rank's part of the weight, ``(R,)``; not for chains."""
+        """Return the squared norm of each rank's part, ``(R,)``; not for chains."""
         raise NotImplementedError
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return gated cores in canonical form and their singular values; None if there is none.
-
-        Not for chains, see :func:`~comera.canonicalize_`.
-        """
+        """Return canonical gated cores and their singular values, if any; not for chains."""
         raise NotImplementedError
 
     def gated_cores(self) -> list[Tensor]:

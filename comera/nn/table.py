@@ -214,11 +214,11 @@ class TTTable(TensorTrainModule):
 
     @property
     def row_step(self) -> int | None:
-        """Distance between neighbours, k of ``scatter_rows``; None if rows are not scattered."""
+        """The ``scatter_rows`` step between neighbours, or None."""
         return self._step if self.row_order is None else None
 
     def _kept_at(self, indices: Tensor) -> Tensor:
-        """Return the rows of indices; an index out of range stays out of range."""
+        """Return the rows of indices; those out of range stay out of range."""
         if self.row_order is not None:
             return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
         if self._step is not None:
@@ -274,11 +274,11 @@ class TTTable(TensorTrainModule):
         return self.num_embeddings, self.embedding_dim
 
     def get_extra_state(self) -> Tensor:
-        """Return the distance between neighbours, k of ``scatter_rows`` or 1; int64, ``()``."""
+        """Return the ``scatter_rows`` step, or 1; int64, ``()``."""
         return torch.tensor(self._step or 1)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Set that distance, of any dtype; raise ``ValueError`` if no such table has it."""
+        """Set the ``scatter_rows`` step; raise ``ValueError`` for an impossible one."""
         if state.is_meta:
             return
         golden = _golden_step(self.num_embeddings)

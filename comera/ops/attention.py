@@ -28,7 +28,7 @@ _STEPS = 1 << 8  # probabilities of dropout that a mask of bytes can have
 
 
 def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the addend of scores, for all layers: zero for keys to attend to, else very little."""
+    """Return the bias of scores: zero for keys to attend to, very negative for others."""
     lowest = torch.finfo(dtype).min / 2  # finite: a softmax over -inf alone is NaN
     bias_BT = torch.logical_not(keep_BT, out=torch.empty_like(keep_BT, dtype=dtype))
     return bias_BT.mul_(lowest)
@@ -79,7 +79,7 @@ def attend(
 def _in_pieces(
     q_BHME: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, bias_BT: Tensor | None, *scale_dropout: float
 ) -> Tensor:
-    """Attend by :func:`_attend`, all queries that share their keys in one head."""
+    """Attend by :func:`_attend`, merging queries with shared keys into one head."""
     q_BGME, heads = _queries_by_keys(q_BHME, k_BGTE), k_BGTE.shape[1]
     if bias_BT is not None:
         bias_BT = (bias_BT if heads == 1 else bias_BT.repeat_interleave(heads, 0))[:, None]
@@ -89,7 +89,7 @@ def _in_pieces(
 
 
 def _as_one_head(q_BHME: Tensor, *keys: Any) -> Tensor:
-    """Attend by torch, the queries of all heads in one."""
+    """Attend by torch, all queries in one head."""
     return _by_heads(_by_torch(_queries_by_keys(q_BHME, keys[0]), *keys), q_BHME)
 
 
@@ -108,7 +108,7 @@ def _by_torch(
 
 
 def _queries_by_keys(q_BHME: Tensor, k_BGTE: Tensor) -> Tensor:
-    """Put the queries of heads that share their keys into one head, position by position."""
+    """Merge the queries of heads with shared keys into one head, position by position."""
     if k_BGTE.shape[1] == q_BHME.shape[1]:
         return q_BHME
     return q_BHME.transpose(1, 2).flatten(1, 2)[:, None]
@@ -183,7 +183,7 @@ _attend.register_autograd(_back_attend, setup_context=_setup_attend)
 
 
 def _drop(x: Tensor, keep: Tensor, n: slice) -> Tensor:
-    """Mask without the scale, which the narrow results get: that saves a pass over all scores."""
+    """Mask without the scale, which narrow results get, to save a pass over all scores."""
     return keep[n].to(x.dtype).mul_(x) if keep.numel() else x
 
 

@@ -76,7 +76,7 @@ def _prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 class _Eager(torch.autograd.Function):
-    """An operator on its arguments, those in lists one by one, as autograd wants them."""
+    """An operator on flat arguments, as autograd needs them."""
 
     @staticmethod
     def forward(ctx: Any, made: Operator, lengths: list[int | None], *flat: Any) -> Any:
@@ -130,7 +130,7 @@ def recomputed_grads(
 
 
 def is_concrete(value: Any) -> bool:
-    """Return whether a tensor has numbers: not on the meta device, nor in a compiled graph."""
+    """Return whether a tensor has values: not on the meta device or in a graph."""
     if not isinstance(value, Tensor):
         return True
     return type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta
@@ -142,7 +142,7 @@ def is_readable(value: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether operations are transformed, or traced to be run again on other numbers."""
+    """Return whether operations are transformed or traced."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None

@@ -22,7 +22,7 @@ and rank 30 from 512 rows on, measured on one thread of an EPYC."""
 
 
 def prefers_onednn() -> bool:
-    """Return whether float32 products on a CPU go to oneDNN: as measured, else by a rule."""
+    """Return whether float32 products on a CPU use oneDNN: as measured, else by a rule."""
     if not has_onednn() or not torch.backends.mkldnn.enabled:
         return False
     machine = machine_of(_CPU)
@@ -71,7 +71,7 @@ def _is_onednns(a: Tensor, b: Tensor) -> bool:
 
 
 def _onednn_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b``, which may lie transposed in memory."""
+    """Return ``a @ b``, possibly transposed in memory."""
     if a.is_contiguous() or a.numel() <= b.numel():
         return by_onednn(a, b)
     return by_onednn(b.T, a.T).T  # it copies a left factor whose rows are not contiguous

@@ -106,7 +106,7 @@ class CAME(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own; raises as the class does."""
+        """Add parameters with their own settings; raises as the class does."""
         unknown = sorted(set(param_group) - set(self.defaults) - COMMON_KEYS)
         if unknown:
             raise TypeError(
@@ -348,7 +348,7 @@ def _stack(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def _write(tensors: list[Tensor], stacked: Tensor) -> None:
-    """Store what :func:`_stack` returned and a step has changed."""
+    """Write the stacked tensors back."""
     if len(tensors) > 1:
         torch._foreach_copy_(tensors, stacked.view(len(tensors), *tensors[0].shape).unbind())
     elif not tensors[0].is_contiguous():  # otherwise it was changed in place
@@ -366,7 +366,7 @@ def _read_average(states: Sequence[State], shape: Sequence[int]) -> Tensor:
 
 
 def _write_average(states: Sequence[State], average: Tensor) -> None:
-    """Store what :func:`_read_average` returned and a step has changed."""
+    """Write first moments back, packed to eight bits if they were."""
     held = _every(states, "exp_avg_update")
     if "exp_avg_update_scale" not in states[0]:
         _write(held, average)

@@ -211,7 +211,7 @@ class GaLore(Optimizer):
         self._end(begun)
 
     def _pass_settings(self, position: int) -> None:
-        """Copy the settings of a group to the inner optimizer's: schedulers change ours."""
+        """Copy a group's settings, which schedulers change, to the inner optimizer."""
         mine, theirs = self.param_groups[position], self._inner.param_groups[position]
         theirs |= {key: mine[key] for key in self._inner.defaults if key in mine}
         if self._tensor_lr and not isinstance(mine["lr"], Tensor):
@@ -312,7 +312,7 @@ class GaLore(Optimizer):
         return grad.add(param, alpha=-rate if group.get("maximize") else rate)
 
     def _share_state(self) -> None:
-        """Adopt the inner optimizer's state of parameters that are not projected."""
+        """Share the inner optimizer's state of parameters that are not projected."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param not in self._stand_ins and param in self._inner.state:
@@ -408,7 +408,7 @@ class GaLore(Optimizer):
         state_layout.pack_state_(self._inner, param)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes, so that a copy's stand-ins are those of its own parameters."""
+        """Return all attributes, so that a copy has stand-ins of its own parameters."""
         inner = (type(self._inner), state_layout.whole(self._inner))
         return {**state_layout.whole(self), "_inner": inner}
 

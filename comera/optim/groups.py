@@ -60,7 +60,7 @@ def param_groups(
     muon_modules: str | list[str] | None = None,
     scale_rates: Literal["contracted"] | None = None,
 ) -> list[dict[str, Any]]:
-    """Split the parameters for an optimizer, each once: rank gates have a rate of their own.
+    """Split the parameters into optimizer groups; rank gates get their own rate.
 
     Args:
         model: Any model; frozen parameters are left out.

@@ -174,7 +174,7 @@ COMMON_KEYS = frozenset({"params", "name", "param_names", "initial_lr", "rate_sc
 
 
 def made_for(unknown: Collection[str]) -> str:
-    """Return the end of an error about unknown keys: the optimizer that has them."""
+    """Return the end of an error about unknown keys, which names their optimizer."""
     return "; groups with 'muon' are made for comera.MuonAdamW" if "muon" in unknown else ""
 
 

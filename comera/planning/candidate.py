@@ -66,7 +66,7 @@ class Step:
         )
 
     def working(self, machine: Machine, dtype: str) -> float:
-        """Predict the time of its work: a matrix product, or one pass over what is moved."""
+        """Predict the time of its work: a matrix product, or one pass over memory."""
         item = item_size(dtype)
         rearranging = 2 * self.copied * item / machine.strided_bandwidth
         if self.product is not None:
@@ -141,7 +141,7 @@ class Work:
             raise ValueError(f"{name}={count} must be at least 1")
 
     def fill_width(self, name: str, modes: int) -> None:
-        """Set a width to what the modes multiply to if it is None, and check it."""
+        """Set a missing width to the product of the modes, and check it."""
         width = getattr(self, name)
         if width is None:
             object.__setattr__(self, name, modes)  # the subclasses are frozen

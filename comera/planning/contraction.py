@@ -72,7 +72,7 @@ def chain_indices(
 
 
 def _letter(alphabet: str, k: int) -> str:
-    """Return the k-th letter; past the end, symbols that opt_einsum takes, odd and even apart."""
+    """Return the k-th letter, or past the end a symbol that opt_einsum takes."""
     if k < len(alphabet):
         return alphabet[k]
     return get_symbol(len(string.ascii_letters) + 2 * (k - len(alphabet)) + (alphabet is _BONDS))

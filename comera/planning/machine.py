@@ -152,7 +152,7 @@ class Machine:
         return width * (depth / (depth + self.half_depth))
 
     def moving(self, nbytes: float) -> float:
-        """Predict the seconds of a pass over so many bytes, read and written together."""
+        """Predict the seconds to read and write ``nbytes`` in all."""
         if nbytes <= self.cache_bytes:
             return nbytes / self.cache_bandwidth
         beyond = nbytes - self.cache_bytes

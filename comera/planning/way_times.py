@@ -100,7 +100,7 @@ class WayTimes:
 
 
 def _distance(measured: Sequence[Size], asked: Sequence[Size]) -> float | None:
-    """Add up the ratios of numbers; None where words differ."""
+    """Add up the ratios of numbers; None if words differ."""
     if len(measured) != len(asked):
         return None
     total = 0.0

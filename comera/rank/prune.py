@@ -158,7 +158,7 @@ def _rank_bonds(
 
 
 def _norms(layer: TensorTrainModule) -> list[Tensor]:
-    """Return, for each bond, the share of the weight's squared norm that each rank carries."""
+    """Return each rank's share of the weight's squared norm, for every bond."""
     if not layer.is_chain:
         norms = layer.rank_norms()
         return [norms / norms.sum().clamp(min=1e-300)]

@@ -438,7 +438,7 @@ def check_folder(config: RunConfig, found: Begun | None) -> None:
 
 
 def check_data(config: RunConfig, record: DataRecord) -> None:
-    """Raise ``ValueError`` if a run was begun with other data, and ``overwrite`` is not set."""
+    """Raise ``ValueError`` if a run started with other data and ``overwrite`` is not set."""
     difference = None if config.overwrite else other_data(Path(config.out), record)
     if difference is not None:
         raise ValueError(

@@ -354,5 +354,5 @@ def keys_of(kind: type[OptimizerConfig]) -> set[str]:
 
 
 def gate_rate(late_steps: int) -> float:
-    """Return ``gate_lr`` where none is given: under Adam the most that a gate falls in a step."""
+    """Return the default ``gate_lr``: the most that a gate falls in a step under Adam."""
     return max(2e-3, 1.25 / late_steps) if late_steps else 2e-3

@@ -90,8 +90,7 @@ def reproduce(
             --set='[nli.train=pairs.jsonl,nli.dev=dev.jsonl]'.
         skip: Variants, or runs as VARIANT/seed-K, to leave out this time: --skip='[galore]'.
         jobs: Number of runs at a time (default: one).
-        overwrite: Begin those runs anew whose folders hold other settings or were begun with other
-            data; the others stay.
+        overwrite: Restart runs whose folders hold other settings or data; the others stay.
         dry_run: Train nothing, but do two steps of each variant on drawn data, or go through the
             shapes of one that takes more than 512 MiB.
     """

@@ -125,7 +125,7 @@ def _print(console: Console, text: str) -> None:
 
 
 def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[Outcome] | None:
-    """Print and return the outcomes of a run that is finished; None of one that is not."""
+    """Print and return the outcomes of a finished run; None for an unfinished one."""
     folder = Path(config.out)
     if config.overwrite or found is None or not found.is_finished(folder):
         return None
@@ -159,7 +159,7 @@ def _check_settings(config: RunConfig, found: Begun | None) -> None:
 
 
 def _check_content(config: RunConfig, record: DataRecord) -> None:
-    """Make the checks that need the data, before they are prepared and the folder is locked."""
+    """Check the data, before they are prepared and the folder is locked."""
     check_data(config, record)
     if task_of(config).is_told_by_data:
         _planned(config)
@@ -198,7 +198,7 @@ def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
 
 
 def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
-    """Return the models of a run by name: its own, then the dense twin if there is to be one."""
+    """Return the models of a run by name: its own, then the dense twin if requested."""
     jobs = [("compressed" if config.tensorize else "dense", config)]
     if config.twin and config.tensorize:
         optimizer = config.optimizer and config.optimizer.of_twin()

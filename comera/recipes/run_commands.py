@@ -142,7 +142,7 @@ def changes_of(words: Sequence[str]) -> dict[str, Any]:
 def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
     """Return ``--dry-run=true`` as ``--dry_run=true``, if that alone is an option.
 
-    Keys inside of a mapping, as ``user-id`` in ``--dlrm.table-sizes.user-id=3``, stay as typed.
+    Keys inside a mapping stay, as ``user-id`` in ``--dlrm.table-sizes.user-id=3``.
     """
     name, equals, value = word.partition("=")
     parts = name[2:].split(".")
@@ -216,7 +216,7 @@ def _hint_of(key: str) -> Any:
 
 
 def help_of(command: str, words: Sequence[str]) -> str | None:
-    """Return the help that one of the words asks for; None if none does."""
+    """Return the help that a word asks for, or None."""
     known = settings_by_name()
     for word in words:
         section = word.removeprefix("--").removesuffix(".help")

@@ -62,12 +62,12 @@ class TwoStageConfig(TwoStageSettings):
             )
 
     def stages(self, steps: int) -> tuple[int, int]:
-        """Return the steps of the early and of the late stage in a run of so many steps."""
+        """Return the steps of the early and the late stage."""
         early = round(self.early_share * steps)
         return early, min(round(self.late_share * steps), steps - early)
 
     def build(self, model: nn.Module, steps: int) -> TwoStage:
-        """Return the rank learning of a model in a run of so many steps."""
+        """Return the rank learning of a model in a run of ``steps`` steps."""
         return TwoStage(model, self.target, *self.stages(steps), **_own(TwoStageSettings, self))
 
 
@@ -96,7 +96,7 @@ class ImportancePruningConfig(ImportanceSettings):
             )
 
     def build(self, model: nn.Module, steps: int) -> ImportancePruning:
-        """Return the rank learning of a model in a run of so many steps."""
+        """Return the rank learning of a model in a run of ``steps`` steps."""
         own = _own(ImportanceSettings, self)
         return ImportancePruning(model, self.target, round(self.share * steps), **own)
 
@@ -531,7 +531,7 @@ HIGHER_IS_BETTER = {
 
 
 def check_processes(config: RunConfig, count: int) -> None:
-    """Raise ``ValueError`` where so many processes cannot train a run."""
+    """Raise ``ValueError`` if ``count`` processes cannot train a run."""
     size, device = config.train.batch_size, config.device
     if config.parallel.kind != "ddp":
         _check_shared(config)
@@ -558,7 +558,7 @@ _OF_SHARDS = ("adamw", "muon", "sgd")
 
 
 def _check_shared(config: RunConfig) -> None:
-    """Raise ``ValueError`` where a run cannot train a model whose dense matrices are split."""
+    """Raise ``ValueError`` if a run cannot train a model with sharded dense matrices."""
     kind = f"parallel.kind={config.parallel.kind}"
     way_out = "or keep the model whole in every process: parallel.kind=ddp"
     optimizer = config.optimizer_for(config.train.steps)

@@ -95,8 +95,8 @@ def extremes(distribution: Any) -> list[Any]:
 class Search:
     """Trials of a search, each a variant of the sweep with a run for every seed.
 
-    Proposals depend only on the seed and on earlier results, so a stopped search resumes exactly
-    if runs are sequential.
+    A proposal depends on the seed and on the results of earlier trials alone, so that a search
+    that was stopped goes on as if it had not been, where runs come one after the other.
 
     Args:
         config: The search.
@@ -105,7 +105,7 @@ class Search:
         seeds: Seeds of the runs.
         make_jobs: Makes the jobs of a trial of its name and settings; raises ``ValueError`` for
             settings that do not go together.
-        anew: Discard an earlier search in the folder with other settings.
+        anew: Discard an earlier search with other settings in the folder.
 
     Raises:
         ValueError: If there is one, without ``anew``.

@@ -149,7 +149,7 @@ def describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _layers(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield layers that need a description by their first names; nothing inside of such a layer."""
+    """Yield layers that need a description by their first names, outermost only."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -251,7 +251,7 @@ def build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
 
 
 def check_places(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
-    """Raise ``ValueError`` unless a model has a layer of the same size for each one made."""
+    """Raise ``ValueError`` unless a model has a layer of equal size for each new one."""
     modules = dict(model.named_modules(remove_duplicate=False))
     taken: dict[int, str] = {}
     for name, new in made.items():
@@ -292,7 +292,7 @@ def _size(layer: Any) -> tuple[int, ...] | None:
 
 
 def put_in_place_(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
-    """Put layers in the places of a model that have their names, see :func:`check_places`."""
+    """Put new layers into a model by name, see :func:`check_places`."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, new in made.items():
         new.train(modules[name].training)

@@ -328,7 +328,7 @@ def _linear(weight: nn.Parameter, bias: Tensor | None = None) -> nn.Linear:
 
 
 def _is_pointwise(layer: Any) -> bool:
-    """Return whether the features are in another dimension than the last, as in convolutions."""
+    """Return whether features are not in the last dimension, as in convolutions."""
     return getattr(layer, "feature_dim", -1) != -1
 
 

@@ -128,7 +128,7 @@ def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Turn the inner bonds of the left cores, whose last bond has the singular values ``s``.
+    """Rotate the inner bonds of the left cores to singular vectors.
 
     Returns:
         The cores, and the singular values of the bonds between them from right to left.
@@ -143,7 +143,7 @@ def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tenso
 
 
 def _scaled_as(like: Sequence[Tensor], cores: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same product, the norms of its cores in the proportions of others."""
+    """Rescale cores to the proportions of others' norms, with the same product."""
     theirs, mine = ([core.norm().log() for core in train] for train in (like, cores))
     rest = (sum(mine) - sum(theirs)) / len(cores)
     return [core * (a - b + rest).exp() for a, b, core in zip(theirs, mine, cores, strict=True)]

@@ -1,4 +1,4 @@
-"""Hot rows of a table: those that are read most, held apart from its tensor train."""
+"""Hot rows of a table: the most frequent rows, apart from its tensor train."""
 
 from dataclasses import replace
 
@@ -108,7 +108,7 @@ def _coordinates(hot: HotRows, rows: Tensor) -> Tensor:
 def _set_rows_(
     param: nn.Parameter, dim: int, places: Tensor, rows: Tensor, optimizer: Optimizer | None
 ) -> None:
-    """Set rows of a parameter, and their state so that steps are as long as those of others."""
+    """Set rows of a parameter and their state, with steps as long as other rows'."""
     moved = param.data.movedim(dim, 0)
     moved[places] = rows.to(param.dtype).view(len(places), *moved.shape[1:])
     if param.grad is not None:

@@ -156,7 +156,7 @@ def _check_follows(what: str, tensor: Tensor, shape: torch.Size) -> None:
 
 
 def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Tensor]) -> Tensor:
-    """Select along every kept dimension in which the tensor has the parameter's size."""
+    """Select kept entries along every dimension of the parameter's size."""
     _check_follows(what, tensor, old_shape)
     for dim, indices in keep.items():
         if tensor.shape[dim] == old_shape[dim]:
@@ -300,7 +300,7 @@ def _cores_and_gates(named: Mapping[str, TensorTrainModule]) -> list[Tensor]:
 
 
 def check_finite(named: Mapping[str, TensorTrainModule]) -> None:
-    """Raise ``ValueError`` for layers that are not finite: a gate of NaN would count as closed."""
+    """Raise ``ValueError`` for layers with non-finite values: a NaN gate counts as closed."""
     for name, layer in named.items():
         for what, params in (("cores", layer.cores), ("gates", layer.gates)):
             if not all(bool(param.isfinite().all()) for param in params):

@@ -45,7 +45,7 @@ _VARIANTS = 2
 
 
 class _Course(enum.IntEnum):
-    """Ways to run a batch; all processes take the least that any of them can."""
+    """Ways to run a batch; processes take the least of theirs."""
 
     FALL_BACK = 0
     EAGER = 1
@@ -97,7 +97,7 @@ class StepDescription:
 
 
 class Capture:
-    """Runs an update, as a recording where it can be one.
+    """Runs an update, by replaying it if possible.
 
     Args:
         update: The whole update for a batch; returns its loss. Nothing of it may depend on values.
@@ -219,7 +219,7 @@ class Capture:
         return kept.recording.output.clone()
 
     def _compare(self, state: dict[str, Any], like: Signature, batch: Any) -> None:
-        """Count the steps in a row that were alike; warn where they never are."""
+        """Count equal steps in a row, and warn if there never are any."""
         changed = {name for name in state if state[name] != self._state.get(name)}
         if self._last is not None and like != self._last:
             changed.add("the batch")
@@ -246,7 +246,7 @@ class Capture:
             )  # fmt: skip
 
     def _record(self, state: dict[str, Any], batch: Any) -> str | None:
-        """Record the update, if all processes can; return why this one could not."""
+        """Record the update if all processes can; return why this one could not."""
         static = StaticBatch(batch)
         variants = [
             kept

@@ -116,7 +116,7 @@ class CudaRecording:
         self._graph.replay()
 
     def free(self) -> None:
-        """Free the memory of the recording; it cannot be replayed any more."""
+        """Free the memory of the recording, which ends its use."""
         torch.cuda.synchronize(self._device)  # a replay may still be under way
         self._graph.reset()
         del self.output
@@ -185,7 +185,7 @@ class StaticBatch:
 
 
 def signature(batch: Any) -> Signature:
-    """Return structure, plain values, and the shape, dtype and device of every tensor."""
+    """Return structure, plain values, and each tensor's shape, dtype and device."""
     leaves, spec = tree_flatten(batch)
     return spec, tuple(_kind(value) for value in leaves)
 
@@ -231,7 +231,7 @@ def is_variant(now: Signature, before: Signature) -> bool:
 
 
 def is_shorter(now: Signature, before: Signature) -> bool:
-    """Return whether a batch only has fewer rows, as the last one of a data set has."""
+    """Return whether a batch only has fewer rows, as at the end of a data set."""
     (old_spec, old), (new_spec, new) = before, now
     if old_spec != new_spec:
         return False

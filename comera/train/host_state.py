@@ -20,7 +20,7 @@ class HostState:
         self._step = step
 
     def why_not_capturable(self, device: torch.device) -> str | None:
-        """Return why the step cannot be a graph, as far as that is known beforehand."""
+        """Return why the step cannot be a graph, if already known."""
         parallel = self._step.parallel
         problem = None if parallel is None else parallel.why_not_capturable(device)
         if problem is not None:

@@ -105,7 +105,7 @@ class Pace:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak of bytes, of tensors on a GPU or of this process on a CPU."""
+    """Return the peak bytes of tensors on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -257,7 +257,7 @@ def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
 
 
 class _FiguresColumn(TextColumn):
-    """The latest figures, on one line, as far as there is room beside the other columns."""
+    """The latest figures on one line, cut to the room beside other columns."""
 
     def __init__(self) -> None:
         # Narrowed before the others, whose columns cannot be broken.
@@ -290,7 +290,7 @@ class PlainLines:
         self._title, self._total, self._last = title, total, time.monotonic()
 
     def show(self, done: int, figures: str) -> None:
-        """Print the figures of a step, unless a line was printed only just before."""
+        """Print the figures of a step, unless a line was just printed."""
         now = time.monotonic()
         if self._shown and now - self._last >= self.EVERY:
             self._last = now

@@ -75,7 +75,7 @@ class RateWatch:
         self._said: set[str] = set()
 
     def advice(self) -> str:
-        """Return the likely cause of a loss that is not finite, for the end of an error."""
+        """Return the likely cause of a non-finite loss, to end an error message."""
         rate = _rate(self.optimizer)
         seen, score = self.last, ""
         if seen is not None and seen.score:
@@ -85,7 +85,7 @@ class RateWatch:
         return f" at a learning rate of {rate:.2g}{score}: if the data are sound, halve the rate"
 
     def before(self, step: int) -> None:
-        """Copy some of every weight if the step of this number, from 1, is checked."""
+        """Copy samples of the weights if step number ``step`` is checked."""
         self._before = None
         if self.every and (step in _FIRST or step % self.every == 0):
             self._before = {
@@ -151,7 +151,7 @@ def _rate(optimizer: AnyOptimizer) -> float:
 
 
 def _some(param: Tensor) -> Tensor:
-    """Return the first slices of a parameter, about ``_SAMPLE`` entries."""
+    """Return about ``_SAMPLE`` entries of a parameter, its first slices."""
     rows = max(1, _SAMPLE * param.shape[0] // max(1, param.numel()))
     return param.detach()[:rows].float()
 
@@ -205,6 +205,6 @@ def _weight(layer: object) -> Tensor | None:
 
 
 def _largest(values: list[float], names: list[str]) -> tuple[float, str]:
-    """Return the largest value and its name; one that is not finite is larger than all others."""
+    """Return the largest value and its name; non-finite values count as infinite."""
     finite = [value if math.isfinite(value) else math.inf for value in values]
     return max(zip(finite, names, strict=True), default=(0.0, ""))

@@ -227,7 +227,7 @@ class TrainStep:
         return StepDescription(False, self._why_eager)
 
     def _update(self, batch: Any) -> Tensor:
-        """Run all the work of the device; the host keeps nothing from one call to the next."""
+        """Run all work of the device; the host keeps no state between calls."""
         self._unreduced = False  # one that was broken off has been seen to
         if self.parallel is not None:
             self.parallel.prepare_()
@@ -285,7 +285,7 @@ class TrainStep:
         return loss
 
     def _updates(self, last: bool) -> AbstractContextManager[None]:
-        """Put off per-layer updates and means over processes until the last part of a batch."""
+        """Postpone per-layer updates and averages to the last part of a batch."""
         if not last and isinstance(self.optimizer, OptimizerInBackward):
             return self.optimizer.accumulate()
         return nullcontext() if last or self.parallel is None else self.parallel.held_back()

@@ -58,7 +58,7 @@ def mode() -> str:
 
 
 def kernel_refuses(file: str, like: Tensor) -> str | None:
-    """Return why the kernels of a file compute nothing of tensors such as ``like``, or None.
+    """Return why kernels of a file do not take tensors such as ``like``, or None.
 
     Args:
         file: Name of the source in ``kernels/``, without its suffix.

@@ -181,7 +181,7 @@ class _WarpTable(ctypes.Structure):
 
 
 def warps_take(dtype: torch.dtype) -> bool:
-    """Return whether warps read numbers of that dtype: the right factor lies turned for them."""
+    """Return whether warps read a dtype; the right factor is then transposed."""
     return dtype in DTYPES and dtype.itemsize == 2
 
 
@@ -224,7 +224,7 @@ def read_by_warps(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grads_by_warps(given: Lookup, back: Sorted) -> tuple[Tensor, Tensor]:
-    """Return gradients of the left and of the right factor, which lies turned."""
+    """Return gradients of the left factor and of the transposed right one."""
     left_VPR, right_WRQ = given.left_VPR, given.right_WRQ
     indices_N, grad_ND = given.indices_N.long().contiguous(), back.grad_BD.to(left_VPR.dtype)
     entries, (V, P, R), (W, _, Q) = grad_ND.shape[0], left_VPR.shape, right_WRQ.shape

@@ -71,7 +71,7 @@ def factorized_feed_forward(
 def _feed_forward(
     x_BI: Tensor, factors: Sequence[Tensor], bias: bool, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``y`` and the products with both left factors, a bias' columns of ones in them."""
+    """Return ``y`` and ``x @ left`` of both layers, with columns of ones for a bias."""
     y, t1, t2 = _FORWARD(x_BI.reshape(-1, x_BI.shape[-1]), factors, bias, activation)
     return y.reshape(*x_BI.shape[:-1], y.shape[1]), t1, t2
 
@@ -342,7 +342,7 @@ def _dtype_of_sums(x: Tensor, hidden: int) -> torch.dtype:
 
 
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:
-    """Return how many rows a piece has: on a CPU as many as stay in the cache, none below 64."""
+    """Return the rows of a piece: at least 64 and on a CPU as many as fit the cache."""
     rows = max(1, x.shape[0])
     if not is_on_cpu(x):
         return rows

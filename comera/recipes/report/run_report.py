@@ -362,7 +362,7 @@ def gather(folder: Path) -> dict[str, Any]:
 
 
 def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
-    """Describe what is missing or damaged in the folder, of the model and its dense twin."""
+    """Describe missing and damaged files of the model and its dense twin."""
     if not (folder / "config.yaml").is_file():
         yield "config.yaml is missing: the settings are not shown."
     for model, place in zip(models, ("", "dense/"), strict=False):
@@ -387,7 +387,7 @@ def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
 
 
 def _findings(facts: dict[str, Any], twins: Sequence[dict[str, Any]]) -> list[str]:
-    """Describe a finished model in sentences, beside its dense twin if that is finished too."""
+    """Describe a finished model in sentences, with its dense twin if finished."""
     duration = f"{facts['seconds']:.1f} seconds"
     if facts["seconds"] >= 120:
         minutes = facts["seconds"] / 60

@@ -239,7 +239,7 @@ def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Return the comparison for a terminal; its lines are not broken, however narrow that is."""
+    """Return the comparison for a terminal, without line breaks in rows."""
     header, rows = comparison_cells(comparison)
     table = rich.table.Table(title=comparison.title)
     for k, name in enumerate(header):
