@@ -76,7 +76,6 @@ def return_freed_memory() -> None:
 
 @functools.cache
 def _c_library() -> ctypes.CDLL | None:
-    """Return glibc, or None where the C library is another one."""
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None)

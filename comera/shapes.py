@@ -61,7 +61,6 @@ def balanced_modes(width: int, order: int) -> Modes:
 
 
 def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[Modes]:
-    """Yield every way to write ``width`` as ``order`` non-decreasing factors."""
     if order == 1:
         yield (width,)
         return

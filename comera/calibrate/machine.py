@@ -101,7 +101,6 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
 
 
 def _seconds(run: Run, device: str) -> float:
-    """Measure the median seconds of several runs after a warm-up."""
     wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
     for _ in range(_ROUNDS + 2):
@@ -167,6 +166,5 @@ def _with_layers(profile: Machine, say: Say) -> Machine:
 
 
 def _seconds_a_layer(layers: Sequence[nn.Module], device: str) -> float:
-    """Measure forward and backward of one layer in a chain."""
     x, model = torch.ones(1, 64, device=device, requires_grad=True), nn.Sequential(*layers)
     return _seconds(lambda: model(x).sum().backward(), device) / len(layers)

@@ -272,7 +272,7 @@ def _write_through(path: Path, raw: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to the disk, on systems that can."""
+    """Flush the entries of a folder to disk, if the system can."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -267,7 +267,7 @@ class CheckpointChain:
         self._retain()
 
     def _retain(self) -> None:
-        """Delete checkpoints that are neither kept nor built on."""
+        """Delete checkpoints that nothing keeps or builds on."""
         if self._keep_last is None:
             return
         links: dict[int, int | None] = {}
@@ -288,7 +288,7 @@ class CheckpointChain:
         self._archive.remove(sorted(links.keys() - kept))
 
     def _find_last(self) -> tuple[Manifest, int, dict[str, Tensor]] | None:
-        """Find the last checkpoint that can be built on; unsound ones after it are set aside."""
+        """Find the last sound checkpoint, and rename damaged ones after it."""
         for step in reversed(self.steps()):
             try:
                 links = self._archive.links(step)
@@ -359,7 +359,6 @@ class CheckpointChain:
         return found
 
     def _weights(self, links: list[Manifest]) -> dict[str, Tensor] | None:
-        """Return the model's tensors at the end of a chain; None if it is empty."""
         weights: dict[str, Tensor] | None = None
         for manifest in links:
             weights = decode_model(self._archive.streams(manifest), weights, self._max_bytes)
@@ -367,7 +366,6 @@ class CheckpointChain:
 
 
 def _checked_step(step: Any) -> int:
-    """Return a step, possibly a tensor or array of one entry, as an int."""
     try:
         number = operator.index(step)
     except TypeError:

@@ -87,7 +87,6 @@ def _between(values: Tensor) -> Codebook:
 
 
 def _distinct(sorted_n: Tensor, size: int) -> Tensor | None:
-    """Return the distinct values if there are no more than ``size``."""
     found, rest = sorted_n[:0], sorted_n
     while len(rest):  # ``size`` searches at most instead of a look at every value
         if len(found) == size:
@@ -165,7 +164,7 @@ def _refined(
 def _walls(centres: Tensor, prices: Tensor) -> Tensor:
     """Compute where the next centre becomes cheaper, as float64 ``(k - 1,)``.
 
-    Cost is squared distance plus price. A centre that is never cheapest has equal walls.
+    Cost is squared distance plus price. A centre never cheapest has equal walls.
     """
     at, costs = centres.tolist(), (centres.square() + prices).tolist()
     best: list[int] = []  # the centres that cost least somewhere

@@ -176,7 +176,6 @@ def compress_folder(
 
 
 def _on_meta(model: Any) -> nn.Module:
-    """Return the model with its parameters on the ``meta`` device."""
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise TypeError(f"model={model!r} must be a model on the meta device, or make one")

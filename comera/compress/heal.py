@@ -167,7 +167,7 @@ def heal_(
 def _until(
     batches: Iterable[Any], seconds: float | None, begun: float, progress: bool
 ) -> Iterator[tuple[Any, float]]:
-    """Yield batches and the share of the training that is over, in [0, 1)."""
+    """Yield batches and the share of the training that is done, in [0, 1)."""
     from rich.progress import Progress  # not needed before somebody heals
 
     with Progress(disable=not progress) as bars:

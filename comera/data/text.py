@@ -230,7 +230,7 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
 
 
 def _split(texts: list[str], settings: TextData) -> dict[str, list[str]]:
-    """Split texts into those to train on, to evaluate on, and to test on; a single one is cut."""
+    """Split texts for training, evaluation and test; a single text is cut."""
     held, tested = settings.heldout, settings.test
     settings.check_shares()
     if len(texts) == 1:

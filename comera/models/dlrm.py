@@ -127,7 +127,6 @@ def _module_name(name: str) -> str:
 
 
 def _layers(widths: Sequence[int]) -> nn.Sequential:
-    """Stack linear layers of these widths, with ReLU between them."""
     layers: list[nn.Module] = []
     for wide, narrow in itertools.pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]

@@ -130,7 +130,7 @@ def _named(table: str) -> Iterator[None]:
 
 
 def _kind(table: nn.Module) -> Any:
-    """Return a key that tables looked up together share; None for one that is looked up alone."""
+    """Return a key of tables that are looked up together; None for others."""
     if type(table) is not TTEmbeddingBag or table.mode == "max" or not is_plain(table, _FORWARD):
         return None
     if isinstance(table.hot, HotRows) or any(p.numel() == 0 for p in table.cores):

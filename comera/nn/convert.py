@@ -302,7 +302,6 @@ def _first(patterns: Mapping[str, Any], name: str) -> Any:
 
 
 def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> TensorTrainModule:
-    """Make the layer that replaces a torch layer, from its weight or with random cores."""
     own_rank = _first(config.rank_pattern, name)
     settings: dict[str, Any] = {
         "rank": own_rank or config.rank,
@@ -353,7 +352,6 @@ def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> Tensor
 def _convert_tied(
     names: list[str], modules: list[nn.Module], config: TTConfig
 ) -> dict[int, nn.Module]:
-    """Convert the table of a tied group, whose cores the other members share."""
     tables = [k for k, module in enumerate(modules) if not isinstance(module, nn.Linear)]
     first = tables[0] if tables else 0
     lead = _convert(names[first], modules[first], config)

@@ -108,7 +108,6 @@ def _guard_views(result: Any, guarded: list[Any]) -> Any:
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """Return a key of a tensor's storage, if it has one."""
     has_storage = tensor.layout == torch.strided and not _is_transformed(tensor)
     return tensor.untyped_storage()._cdata if has_storage else None
 

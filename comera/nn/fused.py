@@ -108,7 +108,6 @@ def _sample_layers(new: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _case(x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int, *_: Any) -> Case | None:
-    """Return what the time depends on: positions, bond, and width of a head."""
     first = layers[0]
     if type(first) is not TTLinear:
         return None

@@ -242,7 +242,6 @@ class TTLinear(CompressedLinear):
         return factorized_linears(input, [left], [right], has_bias)[0]
 
     def _dense_is_faster(self, input: Tensor, rank: int) -> bool:
-        """Return whether a batch has enough rows to multiply by the dense weight."""
         widths, dense = self.in_features + self.out_features, self.in_features * self.out_features
         if 2 * rank * widths <= dense:
             return False  # the factors need fewer operations at any number of rows
@@ -303,7 +302,6 @@ class TTLinear(CompressedLinear):
 
 
 def _dense_from(shape: Any, layer: Any, dtype: str, device: str) -> int:
-    """Return the number of rows from which the dense weight is predicted faster."""
     if device not in ("cpu", "cuda"):
         return sys.maxsize
     from comera.planning.linear_ways import dense_from  # few layers have ranks so large

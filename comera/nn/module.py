@@ -119,7 +119,7 @@ class TensorTrainModule(WeightByAssignment):
     """Attributes that the constructor takes under the same names."""
 
     def _check_there(self, input: Tensor) -> None:
-        """Raise if the input is no tensor, or if it is on a device and the cores are on meta."""
+        """Raise if the input is no tensor, or if only the cores are on meta."""
         if not hasattr(input, "is_meta"):
             raise TypeError(f"{type(self).__name__} takes a tensor, not {reprlib.repr(input)}")
         cores: Any = self._modules["cores"]
@@ -248,11 +248,11 @@ class TensorTrainModule(WeightByAssignment):
             return float((self.dense_weight() - wide).norm()) / (float(wide.norm()) or 1.0)
 
     def _as_read(self, weight: Tensor) -> Tensor:
-        """Return a dense weight without the entries that the module cannot hold."""
+        """Return a dense weight without entries that the module cannot hold."""
         return weight
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
-        """Set all parameters of the weight: at the present ranks, or to a tolerance."""
+        """Set the parameters from a weight, at the present ranks or to a tolerance."""
         raise NotImplementedError
 
     def _weight_size(self) -> tuple[int, int]:

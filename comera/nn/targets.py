@@ -266,7 +266,7 @@ def find_targets(
 
 
 def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:
-    """Warn of large modules that cannot be targets, such as experts in one parameter."""
+    """Warn of large modules that cannot be converted, such as experts in one parameter."""
     skip = {
         id(part)
         for module in model.modules()

@@ -89,7 +89,6 @@ def _in_pieces(
 
 
 def _as_one_head(q_BHME: Tensor, *keys: Any) -> Tensor:
-    """Attend by torch, all queries in one head."""
     return _by_heads(_by_torch(_queries_by_keys(q_BHME, keys[0]), *keys), q_BHME)
 
 
@@ -126,7 +125,7 @@ def _by_heads(out_BGME: Tensor, like_BHME: Tensor) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the result, the softmax, its dropout mask (empty without dropout) and its scale."""
+    """Return the result, the softmax, and its dropout mask (empty without) and scale."""
     weights = q.new_empty(*q.shape[:2], k.shape[1])
     out = q.new_empty(*q.shape[:2], v.shape[2])
     keep, scale_kept = keep_mask(weights.shape if dropout else (0,), dropout)

@@ -259,7 +259,7 @@ def _contract_backward(
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> list[Tensor]:
-    """Return gradients of all cores one after the other, then those of all gates."""
+    """Return gradients of all cores, then those of all gates."""
     groups = _groups((cores, gates, [], layout, thresholds))
     if kernel_refuses(groups) is None:
         from comera.ops.kernels.contract_kernel import contract_backward
@@ -278,7 +278,6 @@ def _(grads, cores, gates, layout, thresholds):
 
 
 def _case(groups: Sequence[Chains], *_: Any) -> Case:
-    """Return the sizes that the time depends on: layers and bond between factors."""
     core = groups[0].cores[groups[0].split]
     return core, groups[0].factor_dtype, (sum(group.num_layers for group in groups), core.shape[0])
 
@@ -296,7 +295,6 @@ def _grads_by_kernel(
 
 
 def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split a flat tensor into tensors with the shapes of others."""
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 

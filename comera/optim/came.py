@@ -544,6 +544,5 @@ def dequantized(codes_bn: Tensor, scales_bk: Tensor) -> Tensor:
 
 
 def _in_blocks(values_bn: Tensor) -> Tensor:
-    """Lay out as ``(b, k, 256)``, filled up with zeros."""
     missing = -values_bn.shape[1] % _SCALED
     return (F.pad(values_bn, (0, missing)) if missing else values_bn).unflatten(1, (-1, _SCALED))

@@ -152,7 +152,6 @@ class Table:
 
 
 def _together(widths: Iterable[int]) -> int:
-    """Return the width of columns with the lines between and around them."""
     return sum(width + 3 for width in widths) + 1
 
 

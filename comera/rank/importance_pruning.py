@@ -83,7 +83,6 @@ class ImportanceScores:
             self._observed[number] = gate, gate.register_hook(add)
 
     def _add(self, number: int, grad: Tensor) -> None:
-        """Add gate times gradient of one part of a batch, before the gate is stepped."""
         lost = grad.detach() * self._observed[number][0].detach()
         before = self._lost.get(number)
         self._lost[number] = lost if before is None else before + lost

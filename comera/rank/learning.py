@@ -353,7 +353,6 @@ class RankLearning(ABC):
         self.discard_()
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor of a state to the model's device, to be changed in place."""
         return tensor.to(self.size.gates[0].device, copy=True)
 
     @property

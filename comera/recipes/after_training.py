@@ -278,7 +278,6 @@ def _begun(folder: Path) -> str:
 
 
 def _read(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
-    """Return a mapping in a file; empty for one that is missing or damaged."""
     with contextlib.suppress(ValueError, OSError):
         return read(path)
     return {}

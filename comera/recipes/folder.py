@@ -133,7 +133,6 @@ def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
 
 
 def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name of a setting with each path to data that it names."""
     for key in _path_keys(config):
         value = getattr(config.data, key)
         for path in value if isinstance(value, list) else [value]:
@@ -374,7 +373,6 @@ def begun_run(config: RunConfig) -> Begun | None:
 
 
 def _has_moved(old: Any, new: Any) -> bool:
-    """Return whether two values are different paths, and the old ones are gone."""
     if isinstance(old, list) and isinstance(new, list):
         pairs = zip(old, new, strict=True)
         return len(old) == len(new) and all(a == b or _has_moved(a, b) for a, b in pairs)
@@ -485,7 +483,6 @@ def _delete(folder: Path, names: Iterable[str]) -> None:
 
 
 def _holds(path: Path) -> bool:
-    """Return whether there is a file, or a folder with anything in it except a lock."""
     if path.is_dir():
         return any(entry.name != ".lock" for entry in path.iterdir())
     return path.exists()

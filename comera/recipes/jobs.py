@@ -403,7 +403,6 @@ def write_settings(config: RunConfig) -> None:
 
 
 def _close(job: Job, status: int | str, stopped: bool) -> None:
-    """Set the state of a job whose run has ended."""
     error = status if isinstance(status, str) else why_failed(last_session(job.folder) or "")
     if status == 0:
         job.state = "finished"

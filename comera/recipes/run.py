@@ -125,7 +125,6 @@ def _print(console: Console, text: str) -> None:
 
 
 def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[Outcome] | None:
-    """Print and return the outcomes of a finished run; None for an unfinished one."""
     folder = Path(config.out)
     if config.overwrite or found is None or not found.is_finished(folder):
         return None
@@ -142,7 +141,6 @@ def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[
 
 
 def _check_settings(config: RunConfig, found: Begun | None) -> None:
-    """Check all settings that need no data."""
     if not task_of(config).is_told_by_data:
         _planned(config)
     try:
@@ -210,7 +208,6 @@ def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
 
 
 def _places(config: RunConfig) -> list[str]:
-    """Return the folders of a run's models in its own."""
     return [name if number else "" for number, (name, _) in enumerate(_jobs(config))]
 
 
@@ -286,7 +283,6 @@ def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
 
 
 def _check_target(model: nn.Module, config: RunConfig) -> None:
-    """Raise ``ValueError`` if the target of rank learning cannot be reached."""
     ranks, section = config.ranks, config.rank_section
     layers = tensor_trains(model).values()
     if ranks is None or not layers:

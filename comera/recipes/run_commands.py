@@ -206,7 +206,7 @@ def settings_by_name() -> dict[str, tuple[Any, type]]:
 
 
 def _hint_of(key: str) -> Any:
-    """Return the type of a setting, ``Any`` for a key inside of a mapping; None for no setting."""
+    """Return the type of a setting, ``Any`` inside a mapping; None for no setting."""
     known = settings_by_name()
     if key in known or "." not in key:
         return known.get(key, (None,))[0]
@@ -264,7 +264,6 @@ def _entry(key: str, with_type: bool = True) -> str:
 
 
 def _text(key: str) -> str:
-    """Return the description of a setting in the docstrings of its dataclass and its bases."""
     holder = settings_by_name()[key][1]
     texts = {
         param.arg_name: param.description or ""

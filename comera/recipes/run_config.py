@@ -115,7 +115,6 @@ def _check(section: str, target: Any, check: Callable[[], None]) -> None:
 
 
 def _own(kind: type, settings: Any) -> dict[str, Any]:
-    """Return the settings of a section that are arguments of its method."""
     return {each.name: getattr(settings, each.name) for each in dataclasses.fields(kind)}
 
 

@@ -221,7 +221,7 @@ class Search:
         )
 
     def _seed_sampler(self, number: int) -> None:
-        """Set the sampler of one trial, which depends on the seed and the number alone."""
+        """Seed the sampler of one trial, by seed and number alone."""
         seed = np.random.SeedSequence([self._config.seed, number]).generate_state(1)[0]
         samplers = self._optuna.samplers
         if self._config.sampler == "random":
@@ -231,7 +231,7 @@ class Search:
             self._study.sampler = samplers.TPESampler(seed=int(seed), constant_liar=True)
 
     def _add(self, frozen: Any) -> None:
-        """Make the jobs of a trial, and draw those of its settings that are not drawn yet."""
+        """Make the jobs of a trial, after drawing its missing settings."""
         self._seed_sampler(frozen.number)
         params = frozen.params
         if frozen.state.name == "RUNNING":  # what was drawn before is only read

@@ -151,7 +151,7 @@ def variant_of(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> Run
 
 
 def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return what a variant changes of the base, with what it extends."""
+    """Return what a variant and those it extends change in the base."""
     if name in inner:
         raise ValueError(f"extends goes round in a circle: {' -> '.join((*inner, name))}")
     own = nested({key: value for key, value in (given[name] or {}).items() if key != "extends"})
@@ -372,7 +372,6 @@ def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
 
 
 def _check_model(name: str, config: RunConfig) -> None:
-    """Build the model of a variant without memory, to check ranks, layers and optimizer."""
     try:
         planned_memory(config)
     except ValueError as problem:

@@ -210,7 +210,6 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
 
 
 def _frozen_params(layer: TensorTrainModule, ranks: tuple[int, ...]) -> int:
-    """Count the entries of a frozen layer, hot rows aside."""
     shape: Any = layer.shape
     if not layer.is_chain:  # freezing leaves it as it is
         return shape.size_at(layer.ranks)

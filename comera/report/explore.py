@@ -232,7 +232,7 @@ def _evaluated(evaluate: Evaluate, model: nn.Module) -> dict[str, Any]:
 
 
 def _facts(model: nn.Module, small: nn.Module, tokens: int) -> dict[str, Any]:
-    """Return the size, shape, error and predicted time of a model that was made smaller."""
+    """Return the size, shape, error and predicted time of a compressed model."""
     params, size = model_size(small)
     ratio = model_size(model).params / params
     facts: dict[str, Any] = {"params": params, "bytes": size, "ratio": ratio}
@@ -276,7 +276,7 @@ def _error(model: nn.Module, layers: Mapping[str, CompressedLinear | TTTable]) -
 
 
 def _targets_of(model: nn.Module, found: Sensitivity) -> str | list[str]:
-    """Return the ``target_modules`` with which ``sensitivity`` has found its layers."""
+    """Return ``target_modules`` that select the layers of a sensitivity."""
     names = [layer.name for layer in found.layers]
     for targets in ("all-linear", "all"):
         with suppress(ValueError):  # there are none of this kind

@@ -232,7 +232,7 @@ def plan(
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """Copy a model to the ``meta`` device, ties included, without a copy of its numbers."""
+    """Copy a model to the ``meta`` device with its ties."""
     held: dict[int, Any] = {}
     for module in model.modules():
         for param in module._parameters.values():

@@ -281,7 +281,6 @@ def check_places(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
 
 
 def _size(layer: Any) -> tuple[int, ...] | None:
-    """Return the shape of a layer's dense weight, if it has or stands for one."""
     layer = as_torch(layer)
     if hasattr(layer, "num_embeddings"):
         return layer.num_embeddings, layer.embedding_dim

@@ -254,7 +254,7 @@ def push_to_hub(
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the description of a model and its tensors, checked against their checksums."""
+    """Return a model's description and its tensors, after checking checksums."""
     path = folder / WEIGHTS
     if not path.is_file():
         there = "is no folder" if not folder.is_dir() else f"holds no {WEIGHTS}"
@@ -278,7 +278,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _description(folder: Path, header: Mapping[str, str]) -> dict[str, Any]:
-    """Return the description in the header of the weights, or else in the file beside them."""
+    """Return the description in the header of the weights, else that of the file."""
     path, beside = folder / WEIGHTS, folder / DESCRIPTION
     if _KEY not in header and not beside.is_file():
         raise ValueError(

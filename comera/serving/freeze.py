@@ -171,7 +171,6 @@ def _is_uncontracted(layer: nn.Module) -> bool:
 
 
 def _refuse_training(model: nn.Module, _: Any) -> None:
-    """Forward pre-hook of a frozen model: raise in training mode with gradients."""
     is_frozen = not isinstance(model, TensorTrainModule)  # a lone layer shares its hooks
     if is_frozen and model.training and torch.is_grad_enabled():
         raise RuntimeError(
@@ -300,7 +299,7 @@ class _Contraction:
         return new
 
     def _gain_of_dense(self, thin: Any, layer: TTLinear | TiedTTLinear) -> float:
-        """Return how many times faster the dense layer is; infinite if it is smaller too."""
+        """Return how many times faster the dense layer is; infinite if it is smaller."""
         numbers = sum(
             param.numel() for name, param in thin.named_parameters() if "bias" not in name
         )
@@ -319,7 +318,6 @@ class _Contraction:
 
 
 def _linear(weight: nn.Parameter, bias: Tensor | None = None) -> nn.Linear:
-    """Make a linear layer without gradients, on a weight and a copy of a bias."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], False, "meta")
     linear.weight = weight
     if bias is not None:
@@ -328,12 +326,10 @@ def _linear(weight: nn.Parameter, bias: Tensor | None = None) -> nn.Linear:
 
 
 def _is_pointwise(layer: Any) -> bool:
-    """Return whether features are not in the last dimension, as in convolutions."""
     return getattr(layer, "feature_dim", -1) != -1
 
 
 def _kept(tensor: Tensor) -> nn.Parameter:
-    """Copy a tensor to a parameter without gradients."""
     return nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format), False)
 
 

@@ -118,7 +118,7 @@ def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[T
 
 
 def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same product: cores orthonormal over all but their right bond, and the rest."""
+    """Return the same product with cores orthonormal towards the right, and the rest."""
     done, rest = [], cores[0].new_ones(1, 1)
     for core in cores:
         core = (rest @ core.flatten(1)).reshape(-1, *core.shape[1:])
@@ -143,7 +143,6 @@ def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tenso
 
 
 def _scaled_as(like: Sequence[Tensor], cores: Sequence[Tensor]) -> list[Tensor]:
-    """Rescale cores to the proportions of others' norms, with the same product."""
     theirs, mine = ([core.norm().log() for core in train] for train in (like, cores))
     rest = (sum(mine) - sum(theirs)) / len(cores)
     return [core * (a - b + rest).exp() for a, b, core in zip(theirs, mine, cores, strict=True)]

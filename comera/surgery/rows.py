@@ -100,7 +100,6 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
 
 
 def _coordinates(hot: HotRows, rows: Tensor) -> Tensor:
-    """Return the coordinates of rows in the basis of hot rows, in float32 or wider."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return wide @ torch.linalg.pinv(hot.basis.to(wide.dtype))
 

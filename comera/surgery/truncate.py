@@ -258,7 +258,7 @@ def kept_ranks(layer: TensorTrainModule, min_rank: int) -> list[Tensor]:
 def _truncate_layer(
     layer: TensorTrainModule, optimizer: Optimizer | None, min_rank: int, absorb: bool
 ) -> None:
-    """Cut every core along both of its bonds, and every gate, with gradients and state."""
+    """Cut cores along both bonds, and gates, with gradients and state."""
     keeps = kept_ranks(layer, min_rank)
     gates = list(layer.gates)
     open_gates = [torch.where(is_open(gate, layer.prune_below), gate, 0) for gate in gates]

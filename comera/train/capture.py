@@ -180,7 +180,7 @@ class Capture:
         return (_Course.EAGER if self._alike < self._warm_up else _Course.RECORD), None
 
     def _fall_back(self, why: str | None) -> None:
-        """Run eagerly from now on, and warn; ``why`` is None for the reason of another process."""
+        """Run eagerly from now on, and warn; ``why`` is None if another process decided."""
         self.free()
         self.why_not = self._together.gathered(why)
         if self._together.speaks:

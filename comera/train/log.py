@@ -224,7 +224,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _parsed(path: Path) -> list[dict[str, Any]]:
-    """Parse each line of a log; a line that is cut short or damaged is an empty dict."""
+    """Parse each line of a log; damaged lines are empty dicts."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

@@ -145,13 +145,11 @@ class RateWatch:
 
 
 def _rate(optimizer: AnyOptimizer) -> float:
-    """Return the largest learning rate of weights, without that of gates."""
     groups = [group for group in optimizer.param_groups if group.get("name") != "gates"]
     return max((float(group["lr"]) for group in groups), default=0.0)
 
 
 def _some(param: Tensor) -> Tensor:
-    """Return about ``_SAMPLE`` entries of a parameter, its first slices."""
     rows = max(1, _SAMPLE * param.shape[0] // max(1, param.numel()))
     return param.detach()[:rows].float()
 
@@ -196,7 +194,6 @@ def _attention_scores(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight(layer: object) -> Tensor | None:
-    """Return the whole weight of a linear layer, None where there is none."""
     if isinstance(layer, TensorTrainModule):
         whole = 0 not in layer.ranks and hasattr(layer, "out_features")
         return layer.dense_weight().detach().float() if whole else None

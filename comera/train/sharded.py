@@ -265,7 +265,7 @@ def shared_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> di
 
 
 def _shared_like(like: Any, value: Any) -> Any:
-    """Shard a tensor as another one of its shape is; return anything else as it is."""
+    """Shard a tensor like another of its shape; return anything else unchanged."""
     from torch.distributed.tensor import distribute_tensor
 
     if not _is_shared(like) or not isinstance(value, Tensor) or value.shape != like.shape:

@@ -331,7 +331,6 @@ class TrainStep:
 
 
 def _check_kinds(model: object, loss_fn: object, optimizer: Any) -> None:
-    """Raise ``TypeError`` for arguments in another order, and for classes instead of objects."""
     check_model(model)
     if not callable(loss_fn):
         kind = type(loss_fn).__name__

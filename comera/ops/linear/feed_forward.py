@@ -82,7 +82,6 @@ def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _case(x: Tensor, factors: Sequence[Tensor], *_: Any) -> Case:
-    """Return the sizes and roundings that the time depends on."""
     left1, right1, left2, _right2 = factors
     bond = max(left1.shape[1], left2.shape[1])
     kernels = ("wide",) if bond in feed_forward_kernel.WIDE_BONDS else ()
@@ -227,7 +226,6 @@ def _sample_gated(new: Callable[..., Any]) -> tuple[list[Any]]:
 
 
 def _case_gated(given: Sequence[Tensor], *_: Any) -> Case:
-    """Return the sizes and roundings that the time depends on."""
     t_gate, _up, right_gate, *_rest = given
     rounding = ("tf32",) if products_are_tf32(t_gate) else ()
     return t_gate, t_gate.dtype, (t_gate.shape[0], right_gate.shape[1], t_gate.shape[1], *rounding)

@@ -34,7 +34,6 @@ from comera.ops.table.distinct_rows import (
 
 
 def _case(given: Lookup, *_: Any) -> Case:
-    """Return the number of entries and the dtype and kernel that the time depends on."""
     kinds = list[str]()
     if lookup_kernel.warps_unfit(given) is not None:
         kinds.append("a block a row")

@@ -280,7 +280,6 @@ def _losses(model: History) -> list[Line]:
 
 
 def _line(model: History, what: str, series: Series, form: str = "{:,.4f}", **look: Any) -> Line:
-    """Return a line over the steps, in the colour of a model."""
     name = f"{model.name}, {what}"
     return Line(name, model.name, _points(name, series, form), **look)
 
@@ -305,7 +304,7 @@ def _finite(series: Series) -> Series:
 
 
 def _averaged(series: Series) -> Series:
-    """Average neighbours until ``MOST_POINTS`` are left, at their last steps."""
+    """Average neighbours down to ``MOST_POINTS``, at their last steps."""
     groups = np.array_split(np.arange(len(series)), max(1, min(len(series), MOST_POINTS)))
     return [
         (series[group[-1]][0], statistics.fmean(series[k][1] for k in group))
@@ -315,7 +314,7 @@ def _averaged(series: Series) -> Series:
 
 
 def _picked(series: Series) -> Series:
-    """Sample at most ``MOST_POINTS`` of a series, its first and last among them."""
+    """Sample at most ``MOST_POINTS`` of a series, both ends included."""
     chosen = np.linspace(0, len(series) - 1, min(len(series), MOST_POINTS)).round().astype(int)
     return [series[k] for k in chosen]
 
@@ -478,7 +477,7 @@ def layer_ranks(model: History) -> list[LayerRanks]:
 
 
 def _layers(model: History) -> Table | None:
-    """List the tensor-train layers; of an unfinished model only their ranks are known."""
+    """List the tensor-train layers, of an unfinished model only by their ranks."""
     if model.result is None:
         ranks = [
             [name or "(model)", _arrow(start, model.ranks[name])]

@@ -416,7 +416,7 @@ def _point(row: Row, comparison: Comparison, x: float) -> Point:
 
 
 def _dots(points: dict[str, Point], comparison: Comparison) -> list[Line]:
-    """Return the dots of the variants, and that of the reference in another colour."""
+    """Return the dots of the variants, the reference in another colour."""
     base = comparison.reference
     # From left to right, so that the names of neighbours can stand above and below.
     ordered = sorted(points.items(), key=lambda item: item[1].x)

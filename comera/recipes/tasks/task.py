@@ -149,13 +149,13 @@ class Task(ABC):
         """Return a prediction for a line; raises ``ValueError`` for one that is not as expected."""
 
     def _own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Move the batches that this process evaluates to the device, one by one."""
+        """Move this process's evaluation batches to the device, one by one."""
         if self._shares_evaluation:
             batches = islice(batches, self._processes.rank, None, self._processes.count)
         return map(self._to_device, batches)
 
     def _sums(self, *numbers: float) -> list[float]:
-        """Add up the figures that processes have found on their own batches."""
+        """Sum the figures of all processes."""
         return self._processes.sums(*numbers) if self._shares_evaluation else list(numbers)
 
     def _to_device(self, batch: Batch) -> Batch:
