@@ -48,7 +48,7 @@ def weight_OI(layer: Layer) -> Tensor:
 def linear_targets(
     model: nn.Module, targets: str | list[str], exclude: str | list[str] | None, caller: str | None
 ) -> dict[str, Layer]:
-    """Find the layers to compress; ``caller``, if given, logs those that stay dense.
+    """Find the layers to compress; others are logged under the name ``caller``, if any.
 
     Raises:
         ValueError: If no layer is left, or the model is itself one.

@@ -201,7 +201,7 @@ def find_targets(
 ) -> dict[str, nn.Module]:
     """Find the modules to convert by name, each once.
 
-    ``caller``, a public function, logs selected layers that stay dense; None logs nothing. Raises
+    The log names ``caller`` and selected layers that stay dense; None logs nothing. Raises
     ``ValueError`` if there is no module to convert.
     """
     inside_attention = {

@@ -92,7 +92,7 @@ class Exploration(Report):
         return data_frame(self.points)
 
     def pareto(self) -> "Exploration":
-        """Return the points that no other equals or beats in both parameters and loss."""
+        """Return the Pareto front by parameters and loss, with the first of equal points."""
         best: list[Point] = []
         for point in sorted(self._measured, key=lambda point: (point.params, point.loss)):
             if not best or _loss(point) < _loss(best[-1]):
