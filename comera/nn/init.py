@@ -27,7 +27,7 @@ def init_(cores: Sequence[Tensor], split: int, std: float, init: Init) -> None:
 
 @torch.no_grad()
 def normal_(cores: Sequence[Tensor], std: float) -> None:
-    """Fill cores with independent normal numbers; ``std`` is the expected one of their product.
+    """Fill cores with normal numbers whose product has the standard deviation ``std``.
 
     The variance of the product is ``prod(ranks) * var ** num_cores``, a sum over paths.
     """

@@ -86,7 +86,7 @@ class WayTimes:
     def nearest(
         self, group: str, dtype: str, captured: bool, sizes: Sequence[Size]
     ) -> Timing | None:
-        """Return the entry of nearest sizes, or None; eager and graph times are interchangeable."""
+        """Return the entry of nearest sizes, or None; eager and graph times may stand in."""
         least = self.least.get(group, ())
         if any(isinstance(n, int) and n < low for n, low in zip(sizes, least, strict=False)):
             return None

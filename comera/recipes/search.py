@@ -95,8 +95,8 @@ def extremes(distribution: Any) -> list[Any]:
 class Search:
     """Trials of a search, each a variant of the sweep with a run for every seed.
 
-    A proposal depends on the seed and on the results of earlier trials alone, so that a search
-    that was stopped goes on as if it had not been, where runs come one after the other.
+    Proposals depend only on the seed and on earlier results, so a stopped search resumes exactly
+    if runs are sequential.
 
     Args:
         config: The search.
