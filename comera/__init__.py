@@ -126,5 +126,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names too that are not imported yet."""
+    """List all public names, imported or not."""
     return sorted({*globals(), *__all__})

@@ -6,7 +6,7 @@ from comera.extras import MissingPackageError, needed_by
 
 
 def main() -> int:
-    """Run the command and return its exit status; a missing package is one line."""
+    """Run the command and return its exit status."""
     try:
         with needed_by("the command comera"):
             from comera.recipes.cli import main as run

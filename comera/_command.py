@@ -1,7 +1,6 @@
-"""Ctrl-C while the command ``comera`` is starting. Imports nothing that takes long.
+"""Handle Ctrl-C while the command ``comera`` starts. Imports nothing slow.
 
-``comera`` and ``python -m comera`` import this package, and with it torch, before any code of their
-own runs: Ctrl-C in those seconds would end in a traceback through other people's files.
+Importing this package imports torch first; Ctrl-C in those seconds would print torch's traceback.
 """
 
 import os
@@ -36,7 +35,7 @@ def is_command(words: list[str]) -> bool:
 def end_in_one_line(
     kind: type[BaseException], problem: BaseException, trace: TracebackType | None
 ) -> None:
-    """Take the place of ``sys.excepthook``: an uncaught Ctrl-C ends the process at once."""
+    """End the process at once on an uncaught Ctrl-C; a ``sys.excepthook``."""
     if issubclass(kind, KeyboardInterrupt):
         end_now()
     sys.__excepthook__(kind, problem, trace)

@@ -25,8 +25,7 @@ def reuse_freed_memory(reuse: bool = True) -> bool:
     next tensor, and each first write to a page of it is a fault: on a CPU that can take longer
     than all products of a tensor-train layer. :class:`~comera.TrainStep` on a CPU, trainers of
     transformers and the command line enable the cache; call this in a loop of your own.
-    Up to 2 GiB of freed memory then stay with the process. Without effect on GPU memory, and
-    elsewhere than on Linux with glibc.
+    The process keeps up to 2 GiB of freed memory. Works on Linux with glibc, for CPU memory only.
 
     Args:
         reuse: False disables the cache. Called before the first ``TrainStep``, it stays disabled,
@@ -68,7 +67,7 @@ def reuse_by_default() -> None:
 def return_freed_memory() -> None:
     """Return free memory to the system, such as that of the dense weights of a converted model.
 
-    ``TrainStep`` does it once, before the first step. Without effect elsewhere than with glibc.
+    ``TrainStep`` calls it once, before the first step. Does nothing without glibc.
     """
     library = _c_library()
     if library is not None:
@@ -77,7 +76,6 @@ def return_freed_memory() -> None:
 
 @functools.cache
 def _c_library() -> ctypes.CDLL | None:
-    """Return glibc, or None where the C library is another one."""
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None)

@@ -38,10 +38,7 @@ class MissingPackageError(ModuleNotFoundError):
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Raise MissingPackageError for an optional package whose import inside fails.
-
-    ``what`` is the subject of the message, such as ``to_pandas()``. Other exceptions pass.
-    """
+    """Raise MissingPackageError with subject ``what`` if an import inside fails."""
     try:
         yield
     except ModuleNotFoundError as missing:

@@ -51,8 +51,8 @@ def naming_a_full_disk(
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success flush it to disk and rename it over.
 
-    On any exception ``path`` stays as it was and the temporary file is removed. The error of a full
-    disk has the path and a remedy.
+    On an exception ``path`` stays and the temporary file is removed. A full disk's error has a
+    remedy.
     """
     path = Path(path)
     with naming_a_full_disk(path):

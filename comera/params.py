@@ -14,8 +14,8 @@ from comera.extras import listed
 def set_data_(param: Tensor, new: Tensor) -> None:
     """Replace a parameter's data, of any shape, and drop its gradient.
 
-    A graph that is still alive holds on to the parameter's gradient accumulator, which remembers
-    the old shape; torch makes a new one only when the dtype changes. So it is changed for a moment.
+    The dtype changes for a moment: only then torch renews the gradient accumulator, which remembers
+    the old shape and may be kept alive by a graph.
     """
     param.grad = None
     other = torch.float64 if new.dtype != torch.float64 else torch.float32
@@ -70,6 +70,6 @@ def model_size(model: nn.Module) -> ModelSize:
 
 
 def checksum(tensor: Tensor, start: int = 0) -> int:
-    """Return a checksum of a tensor's bytes, going on from another one."""
+    """Return a checksum of a tensor's bytes, continued from ``start``."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return zlib.crc32(data, start)

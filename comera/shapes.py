@@ -61,7 +61,6 @@ def balanced_modes(width: int, order: int) -> Modes:
 
 
 def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[Modes]:
-    """Yield every way to write ``width`` as ``order`` non-decreasing factors."""
     if order == 1:
         yield (width,)
         return
@@ -73,7 +72,7 @@ def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[Modes
 
 
 def _order_for(width: int, order: int) -> int:
-    """Return fewer modes for a narrow side: splitting 10 into 1 x 2 x 5 saves nothing."""
+    """Return fewer modes for a narrow side, where more save nothing."""
     if order < 1:
         raise ValueError(f"order={order} must be at least 1")
     return min(order, max(1, int(math.log2(max(2, width)) / 2)))
@@ -81,7 +80,7 @@ def _order_for(width: int, order: int) -> int:
 
 @functools.lru_cache(256)
 def _table_modes(rows: int, width: int, order: int) -> tuple[Modes, Modes]:
-    """Choose row and column modes of a table for fast lookups, the large ones at the ends."""
+    """Choose row and column modes of a table for fast lookups, large ones at the ends."""
     left, right = order // 2, order - order // 2
     right_slices = min(max(1, round(math.sqrt(rows / _LEFT_SLICES))), _MOST_RIGHT_SLICES)
     right_rows = balanced_modes(right_slices, right)
@@ -99,7 +98,7 @@ def _table_modes(rows: int, width: int, order: int) -> tuple[Modes, Modes]:
 
 
 def _tightened(modes: Modes, width: int) -> Modes:
-    """Make modes smaller where a smaller one still holds the width."""
+    """Shrink modes while they still hold the width."""
     for k, mode in enumerate(modes):
         needed = max(1, -(-width // (math.prod(modes) // mode)))
         if needed < mode:
@@ -131,7 +130,7 @@ class Shape:
 
     @property
     def split(self) -> int:
-        """Number of cores that form the left factor: those of the input, or half of a table's."""
+        """Number of cores in the left factor: those of the input, or half of a table's."""
         raise NotImplementedError
 
     @property
@@ -179,8 +178,7 @@ class Shape:
     def with_rank(self, rank: int | Sequence[int]) -> Self:
         """Return the same modes at other bonds, cut to what the modes allow.
 
-        ``rank`` is one bound for all bonds, or a number for each; ValueError if it is below one or
-        a list has the wrong length.
+        ``rank`` bounds all bonds or lists them; ValueError for a wrong length or a rank below one.
         """
         bonds = len(self.core_modes) - 1
         try:
@@ -209,9 +207,9 @@ class Shape:
         return tuple(bonds[1:-1])
 
     def with_compression(self, compression: float) -> Self:
-        """Take the largest uniform rank that is at least ``compression`` times smaller than dense.
+        """Take the largest uniform rank that is ``compression`` times smaller than dense.
 
-        Raises ValueError if even rank one is too large, or ``compression`` is not above 1.
+        Raises ValueError if rank one is too large, or ``compression`` is not above 1.
         """
         if not (is_number(compression) and compression > 1):
             raise ValueError(
@@ -441,10 +439,10 @@ class TTMShape(Shape):
 class BTTShape(LinearShape):
     """The block tensor train of an ``(out, in)`` matrix: a grid of blocks, each of low rank.
 
-    With the input split into ``a`` blocks of ``b`` numbers and the output into ``c`` blocks of
-    ``d``, every one of the ``a c`` blocks is a ``b x d`` matrix of rank R of its own. So the whole
-    may be of full rank, however small R is, with ``R (in c + out a)`` numbers; rank 1 is a Monarch
-    matrix (Dao et al., arXiv 2204.00595). Source: Qiu et al., arXiv 2406.06248.
+    The input has ``a`` blocks of ``b`` numbers, the output ``c`` of ``d``, and each of the ``a c``
+    blocks is a ``b x d`` matrix of rank R. The whole may have full rank at any R, with
+    ``R (in c + out a)`` numbers; rank 1 is a Monarch matrix (Dao et al., arXiv 2204.00595). Source:
+    Qiu et al., arXiv 2406.06248.
 
     Args:
         in_modes: ``(a, b)``: blocks of the input and the numbers in each.
@@ -478,8 +476,8 @@ class BTTShape(LinearShape):
     ) -> "BTTShape":
         """Choose the blocks of a layer and their rank, as :meth:`TTShape.fit` does.
 
-        Without ``shape`` a side has about the root of its width in blocks of about that size, but
-        no more blocks than full rank takes. The rank is 2 by default, and at most that of a block.
+        By default a side has about the root of its width in blocks, at most as many as full rank
+        takes; the rank is 2, and at most that of a block.
         """
         if isinstance(shape, BTTShape):
             shape = shape.of_ranks(shape._clip(shape.ranks))
@@ -506,7 +504,7 @@ class BTTShape(LinearShape):
 
 
 def _block_modes(in_features: int, out_features: int) -> tuple[Modes, Modes]:
-    """Split both sides: as many blocks of rank 1 as the narrower one is wide make full rank."""
+    """Choose blocks of both sides, as few as make full rank at rank 1."""
     balanced = balanced_modes(in_features, 2), balanced_modes(out_features, 2)
     blocks, enough = balanced[0][0], min(in_features, out_features)
     if blocks * balanced[1][0] <= enough:
@@ -526,7 +524,7 @@ def _block_modes(in_features: int, out_features: int) -> tuple[Modes, Modes]:
 
 
 def _check_cover(name: str, width: int, modes: Modes) -> None:
-    """Check that modes hold a width, rounded up no further than that none could be smaller."""
+    """Check that modes hold a width, and that no smaller mode would."""
     if width < 1:
         raise ValueError(f"{name}={width} must be at least 1")
     product = math.prod(modes)
@@ -568,7 +566,7 @@ def only_one(**given: object) -> None:
 
 
 def padded_rank(rank: int, bias: bool) -> int:
-    """Return the bond between the factors of a linear layer as products see it.
+    """Return the rank of a linear layer's factors, padded for fast products.
 
     A bias adds a column; multiples of 8 are faster: 32 takes half the time of 30.
     """

@@ -27,9 +27,8 @@ _DEEP = 8  # layers in a row: a pass through all of them begins and ends once
 def calibrate(device: str = "cpu", say: Say = print) -> Machine:
     """Measure this machine: a profile for ``comera.plan``, and the fastest way of each operator.
 
-    Takes about half a minute on a CPU and a minute on a card; other work on the machine counts as
-    slowness. The profile is saved before the ways are timed, and these are saved one by one: an
-    interrupt loses only the measurement it meets.
+    Takes about half a minute on a CPU and a minute on a GPU; other work on the machine distorts
+    the times. Each result is saved at once, so an interrupt loses only the current measurement.
 
     Args:
         device: ``"cpu"``, at the present number of threads, or ``"cuda"``.
@@ -102,7 +101,6 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
 
 
 def _seconds(run: Run, device: str) -> float:
-    """Measure the median seconds of several runs after a warm-up."""
     wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
     for _ in range(_ROUNDS + 2):
@@ -140,10 +138,7 @@ def _half_size(machine: Machine, say: Say, what: str, sizes: tuple[int, int, int
 
 
 def _with_layers(profile: Machine, say: Say) -> Machine:
-    """Add what layers with next to no arithmetic take beyond their predicted calls.
-
-    On a CPU that of tensor trains alone; on a GPU, in eager mode, that of torch's layers as well.
-    """
+    """Add the measured overhead of tiny layers: tensor trains, and on a GPU torch's layers too."""
     device = profile.kind
     layers = [TTLinear(64, 64, rank=2, device=device) for _ in range(_DEEP)]
 
@@ -171,6 +166,5 @@ def _with_layers(profile: Machine, say: Say) -> Machine:
 
 
 def _seconds_a_layer(layers: Sequence[nn.Module], device: str) -> float:
-    """Measure both passes of one of several layers in a row."""
     x, model = torch.ones(1, 64, device=device, requires_grad=True), nn.Sequential(*layers)
     return _seconds(lambda: model(x).sum().backward(), device) / len(layers)

@@ -1,8 +1,7 @@
 """The fastest way of each operator on this card, for ``comera.ops.dispatch``.
 
-Each trial runs an operator as layers do, forward and backward, one way after the other, on several
-inputs in turn, so that none is found in a cache. Its times are saved before the next trial, so that
-Ctrl-C loses nothing.
+Each trial times the ways of an operator, forward and backward, on several inputs in turn, so that
+caches stay cold. Times are saved after each trial.
 """
 
 import contextlib
@@ -99,7 +98,7 @@ def measure_ways(device: torch.device, say: Say) -> None:
 
 
 def _roundings(trial: Trial, device: torch.device) -> Iterator[tuple[torch.dtype, bool]]:
-    """List the dtypes at which to measure, and whether products of float32 may be of tf32."""
+    """List the dtypes to measure, each with whether float32 products may use tf32."""
     for dtype in _DTYPES[device.type]:
         yield dtype, False
         if device.type == "cuda" and dtype == torch.float32 and trial.group in _IN_TF32:
@@ -107,7 +106,7 @@ def _roundings(trial: Trial, device: torch.device) -> Iterator[tuple[torch.dtype
 
 
 def check_choice() -> None:
-    """Raise ``ValueError`` where ``COMERA_KERNELS`` leaves no choice of a way."""
+    """Raise ``ValueError`` if ``COMERA_KERNELS`` forces kernels or torch."""
     if choose.mode() != "auto":
         raise ValueError(
             f"COMERA_KERNELS={choose.mode()} leaves no choice between kernels and torch: unset it "
@@ -125,7 +124,7 @@ def describe(timing: Timing) -> str:
 
 
 def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -> list[Timing]:
-    """Time each way of a trial that runs, on a card eagerly and in a graph; none by itself."""
+    """Time the ways of a trial, if there are several: eagerly, and on a GPU in a graph."""
     group, found = trial.group, list[Timing]()
     if len(ways_of(group)) < 2:
         return found
@@ -143,7 +142,7 @@ def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -
 def _in_turns(
     group: str, runs: Sequence[Run], device: torch.device, captured: bool, say: Say
 ) -> list[Timing]:
-    """Time each way that runs; the rounds take turns."""
+    """Time the ways in alternating rounds."""
     samples: dict[str, Callable[[], float]] = {}
     cases: set[tuple[str, tuple[int | str, ...]]] = set()
     for way in ways_of(group):
@@ -171,7 +170,7 @@ def _in_turns(
 
 
 def cases_of(group: str, way: str, run: Run) -> list[tuple[str, Case]]:
-    """Run once, a way preferred; return the ways of the group that ran, with their cases."""
+    """Run once with a preferred way; return the ways that ran and their cases."""
     with recorded() as seen, preferring(group, way):
         run()
     return [(ran, case) for of, ran, case in seen if of == group and case is not None]
@@ -187,7 +186,7 @@ def _graph_seconds(replay: Run, count: int) -> float:
 
 
 def _host_seconds(group: str, way: str, runs: Sequence[Run], device: torch.device) -> float:
-    """Measure one of several calls one after the other, until the device is done."""
+    """Measure the mean seconds of a call, synchronised only at the end."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -207,7 +206,7 @@ def _host_seconds(group: str, way: str, runs: Sequence[Run], device: torch.devic
 
 
 def copies_of(device: torch.device, nbytes: float) -> int:
-    """Return how many inputs of so many bytes are worth taking in turn."""
+    """Return how many inputs of ``nbytes`` it takes to keep caches cold."""
     if device.type != "cuda":
         return 2
     return min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))

@@ -234,7 +234,7 @@ class Archive:
         return manifest
 
     def remove(self, steps: list[int]) -> None:
-        """Delete checkpoints, the last first: none is ever without the one it builds on."""
+        """Delete checkpoints, the last first, so that no remaining one depends on them."""
         for step in sorted(steps, reverse=True):
             leaving = self.folder / f"{_PARTIAL}removed-{step:09d}"
             self.path(step).rename(leaving)
@@ -272,7 +272,7 @@ def _write_through(path: Path, raw: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to the disk, on systems that can."""
+    """Flush the entries of a folder to disk, if the system can."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

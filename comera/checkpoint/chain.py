@@ -1,4 +1,4 @@
-"""Chains of compressed checkpoints: each holds how the weights changed since the one before."""
+"""Chains of compressed checkpoints, each the change of the weights since the last."""
 
 import contextlib
 import logging
@@ -52,19 +52,17 @@ class Checkpoint:
 
 
 class CheckpointChain:
-    """A series of training checkpoints in a folder, many times smaller than their tensors.
+    """A series of compressed training checkpoints in a folder.
 
-    After ExCP (arXiv 2406.11257): a checkpoint holds the change of the weights since the one
-    before, as that one will be read, and the optimizer's moments; small changes are left out, and
-    their moments; the rest becomes one of a few values, learned for each tensor, and is entropy
-    coded. Errors do not add up, since the next change makes up for them. Unlike in the paper, a
-    value becomes the nearest *or a cheaper* of the few, second moments that are left out are read
-    as the mean of their row and column instead of zero, and every ``key_every``-th checkpoint
-    stands alone. So does, in any checkpoint, a tensor whose change is about as large as itself, or
-    that lost many entries to zero.
+    After ExCP (arXiv 2406.11257): a checkpoint holds the change of the weights since the previous
+    checkpoint, and the optimizer's moments. Small changes and their moments are pruned; the rest is
+    quantized by a codebook for each tensor and entropy coded. Errors do not accumulate, since each
+    change is relative to the decoded weights. Unlike the paper, a value may get a cheaper code than
+    the nearest, pruned second moments are read as the mean of their row and column, and every
+    ``key_every``-th checkpoint is complete. So is any tensor that changed by about its own size, or
+    lost many entries to zero.
 
-    A checkpoint is there in full or not at all, whatever interrupts its writing; damage is found,
-    named and not used. Reading runs no code of the files.
+    Writing is atomic and damage is detected. Reading runs no code from the files.
 
     Example::
 
@@ -269,7 +267,7 @@ class CheckpointChain:
         self._retain()
 
     def _retain(self) -> None:
-        """Delete checkpoints that are neither kept nor built on."""
+        """Delete checkpoints that nothing keeps or builds on."""
         if self._keep_last is None:
             return
         links: dict[int, int | None] = {}
@@ -290,7 +288,7 @@ class CheckpointChain:
         self._archive.remove(sorted(links.keys() - kept))
 
     def _find_last(self) -> tuple[Manifest, int, dict[str, Tensor]] | None:
-        """Find the last checkpoint that can be built on; unsound ones after it are set aside."""
+        """Find the last sound checkpoint, and rename damaged ones after it."""
         for step in reversed(self.steps()):
             try:
                 links = self._archive.links(step)
@@ -337,10 +335,10 @@ class CheckpointChain:
         raise FileNotFoundError(f"no checkpoint in {self.folder}" + (" is sound" if steps else ""))
 
     def verify(self, checked: Callable[[int], None] | None = None) -> dict[int, str | None]:
-        """Read everything once; returns the damage of each step or of one it builds on, or None.
+        """Read all checkpoints; return the damage of each step, or None if it can be restored.
 
         Args:
-            checked: Called with every step when it is done.
+            checked: Called with every step after its check.
         """
         self.wait()
         found: dict[int, str | None] = {}
@@ -361,7 +359,6 @@ class CheckpointChain:
         return found
 
     def _weights(self, links: list[Manifest]) -> dict[str, Tensor] | None:
-        """Return the model's tensors at the end of a chain; None if it is empty."""
         weights: dict[str, Tensor] | None = None
         for manifest in links:
             weights = decode_model(self._archive.streams(manifest), weights, self._max_bytes)
@@ -369,7 +366,6 @@ class CheckpointChain:
 
 
 def _checked_step(step: Any) -> int:
-    """Return a step, possibly a tensor or array of one entry, as an int."""
     try:
         number = operator.index(step)
     except TypeError:

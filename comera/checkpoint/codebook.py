@@ -1,8 +1,8 @@
-"""The few values that stand for many: one-dimensional k-means, with a price on bits.
+"""Scalar quantization: one-dimensional k-means with a price on bits.
 
-Of sorted values, a cluster is a run of neighbours, and its sum a difference of two prefix sums. One
-pass of Lloyd's algorithm then costs a binary search for each cluster. Everything is on the CPU;
-passes over long vectors are numpy's, which are several times faster than torch's.
+A cluster of sorted values is an interval, whose sum is a difference of two prefix sums, so a pass
+of Lloyd's algorithm takes a binary search for each cluster. Everything is on the CPU; passes over
+long vectors use numpy, which is several times faster than torch.
 """
 
 import math
@@ -32,7 +32,7 @@ class Codebook:
     walls: Tensor
 
     def codes(self, values_n: Tensor) -> Tensor:
-        """Return the number of the value that stands for each, uint8 (n,)."""
+        """Return the index of each entry's value, uint8 (n,)."""
         if len(self.walls) > 32:
             return torch.bucketize(values_n, self.walls).to(torch.uint8)
         values, walls = values_n.numpy(), self.walls.numpy()
@@ -46,12 +46,11 @@ class Codebook:
 
 
 def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = None) -> Codebook:
-    """Return at most ``size`` values that come near to all in the mean square.
+    """Learn at most ``size`` values with the least mean squared error.
 
-    Starts from the best clusters of a few hundred bins, and goes on by Lloyd's algorithm until
-    hardly a value moves. With a rate, a value is given to the cluster with the least sum of its
-    squared error and the price of the bits that an entropy coder needs to name that cluster, so
-    rare clusters die out (entropy-constrained quantisation: Chou, Lookabaugh and Gray 1989).
+    Lloyd's algorithm starts from the best clusters of a few hundred bins. With a rate, the cost of
+    a value is its squared error plus the price of its code's bits, so rare clusters die out
+    (entropy-constrained quantisation: Chou, Lookabaugh and Gray 1989).
 
     Args:
         values_n: Finite float32, subnormal or near the largest there are, (n,).
@@ -88,7 +87,6 @@ def _between(values: Tensor) -> Codebook:
 
 
 def _distinct(sorted_n: Tensor, size: int) -> Tensor | None:
-    """Return the distinct values if there are no more than ``size``."""
     found, rest = sorted_n[:0], sorted_n
     while len(rest):  # ``size`` searches at most instead of a look at every value
         if len(found) == size:
@@ -131,10 +129,10 @@ def _learned(sorted_n: Tensor, size: int, rate: float, beside: float) -> Codeboo
 def _refined(
     sorted_n: Tensor, sums: Tensor, centres: Tensor, price: float, beside: float
 ) -> tuple[Codebook, float]:
-    """Return the codebook at which Lloyd's algorithm ends, and its cost up to a constant.
+    """Run Lloyd's algorithm; return the codebook, and its cost up to a constant.
 
-    ``sums`` are those of the values before each of them, float64 (n + 1,); zero stays a centre
-    unless ``beside``, the number of zeros beside the values, is 0.
+    ``sums`` are prefix sums of the values, float64 ``(n + 1,)``. Zero stays a centre unless
+    ``beside``, the number of zeros beside the values, is 0.
     """
     bits = torch.zeros_like(centres)
     edges = torch.zeros(0, dtype=torch.long)
@@ -164,9 +162,9 @@ def _refined(
 
 
 def _walls(centres: Tensor, prices: Tensor) -> Tensor:
-    """Return where the next centre begins to cost less, distance and price, float64 (k - 1,).
+    """Compute where the next centre becomes cheaper, as float64 ``(k - 1,)``.
 
-    A centre that nowhere costs least has both its walls at one place.
+    Cost is squared distance plus price. A centre never cheapest has equal walls.
     """
     at, costs = centres.tolist(), (centres.square() + prices).tolist()
     best: list[int] = []  # the centres that cost least somewhere
@@ -190,7 +188,7 @@ def _walls(centres: Tensor, prices: Tensor) -> Tensor:
 
 
 def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
-    """Return centres, float64, at the distance that is best where bits cost and are many."""
+    """Return evenly spaced centres, float64, at the best distance for many expensive bits."""
     distance = (12 * price / (2 * math.log(2))) ** 0.5
     middle = sorted_n[len(sorted_n) // 2].double()
     low, high = sorted_n[0].double() - middle, sorted_n[-1].double() - middle
@@ -214,8 +212,7 @@ def _bins(sorted_n: Tensor) -> Tensor:
 def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
     """Return centres as dense as the cube root of the values' density (Panter and Dite 1951).
 
-    Bins are cut off at the width ``most``: else one value far out would draw all centres into the
-    gap between it and the rest.
+    Bins are clipped to the width ``most``, so that an outlier draws no centres into its gap.
     """
     at = sorted_n[torch.cat((ends[:-1], ends[-1:] - 1))].double()
     mass = (ends.diff() * at.diff().clamp(max=most).square()).pow(1 / 3).cumsum(0)
@@ -255,11 +252,11 @@ def norm(values: Tensor) -> float:
 
 
 def median(values_n: Tensor) -> Tensor:
-    """Return the lower of the two in the middle, of one value or more."""
+    """Return the lower median of at least one value."""
     middle = (len(values_n) - 1) // 2
     return torch.from_numpy(np.partition(values_n.numpy(), middle))[middle]
 
 
 def positions(mask_n: Tensor) -> Tensor:
-    """Return where a mask is true, ascending, int64."""
+    """Return the indices of true entries, int64."""
     return torch.from_numpy(np.flatnonzero(mask_n.numpy()))

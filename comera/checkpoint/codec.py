@@ -64,10 +64,7 @@ class Quality:
     key_bits: int = 6
 
     def of(self, name: str) -> "Quality":
-        """Return the quality of a tensor: that of tensor-train cores is finer.
-
-        The errors of all cores of a layer add up in its weight (docs/experiments.md).
-        """
+        """Return the quality of a tensor, finer for cores: their errors add up in a weight."""
         if not _CORE.search(name):
             return self
         return replace(self, rate=self.rate / _FINER, key_bits=min(8, self.key_bits + 2))
@@ -223,12 +220,10 @@ def write_change(
 ) -> tuple[Record, Tensor, Tensor]:
     """Write the change of a weight since ``base``, or all of it, pruned and quantised.
 
-    A base saves log2(|weight| / |change|) bits an entry, and errors are a share of the change. It
-    is used where the squares of the change sum to no more than half of those of the weight, and no
-    more than one of 256 entries became zero: with a base these would not be read as zeros.
-
-    The root mean square of the error is at most a quarter of that of the weight, and at most
-    ``4 / 2**key_bits`` of it without a base. Other weights are written exactly.
+    The base saves log2(|weight| / |change|) bits an entry. It is used if the squared norm of the
+    change is at most half of the weight's, and at most one in 256 entries became zero: with a base
+    these would not be read as zeros. The root mean square error is at most a quarter of the
+    weight's, and at most ``4 / 2**key_bits`` of it without a base. Other weights are exact.
 
     Args:
         streams: The streams to write to.
@@ -278,7 +273,7 @@ def distance(weight: Tensor, other: Tensor) -> float:
 
 
 def _is_near(weight: Tensor, base: Tensor, size: float) -> bool:
-    """Return whether :func:`write_change` uses a base; not one that is not finite."""
+    """Return whether :func:`write_change` uses a base, which must be finite."""
     if not 2 * distance(weight, base) ** 2 <= size**2:  # also where it is not a number
         return False
     most = _MOST_ZEROS * weight.numel()
@@ -305,10 +300,9 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
 
 
 def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
-    """Return the factor of a bit's price: more, the smaller a change is beside the weight.
+    """Return the factor of a bit's price, larger for changes small beside their weight.
 
-    A price between a share of the change and one of the weight makes the same loss of fewer bits
-    than either (docs/experiments.md).
+    The same loss takes fewer bits than with a price by change or weight (docs/experiments.md).
     """
     spreads = []
     for values in (weight.float(), change):
@@ -322,9 +316,9 @@ def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
 def _quantised(
     change: Tensor, mask: Tensor, bits: int, rate: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where entries are kept, a few values, and the number of each entry's value.
+    """Return the mask of kept entries, the codebook and the codes.
 
-    With a price on bits, zero is one of the values, and entries near to it are not kept either.
+    With a price on bits zero is in the codebook, and entries nearest to it are not kept.
     """
     kept = positions(mask)
     if not rate:
@@ -366,7 +360,6 @@ def read_change(reader: StreamReader, record: Record, base: Tensor | None) -> tu
 def _changed(
     record: Record, base: Tensor | None, kept: Tensor, book: Tensor, codes: Tensor
 ) -> Tensor:
-    """Return the weight as it is read."""
     if base is None:
         flat = book[codes.long()]
     else:
@@ -504,7 +497,6 @@ def _has_lines(shape: Sequence[int]) -> bool:
 
 
 def _write_gaps(streams: Streams, name: str, places: Tensor) -> int:
-    """Write positions as gaps; returns their bytes."""
     gaps = to_gaps(places.numpy())
     streams.write(name, gaps)
     return len(gaps)

@@ -166,8 +166,7 @@ def _names_of_parameters(
 ) -> dict[Any, str]:
     """Return names of weights by the optimizer's keys of parameters, as far as they are known.
 
-    Of a bare state these are the names that it has, or those of the weights in order if moments
-    then have the shapes of their weights.
+    A bare state has its own names, or those of the weights in order if the shapes agree.
     """
     if not states or "state" not in states:
         return {}
@@ -222,9 +221,9 @@ def _find_moments(snapshot: Snapshot) -> list[_Moments]:
 def encode(
     snapshot: Snapshot, base: Mapping[str, Tensor] | None, quality: Quality
 ) -> tuple[Streams, dict[str, Any], dict[str, Tensor]]:
-    """Return streams of a snapshot, figures about it, and the model's tensors as they will be read.
+    """Return the streams of a snapshot, figures about it, and the model's tensors as decoded.
 
-    ``base`` are the model's tensors as the checkpoint before is read; None for a key frame.
+    ``base`` are the decoded tensors of the previous checkpoint; None for a key frame.
     """
     streams, records = Streams(), list[Record]()
     written, kept = dict[str, Tensor](), dict[str, Tensor]()
@@ -324,7 +323,7 @@ def decode(
 def _read_model(
     reader: StreamReader, records: list[Record], base: Mapping[str, Tensor] | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the model's tensors, and where entries of lossy ones are kept."""
+    """Return the model's tensors, and the kept entries of lossy ones."""
     tensors, kept = dict[str, Tensor](), dict[str, Tensor]()
     for record in records:
         if record.part != "model":
@@ -341,14 +340,14 @@ def _read_model(
 def _matching(
     base: Mapping[str, Tensor] | None, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the tensor of the checkpoint before, unless its shape differs, as after truncation."""
+    """Return the tensor of the previous checkpoint; None if shape or dtype differ."""
     before = (base or {}).get(name)
     same = before is not None and before.shape == shape and before.dtype == dtype
     return before if same else None
 
 
 def _can_be_float32(tensor: Tensor) -> bool:
-    """Return whether all entries are finite in float32, and the largest is not subnormal there."""
+    """Return whether float32 can hold all entries, and the largest is not subnormal."""
     if not bool(tensor.float().sum(dtype=torch.float64).isfinite()):
         return False
     return tensor.dtype != torch.float64 or not 0 < float(tensor.abs().amax()) < _SMALLEST
@@ -373,7 +372,6 @@ def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]
 
 
 def _checked(index: Any) -> tuple[Any, list[Record]]:
-    """Return the skeleton and the records of an index, or raise ``DamagedError``."""
     match index:
         case {"skeleton": skeleton, "records": list(records)}:
             checked = [Record.of_json(record) for record in records]

@@ -122,10 +122,7 @@ def codes_to_a_byte(size: int) -> int:
 
 
 def pack(codes_n: Bytes, size: int) -> Bytes:
-    """Pack codes under ``size`` into bytes, as many as fit, as the digits of the byte's value.
-
-    zstd spends no less than a bit on a byte.
-    """
+    """Pack as many codes under ``size`` as fit into each byte: zstd spends at least a bit on it."""
     each = codes_to_a_byte(size)
     digits = np.zeros((-(-len(codes_n) // each), each), np.uint8)
     digits.reshape(-1)[: len(codes_n)] = codes_n

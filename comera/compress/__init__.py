@@ -1,1 +1,1 @@
-"""Trained models made smaller by what their data say of each layer."""
+"""Compression of trained models by calibration data."""

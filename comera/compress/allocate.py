@@ -37,7 +37,7 @@ class Choice:
     least: int = 1
 
     def at(self, price: float) -> int | None:
-        """Return the best rank if a parameter costs so much loss; None for the dense weight."""
+        """Return the best rank at a price of loss per parameter; None for the dense weight."""
         rank = max(self.least, int((self.losses > price * self.each).sum()))
         rest = float(self.losses[rank:].sum())
         # The sizes are subtracted first: equal ones then differ by nothing at any price.
@@ -48,7 +48,7 @@ class Choice:
 
 
 def allocate(choices: Sequence[Choice], budget: int) -> list[int | None]:
-    """Choose ranks with the lowest sum of losses whose weights hold at most ``budget`` numbers.
+    """Choose the ranks of least total loss within ``budget`` parameters.
 
     Returns:
         A rank for each choice, or None for a weight that stays dense.
@@ -112,7 +112,7 @@ def parse_budget(budget: float | str) -> float | int:
 
 
 def percent_meant(budget: object) -> str:
-    """Return words to add to an error where a number or text looks like so many percent."""
+    """Return a hint for an error if a budget looks like a percentage."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%?", str(budget))
     if isinstance(budget, bool) or not found or not 2 <= float(found[1]) < 100:
         return ""

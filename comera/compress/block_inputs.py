@@ -1,9 +1,8 @@
-"""Parts of a model compressed block by block: inputs of blocks, parameters, and finished blocks.
+"""Parts of a model compressed block by block: block inputs, parameters, finished blocks.
 
-Each block gets the output of the one before; other arguments, such as masks and positions, do not
-depend on that. So blocks that return their input unchanged show how each block is called
-(:func:`record_calls`). The model itself is on the ``meta`` device; :class:`Filler` loads parts of
-it from files for a while. :class:`UnfinishedBlocks` is the folder of the compressed blocks.
+A block's input is the previous block's output; its other arguments, such as masks and positions,
+do not depend on it, so :func:`record_calls` replaces blocks by identities. The model is on the
+``meta`` device; :class:`Filler` loads parts of it from files temporarily.
 """
 
 import json
@@ -39,11 +38,11 @@ class Calls:
 
 
 class _Reached(Exception):
-    """The last block was called: the rest of the model need not run."""
+    """Raised at the last block to skip the rest of the model."""
 
 
 def find_blocks(model: nn.Module, name: str | None, targets: Iterable[str]) -> str:
-    """Return ``name``, checked; if None, the name of the list of blocks that holds most targets."""
+    """Return the name of the list of blocks: ``name``, or the list with the most targets."""
     lists = {
         key: module
         for key, module in model.named_modules()
@@ -79,8 +78,8 @@ def record_calls(
 ) -> Calls:
     """Run batches through a model without its blocks, and record how these are called.
 
-    Modules outside of the blocks have their numbers. In the context ``filled`` a block has them:
-    the first one runs once, to see whether it returns a tensor or a tuple.
+    Modules outside the blocks are loaded. The context ``filled`` loads a block: the first one runs
+    once, to see whether it returns a tensor or a tuple.
 
     Raises:
         ValueError: If there is no batch, or the blocks do not follow each other so.
@@ -223,7 +222,7 @@ class Filler:
 
     @contextmanager
     def filled(self, module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
-        """Load the numbers of a module for a while; afterwards it has none again."""
+        """Load a module's tensors inside the context, and drop them afterwards."""
         places: list[tuple[Any, str, Tensor]] = []
         made: dict[Tensor, Tensor] = {}
         for part in module.modules() if recurse else [module]:
@@ -247,7 +246,7 @@ class Filler:
 
     @contextmanager
     def filled_when_called(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Load each module's own tensors when it is called, and drop them at the end."""
+        """Load each module's own tensors when it is called, and drop them afterwards."""
         with ExitStack() as stack:
 
             def fill(module: nn.Module, _: Any) -> None:
@@ -262,7 +261,7 @@ class Filler:
 
 
 def empty_layers_(block: nn.Module) -> None:
-    """Move parameters that still have numbers to the ``meta`` device, in place."""
+    """Move a block's parameters to the ``meta`` device, in place."""
     moved: dict[Tensor, nn.Parameter] = {}
     for part in block.modules():
         for key, param in part._parameters.items():
@@ -322,7 +321,7 @@ class UnfinishedBlocks:
             save_file(states, temporary, {_KEY: json.dumps(done)})
 
     def put_layers_(self, k: int, block: nn.Module) -> None:
-        """Replace layers of a dense block by its compressed ones, without numbers."""
+        """Replace layers of a dense block by compressed ones on ``meta``."""
         rebuild_(block, self._noted(k)["described"])
 
     def layers(self, k: int) -> list[CompressedLayer]:

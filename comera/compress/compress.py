@@ -55,7 +55,7 @@ class Compression(Report):
 
     @property
     def share(self) -> float:
-        """Parameters of the whole model afterwards, in units of those before."""
+        """Parameters of the compressed model as a share of the dense one's."""
         return self.params / self.dense_params
 
     def to_pandas(self) -> "pd.DataFrame":
@@ -92,11 +92,10 @@ def compress_(
 ) -> Compression:
     """Replace layers of a trained model in place by low-rank ones that cost least loss.
 
-    The second moments of each layer's inputs and of the loss' gradients at its output, gathered
-    over the calibration data, weigh errors of its weight by their effect on the loss, and make the
-    directions of all layers comparable. One price for a parameter then chooses the ranks, and which
-    layers stay dense. The result has :class:`~comera.TTLinear` layers of order 1 with open gates,
-    which can be trained and saved as any other.
+    Calibration data give the second moments of each layer's inputs and of the loss gradients at
+    its output. They weight errors of a weight by their effect on the loss, comparably for all
+    layers, so one price per parameter chooses all ranks and the dense layers. The result has
+    :class:`~comera.TTLinear` layers of order 1 with open gates, which can be trained and saved.
 
     Args:
         model: Any model with ``nn.Linear`` layers.
@@ -182,7 +181,7 @@ def compress_(
 
 
 def check_unused(loss_fn: object, targets: object, exclude: object, keep: object = None) -> None:
-    """Raise ValueError for settings of a calibration that ``sensitivity`` has done."""
+    """Raise ValueError for calibration settings that a ``Sensitivity`` has fixed."""
     given = {"loss_fn": loss_fn, "exclude_modules": exclude, "keep": keep}
     given["target_modules"] = None if targets == "all-linear" else targets
     wrong = [name for name, value in given.items() if value is not None]
@@ -203,7 +202,7 @@ def measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
 
 
 def _same(model: nn.Module, found: LayerSensitivity) -> Layer:
-    """Return the layer of the model that sensitivity looked at, if it is still the same."""
+    """Return the layer; raise ``ValueError`` if it changed since ``sensitivity``."""
     try:
         layer = model.get_submodule(found.name)
     except AttributeError:
@@ -230,10 +229,7 @@ def _smallest_share(
     evaluate: Callable[[nn.Module], float],
     max_loss: float,
 ) -> tuple[float, float]:
-    """Find by bisection the smallest share of parameters within ``max_loss``, and the loss there.
-
-    The loss is measured with truncated weights in the place of the dense ones, which come back.
-    """
+    """Find the smallest share of parameters within ``max_loss`` by bisection, and its loss."""
     best = loss = measured(evaluate, model)
     if not best <= max_loss:
         raise ValueError(
@@ -268,7 +264,6 @@ def _smallest_share(
 
 @torch.no_grad()
 def _low_rank(layer: Layer, left_OR: Tensor, right_RI: Tensor) -> TTLinear | TTEmbedding:
-    """Return a layer of two factors in the place of a dense one."""
     rank = len(right_RI)
     if isinstance(layer, nn.Embedding):
         rows, width = layer.weight.shape

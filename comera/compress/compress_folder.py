@@ -1,4 +1,4 @@
-"""A trained model made smaller block by block, from files to files, never whole in memory."""
+"""Compress a trained model block by block, from files to files, never whole in memory."""
 
 import json
 import logging
@@ -54,19 +54,18 @@ def compress_folder(
     seed: int = 0,
     progress: bool = False,
 ) -> Compression:
-    """Make a trained model smaller block by block, from files to files.
+    """Compress a trained model block by block, from files to files.
 
-    In memory are one block with the moments of its layers, the inputs of that block for all
-    calibration batches, and before the first block the modules before it, such as the embedding.
+    Memory holds one block with the moments of its layers, its inputs for all calibration batches,
+    and before the first block the modules before it, such as the embedding.
 
-    Differs from :func:`~comera.compress_`: the gradient of the model's loss would need all of it,
-    so an error counts by its effect on the output of its own block. Gradients are those of random
-    projections of that output, whose second moments are, in the mean, those of the squared error.
-    Losses of blocks do not compare, so every block gets the same share, which its layers divide
-    among them as under one budget; losses are half the squared error of the output a row. Layers
-    outside the blocks stay dense. Each block is calibrated with its inputs in the dense model.
+    Unlike :func:`~comera.compress_`, which needs gradients of the whole model, an error counts by
+    its effect on its block's output: half the squared error per row, estimated by gradients of
+    random projections of that output. Losses of different blocks are not comparable, so every block
+    gets the same share of parameters. Layers outside the blocks stay dense. Each block is
+    calibrated with its inputs in the dense model.
 
-    Finished blocks are in a folder inside the target until all are: the same call resumes there.
+    Finished blocks are kept in a folder inside the target; the same call resumes there.
 
     Args:
         source: A folder with ``model.safetensors``, or its shards and their index, as Hugging Face
@@ -177,7 +176,6 @@ def compress_folder(
 
 
 def _on_meta(model: Any) -> nn.Module:
-    """Return the model, made if need be, without numbers in its parameters."""
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise TypeError(f"model={model!r} must be a model on the meta device, or make one")

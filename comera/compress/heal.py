@@ -59,7 +59,7 @@ def heal_(
     distance: Callable[[Tensor, Tensor], Tensor] | None = None,
     progress: bool = False,
 ) -> Healing:
-    """Train the tensor-train layers of a model in place to answer as the dense model does.
+    """Distil the dense model into the tensor-train layers of a model, in place.
 
     Both get the same batches, which need no labels. Only cores and biases of tensor-train layers
     are trained, with AdamW; gates and ranks stay as they are. The learning rate rises for the first
@@ -167,7 +167,7 @@ def heal_(
 def _until(
     batches: Iterable[Any], seconds: float | None, begun: float, progress: bool
 ) -> Iterator[tuple[Any, float]]:
-    """Yield batches and the share of the training that is over, in [0, 1)."""
+    """Yield batches and the share of the training that is done, in [0, 1)."""
     from rich.progress import Progress  # not needed before somebody heals
 
     with Progress(disable=not progress) as bars:
@@ -200,8 +200,7 @@ def _logits(model: nn.Module, batch: Any) -> Tensor:
 class _Divergence(torch.autograd.Function):
     """Mean Kullback-Leibler divergence of rows of logits from others, ``(*, V)``, in float32.
 
-    The gradient, the difference of the distributions, is computed with the value, some rows at a
-    time, so that no other tensor of the size of the logits is kept.
+    The gradient is computed with the value, some rows at a time, to save memory.
     """
 
     @staticmethod

@@ -41,16 +41,14 @@ _BLOCK = 256
 
 
 def weight_OI(layer: Layer) -> Tensor:
-    """Return the matrix that a layer multiplies inputs with; a table's are one-hot."""
+    """Return a layer's weight as a matrix; inputs of a table count as one-hot."""
     return layer.weight.detach().T if isinstance(layer, nn.Embedding) else layer.weight
 
 
 def linear_targets(
     model: nn.Module, targets: str | list[str], exclude: str | list[str] | None, caller: str | None
 ) -> dict[str, Layer]:
-    """Find the layers to compress; layers that cannot be are left out.
-
-    Those are logged as left dense by ``caller``, the function that the user called, if any.
+    """Find the layers to compress; others are logged under the name ``caller``, if any.
 
     Raises:
         ValueError: If no layer is left, or the model is itself one.
@@ -132,9 +130,9 @@ class LayerMoments:
 
 
 def add_square_(total_KK: Tensor, rows_NK: Tensor, beta: float = 1.0, alpha: float = 1.0) -> None:
-    """Make ``total`` the symmetric ``beta * total + alpha * rows^T rows``.
+    """Set ``total`` to the symmetric ``beta * total + alpha * rows^T rows``, in place.
 
-    Of two blocks that mirror each other one is multiplied, which saves up to half of the work.
+    Only blocks up to the diagonal are multiplied, saving up to half of the work.
     """
     width = len(total_KK)
     blocks = max(1, min(4, width // _BLOCK))
@@ -288,8 +286,8 @@ def _watched(
 ) -> Iterator[list[Tensor]]:
     """Hook layers to add to their moments; yield the zero tensors that root the autograd graph.
 
-    No parameter requires a gradient: to the first layers' outputs zeros are added that do. The
-    outputs themselves are no leaves of the graph then, and models may write into them.
+    Parameters require no gradient; zeros that do are added to the first layers' outputs. These are
+    then no leaves of the graph, so models may write into them.
     """
     first: list[Tensor] = []
     squares = _Squares()
@@ -327,7 +325,7 @@ def _watched(
 
 
 class _Squares:
-    """Sums of ``x x^T``, computed once for neighbours that get the same input, as q, k and v do."""
+    """Sums of ``x x^T``, cached for consecutive layers with the same input, as q, k and v."""
 
     _x: Tensor | None = None
     _key: object = None

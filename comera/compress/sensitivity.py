@@ -58,7 +58,7 @@ class LayerSensitivity:
 
     @property
     def whitened_K(self) -> Tensor:
-        """Singular values where every error counts as much as it raises the loss, float64."""
+        """Singular values of the weight in whitened coordinates, float64."""
         return (2 * self.whitened.losses_K).sqrt()
 
     def params(self, rank: int | None) -> int:
@@ -67,7 +67,7 @@ class LayerSensitivity:
         return weight.numel() if rank is None else rank * (sum(weight.shape) + 1)
 
     def bytes(self, rank: int | None) -> int:
-        """Return the bytes of these; gates are float32 or wider."""
+        """Return their bytes; gates are float32 or wider."""
         weight = self.whitened.weight_OI
         if rank is None:
             return weight.nbytes
@@ -82,7 +82,7 @@ class LayerSensitivity:
 class Sensitivity(Report):
     """Result of :func:`sensitivity`; prints itself, also in Jupyter.
 
-    :func:`compress_` takes it in the place of calibration data, for this model or copies of it.
+    :func:`compress_` accepts it instead of calibration data, for this model or its copies.
 
     Attributes:
         layers: One entry for each targeted layer.
@@ -145,7 +145,7 @@ class Sensitivity(Report):
     def to_pandas(self, shares: Sequence[float] = _SHARES) -> "pd.DataFrame":
         """Return one row a layer and size: layer, share, rank, loss, params, bytes. Needs pandas.
 
-        Shares of the dense weight give ranks, rounded down to one at least, each listed once.
+        Shares of the dense weight are rounded down to ranks of at least one, listed once.
         """
         with needed_by("to_pandas()"):
             import pandas as pd
@@ -181,7 +181,7 @@ class Sensitivity(Report):
     def plot(self) -> "Figure":
         """Draw each layer's loss over its share of the dense weight. Needs matplotlib.
 
-        Rises of the loss below a ten-thousandth of the highest are outside of the picture.
+        The loss axis starts at a ten-thousandth of the highest rise.
         """
         figure, axes = empty_figure()
         top = 0.0
@@ -244,7 +244,7 @@ def sensitivity(
 ) -> Sensitivity:
     """Predict the loss of a trained model at every rank of each layer; nothing is changed.
 
-    Arguments and errors are those of :func:`compress_`, the budget aside.
+    Arguments and errors are those of :func:`compress_`, without the budget.
 
     Returns:
         For each layer the loss by rank, with tables, plots, and the ranks for any budget.

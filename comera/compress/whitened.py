@@ -1,7 +1,7 @@
-"""The best matrix of a rank where errors are weighed by a layer's data, not by its weight alone.
+"""The best low-rank matrix when errors are weighted by a layer's data.
 
-To second order, and with inputs and gradients taken for independent, an error E of a weight raises
-the loss by half of ``tr(G E C E^T)``: C and G are the second moments of the layer's inputs and of
+To second order, for independent inputs and gradients, an error E of a weight raises the loss by
+half of ``tr(G E C E^T)``: C and G are the second moments of the layer's inputs and of
 the loss' gradients at its outputs. With Cholesky roots ``C = L L^T`` and ``G = H H^T`` the
 truncated SVD of ``H^T W L`` is the best of its rank, and squares of singular values are comparable
 from layer to layer. They are eigenvalues of the smaller Gram matrix, ``H^T (W C W^T) H`` or
@@ -27,7 +27,7 @@ _DAMPING, _GRAD_DAMPING = 1e-4, 1e-3
 
 @dataclass(frozen=True)
 class WhitenedSVD:
-    """A weight by its directions, the dearest first; the first r of them make the best of rank r.
+    """SVD of a weight in whitened coordinates; its first r directions are the best rank-r weight.
 
     Two matrices of the weight's smaller side are kept: the best weight of a rank is the weight
     projected onto the first columns of one of them, along those of the other.
@@ -67,7 +67,7 @@ def whitened_svd(
     damping: float = _DAMPING,
     grad_damping: float = _GRAD_DAMPING,
 ) -> WhitenedSVD:
-    """Decompose a weight in the coordinates in which every error counts the same.
+    """Compute the SVD of a weight in whitened coordinates.
 
     Computed in float64: squares of singular values below 1e-16 of the largest are noise.
 
@@ -108,8 +108,7 @@ def whitened_svd(
 def _expected(moments: LayerMoments) -> Tensor:
     """Return the moments of inputs; for a table the expected share of reads of each row.
 
-    By the estimate of Good and Turing, rows that were never read get as many reads, evenly, as went
-    to rows that were read once.
+    Rows that were never read share, by the Good-Turing estimate, the reads of rows read once.
     """
     shares = moments.inputs_II
     if shares.dim() > 1:
@@ -139,7 +138,7 @@ def _damped(moments: Tensor, damping: float) -> Tensor:
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
-    """Return the lower Cholesky root, of the matrix with as little added as it takes."""
+    """Return the lower Cholesky root, after adding the least damping that it needs."""
     root, problem = torch.linalg.cholesky_ex(matrix)
     share = _SMALLEST
     while problem:

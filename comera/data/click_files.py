@@ -335,7 +335,6 @@ def _count(line: bytes, separator: bytes) -> int:
 
 
 def _cells(line: str) -> list[str]:
-    """Split a line of a .csv, whose values may be quoted."""
     return next(csv.reader([line], strict=True), [""])
 
 
@@ -367,7 +366,6 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
 
 
 def _pandas() -> Any:
-    """Import pandas when it is needed, since that takes long."""
     with needed_by("a file of clicks"):
         import pandas
     return pandas
@@ -381,7 +379,6 @@ def codes_of_text(values: Sequence[Any]) -> np.ndarray:
 
 
 def _codes(values: "pd.Series") -> np.ndarray:
-    """Return codes: whole numbers themselves, hashes of other values, a missing one being ''."""
     if _pandas().api.types.is_integer_dtype(values.dtype):
         return values.to_numpy().astype(np.int64).view(np.uint64)
     return codes_of_text(values.astype(object).where(values.notna(), "").to_numpy(dtype=object))
@@ -425,7 +422,6 @@ def _layout(path: Path, format: str) -> _Layout:
 
 
 def _repeated(names: Sequence[str]) -> str | None:
-    """Return the first name that occurs more than once."""
     return next((name for name in names if names.count(name) > 1), None)
 
 

@@ -277,7 +277,6 @@ def _load(chunk: Path, name: str) -> np.ndarray:
 
 
 def _split(settings: ClickData, rows: int) -> dict[str, np.ndarray]:
-    """Choose the rows to train on, to evaluate on, and to test on."""
     held, tested = round(settings.heldout * rows), round(settings.test * rows)
     if not 0 < held < rows:
         raise ValueError(

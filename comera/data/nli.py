@@ -329,7 +329,6 @@ def _is_on_hub(source: str) -> bool:
 
 
 def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of ``datasets:NAME@SPLIT``; the split is ``train`` if none is named."""
     try:
         import datasets
     except ImportError:

@@ -183,10 +183,7 @@ def generator_of(seed: int, step: int) -> torch.Generator:
 
 
 def _text_files(folder: Path, pattern: str) -> list[Path]:
-    """List the files to read as text, in a fixed pseudo-random order.
-
-    Folders of runs and sweeps are left out: their logs change while they are read.
-    """
+    """List the text files in a fixed pseudo-random order, without folders of runs and sweeps."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     skip = {"site-packages", "dist-packages", "__pycache__"}
@@ -233,7 +230,7 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
 
 
 def _split(texts: list[str], settings: TextData) -> dict[str, list[str]]:
-    """Split texts into those to train on, to evaluate on, and to test on; a single one is cut."""
+    """Split texts for training, evaluation and test; a single text is cut."""
     held, tested = settings.heldout, settings.test
     settings.check_shares()
     if len(texts) == 1:

@@ -109,10 +109,7 @@ def _word_piece(model: Any) -> Tokenizer:
 
 
 def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
-    """Return the new number of each token when they are sorted by falling frequency.
-
-    Special tokens keep the first places; ``counts`` ``(vocab,)`` are occurrences of each token.
-    """
+    """Return the new number of each token by falling count ``(vocab,)``, special tokens first."""
     size = tokenizer.get_vocab_size()
     special = [int(tokenizer.token_to_id(token)) for token in SPECIAL]  # type: ignore[arg-type]
     # Trainers number equal candidates in no fixed order, so ties are sorted by text.
@@ -207,10 +204,7 @@ def short_digest(content: Any) -> str:
 
 
 def signature(path: Path) -> list[Any]:
-    """Return path, place on the disk, size and times of a file, one of which changes with it.
-
-    The time of the inode is among them, which cannot be set back.
-    """
+    """Return path, inode, size and times of a file; its ``ctime`` cannot be set back."""
     facts = path.stat()
     times = [facts.st_mtime_ns, facts.st_ctime_ns]
     return [os.fspath(path.resolve()), facts.st_dev, facts.st_ino, facts.st_size, *times]

@@ -27,11 +27,10 @@ _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 class RankCallback(Callback):
     """Callback of Lightning that learns the ranks of a model.
 
-    The loss that ``training_step`` returns is differentiated together with the terms of ``ranks``;
-    the logged loss is unchanged. When ``ranks`` is due, ranks and the optimizer's state are cut,
-    before checkpoints of that step are written. Checkpoints hold the state of rank learning and
-    the random state of the host and of GPUs: ``trainer.fit(module, ckpt_path=...)``, with
-    everything made as the first time, resumes exactly if the data loader does. With
+    The terms of ``ranks`` are added to the loss that ``training_step`` returns; the logged loss is
+    unchanged. When ``ranks`` is due, ranks and the optimizer's state are cut, before checkpoints of
+    that step. Checkpoints hold the state of rank learning and the random state of host and GPUs, so
+    ``trainer.fit(module, ckpt_path=...)`` resumes exactly if the data loader does. With
     ``strategy="ddp"`` each resumed process has the random state of the first.
     ``configure_optimizers`` should use :func:`comera.param_groups`; decayed gates are logged.
 

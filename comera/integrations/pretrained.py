@@ -182,7 +182,6 @@ class TensorTrainQuantizer(HfQuantizer):
 
 
 def _set_methods_(model: Any) -> None:
-    """Override methods of a model, to save a given state and to resize tensor trains."""
     model.save_pretrained = partial(_save_pretrained, model)
     model._get_resized_embeddings = partial(_resized_table, model)
     model._get_resized_lm_head = partial(_resized_head, model)
@@ -196,7 +195,7 @@ def _save_pretrained(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Save the given state too, which the method of the class ignores if there is a quantizer."""
+    """Save the given state too, which transformers ignores if there is a quantizer."""
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, TensorTrainQuantizer):
         quantizer.given = state_dict
@@ -209,9 +208,9 @@ def _save_pretrained(
 
 
 def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Entry]:
-    """Return the layers that a model has, by its names, which lack or gain the prefix of a head.
+    """Return the saved layers under the names of this model.
 
-    ``bert.encoder`` of a classifier is ``encoder`` of the model beneath.
+    Names may lack or gain the prefix of a head: ``bert.encoder`` is ``encoder`` without one.
     """
     new_name = _names_in(model, layers)
     if layers and not new_name:

@@ -13,7 +13,7 @@ log = logging.getLogger("comera")
 
 
 class RankSteps:
-    """The common part of callbacks of other libraries; methods in the order of their calls.
+    """Base of rank learning in other libraries' callbacks; methods in the order of calls.
 
     ``outcome`` is the result of :meth:`~comera.TwoStage.finish_`; None before ranks are cut.
     """

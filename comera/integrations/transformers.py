@@ -62,10 +62,9 @@ def set_optimizer_groups_(trainer: Any, gate_lr: float = 1e-3) -> None:
 def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) -> "RankCallback":
     """Add rank learning to a trainer whose model was converted by :func:`comera.tensorize_`.
 
-    The loss is differentiated together with the terms of ``ranks``; the logged loss is unchanged.
-    When ``ranks`` is due, ranks and the optimizer's state are cut, and training goes on.
-    Checkpoints hold the state of rank learning: ``trainer.train(resume_from_checkpoint=True)``,
-    with model, ``ranks`` and trainer made as the first time, resumes exactly.
+    The terms of ``ranks`` are added to the loss; the logged loss is unchanged. When ``ranks`` is
+    due, ranks and the optimizer's state are cut. Checkpoints hold the state of rank learning, so
+    ``trainer.train(resume_from_checkpoint=True)`` resumes exactly.
 
     Args:
         trainer: A ``transformers.Trainer``, or one of a subclass, before training.

@@ -16,10 +16,7 @@ _BASE = 10_000.0
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with rotary positions.
-
-    ``qk_norm`` adds RMS norms over the width of a head, of queries and of keys, as in Qwen3.
-    """
+    """Causal multi-head self-attention with rotary positions; ``qk_norm`` as in Qwen3."""
 
     def __init__(self, d_model: int, num_heads: int, qk_norm: bool = False) -> None:
         super().__init__()

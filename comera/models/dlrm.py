@@ -127,7 +127,6 @@ def _module_name(name: str) -> str:
 
 
 def _layers(widths: Sequence[int]) -> nn.Sequential:
-    """Stack linear layers of these widths, with ReLU between them."""
     layers: list[nn.Module] = []
     for wide, narrow in itertools.pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]
@@ -293,7 +292,7 @@ def replace_tables_(
 ) -> nn.ModuleDict:
     """Replace dense tables by small ones of at most ``params`` parameters together, in place.
 
-    All tables get as many rows, and none more than it had: a small one stays dense.
+    All tables get equally many rows; a table without more rows than that stays dense.
 
     Args:
         tables: :class:`torch.nn.EmbeddingBag` by name, of one width.

@@ -27,13 +27,11 @@ from comera.ops.dispatch import is_eager, shapes_are_static
 class BatchedContraction:
     """A context in which the linear layers of a model contract their cores together.
 
-    A :class:`~comera.TTLinear` by itself contracts its cores to a left and a right factor in each
-    forward pass. While this context is open, the cores of layers of equal shape are contracted in
-    one batch, and forward passes use the cached factors; the gates of all layers are parts of one
-    vector. Gradients are the same. ``comera.TrainStep`` enters it in each step.
-
-    Ranks may change between two uses. ``autocast`` is the dtype of the factors, for layers called
-    under autocast. A tensor train that is sharded, as by ``fully_shard``, raises ``ValueError``.
+    By itself a :class:`~comera.TTLinear` contracts its cores to two factors in each forward pass.
+    Inside this context the cores of layers of equal shape are contracted in one batch, and forward
+    passes use the cached factors, with the same gradients. ``comera.TrainStep`` enters it in each
+    step. Ranks may change between two uses. ``autocast`` is the dtype of the factors under
+    autocast. A sharded tensor train, as by ``fully_shard``, raises ``ValueError``.
 
     Note:
         Call ``backward`` once for each time it is entered, and inside with activation
@@ -115,8 +113,8 @@ def _calls(
 ) -> list[tuple[list[list[TTLinear]], list[Chains]]]:
     """Group layers by shape, and groups by call: trained layers stay apart from frozen ones.
 
-    A layer whose bias is computed, as by a hook of ``prune``, is left out. Returns the groups of
-    each call, and the argument of ``contract_groups`` without their gates.
+    Layers with a computed bias, as by ``prune``, are left out. Returns the groups of each call, and
+    the argument of ``contract_groups`` without their gates.
     """
     alike: dict[object, list[TTLinear]] = {}
     for layer in layers:
@@ -161,8 +159,8 @@ def _unbind_factors(
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """Split factors ``(G, I, R)`` and ``(G, R, O)`` of each group of G layers into those of layers.
 
-    After ``Tensor.unbind`` a layer that no gradient reaches would get zeros, with which optimizers
-    still move it. It does in captured graphs and transformed functions; else it gets None.
+    A layer without a gradient gets None, so that optimizers skip it; in captured graphs and
+    transformed functions it gets zeros.
     """
     plain = (
         not (factors[0].requires_grad and is_eager())

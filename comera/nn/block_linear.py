@@ -23,8 +23,8 @@ from comera.shapes import BTTShape
 class BTTLinear(CompressedLinear):
     """Drop-in for :class:`torch.nn.Linear` that stores its weight as a block tensor train.
 
-    The weight is a grid of blocks, each a matrix of rank R of its own, so that the whole may be of
-    full rank, where that of a :class:`~comera.TTLinear` is its middle bond. A row takes
+    The weight is a grid of blocks of rank R, which may have full rank; that of a
+    :class:`~comera.TTLinear` has at most the rank of its middle bond. A row takes
     ``2 R (in c + out a)`` operations for ``a`` blocks of the input and ``c`` of the output.
 
     Args:

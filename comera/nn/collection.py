@@ -108,10 +108,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         return dict(zip(names, sums, strict=True))
 
     def _places(self, parts: Mapping[str, Lookup]) -> Tensor:
-        """Return the first row of each table among all, cached: a CUDA graph copies no host data.
-
-        Only on a CPU, where slices are contracted, do they change with the batch.
-        """
+        """Return the first row of each table among all, cached for CUDA graphs."""
         at, names = places(list(parts.values())), tuple(parts)
         device = parts[names[0]].left_VPR.device
         kept_at, kept = self._at.get(names, (None, None))
@@ -133,7 +130,7 @@ def _named(table: str) -> Iterator[None]:
 
 
 def _kind(table: nn.Module) -> Any:
-    """Return a key that tables looked up together share; None for one that is looked up alone."""
+    """Return a key of tables that are looked up together; None for others."""
     if type(table) is not TTEmbeddingBag or table.mode == "max" or not is_plain(table, _FORWARD):
         return None
     if isinstance(table.hot, HotRows) or any(p.numel() == 0 for p in table.cores):

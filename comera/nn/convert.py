@@ -51,12 +51,11 @@ def tensorize_(
 ) -> Model:
     """Replace the targeted linear and embedding layers by tensor trains, in place.
 
-    Build the optimizer afterwards: the parameters are new. Cores are drawn at random unless
-    ``init="svd"`` approximates the present weights. The ``comera`` logger names the layers that
-    stay dense, because they cannot be swapped, are frozen or would not become smaller, and those
-    predicted to be slower or larger than dense. Registered feed-forward parts are fused, see
-    :mod:`comera.nn.feed_forward_parts`. Experts that transformers holds in one parameter get a
-    layer each, such as ``experts.up.0``, if some of them are converted.
+    Build the optimizer afterwards: the parameters are new. Cores are random unless ``init="svd"``
+    approximates the present weights. The ``comera`` logger names layers that stay dense
+    (unsupported, frozen or not smaller) and layers predicted to be slower or larger than dense.
+    Registered feed-forward parts are fused, see :mod:`comera.nn.feed_forward_parts`. Experts of
+    transformers in one parameter get a layer each, such as ``experts.up.0``, if some are converted.
 
     Args:
         model: Any model; on the ``meta`` device nothing is allocated.
@@ -152,8 +151,8 @@ def _tensorized(
 def densify_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by the torch layer it stands for, in place.
 
-    Layers that share cores share the dense weight. Returns the model, or the dense layer that
-    replaces it. Raises ``TypeError`` if ``model`` is no module.
+    Layers that share cores share the dense weight. Returns the model or the layer that replaces it.
+    Raises ``TypeError`` if ``model`` is no module.
     """
     check_model(model)
     replacements: dict[int, nn.Module] = {}
@@ -184,7 +183,7 @@ def _warn_of_approximations(
     made: Mapping[str, nn.Module],
     batches: Iterable[Any] | None,
 ) -> None:
-    """Warn of approximated weights: a small error of a weight may be a large one of an output."""
+    """Warn of approximated weights, whose small errors may be large ones of outputs."""
     weights: dict[str, Tensor] = {
         name: layer.weight
         for name, new in made.items()
@@ -221,8 +220,8 @@ def _output_errors(
 ) -> dict[str, float]:
     """Run batches in evaluation mode; return the relative Frobenius error of each layer's outputs.
 
-    ``layers`` holds the present layer, its dense weight, and the layer that will replace it. Raises
-    ``ValueError`` if there is no batch, or a layer has no input.
+    ``layers`` are triples of present layer, dense weight and new layer. Raises ``ValueError``
+    without a batch, or if a layer gets no input.
     """
     sums: dict[str, Tensor] = {}
 
@@ -303,7 +302,6 @@ def _first(patterns: Mapping[str, Any], name: str) -> Any:
 
 
 def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> TensorTrainModule:
-    """Make the layer that replaces a torch layer, from its weight or with random cores."""
     own_rank = _first(config.rank_pattern, name)
     settings: dict[str, Any] = {
         "rank": own_rank or config.rank,
@@ -354,7 +352,6 @@ def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> Tensor
 def _convert_tied(
     names: list[str], modules: list[nn.Module], config: TTConfig
 ) -> dict[int, nn.Module]:
-    """Convert the table of a tied group, whose cores the other members share."""
     tables = [k for k, module in enumerate(modules) if not isinstance(module, nn.Linear)]
     first = tables[0] if tables else 0
     lead = _convert(names[first], modules[first], config)

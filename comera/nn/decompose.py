@@ -115,11 +115,11 @@ def balance(cores: list[Tensor], sweeps: int = 2) -> list[Tensor]:
 
 
 def _leading_directions(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tensor]:
-    """Compute left singular vectors and singular values, largest first; at least ``rank`` of them.
+    """Compute at least ``rank`` left singular vectors and singular values, largest first.
 
-    Few of many directions are found by a randomised method (Halko, Martinsson, Tropp, SIAM Review
-    53 (2011), algorithms 4.4 and 5.1), with a generator of its own. A float32 matrix much wider
-    than high is factorised through its Gram matrix in float64, which costs no float32 digit.
+    A small ``rank`` is computed by a randomised SVD (Halko, Martinsson, Tropp, SIAM Review 53
+    (2011), algorithms 4.4 and 5.1) with a fixed seed. A float32 matrix much wider than high is
+    factorised through its Gram matrix in float64, without loss of precision.
     """
     rows, columns = matrix.shape
     if rank is not None and rank + _OVERSAMPLE <= _RANDOMISED_BELOW * min(rows, columns):

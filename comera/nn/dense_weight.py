@@ -10,7 +10,7 @@ from comera.ops.dispatch import is_eager
 
 
 class DenseWeight(Tensor):
-    """A weight computed from cores, which an edit in place would not change.
+    """A read-only weight computed from cores.
 
     Any write raises ``RuntimeError``: by a method, an ``out=`` argument, assignment to ``.data`` or
     a list function of an optimizer. Tensors that share its memory (``.data``, ``detach()``, views)
@@ -69,8 +69,7 @@ class WeightByAssignment(nn.Module):
 def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
     """Compute a weight as a :class:`DenseWeight` whose error is ``remedy``.
 
-    It is an ordinary tensor while a graph is compiled, in a transform of ``torch.func``, and for
-    another library's type.
+    Compiled graphs, ``torch.func`` and types of other libraries get an ordinary tensor.
     """
     if torch.is_inference_mode_enabled():  # where torch counts no versions
         with torch.inference_mode(False), torch.no_grad():
@@ -109,7 +108,6 @@ def _guard_views(result: Any, guarded: list[Any]) -> Any:
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """Return a key of a tensor's storage, if it has one."""
     has_storage = tensor.layout == torch.strided and not _is_transformed(tensor)
     return tensor.untyped_storage()._cdata if has_storage else None
 

@@ -142,7 +142,7 @@ class TTEmbeddingBag(TTTable):
     def _request(
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return all entries, the start of each bag, and the entries' weights; for max none."""
+        """Return all entries, bag starts and weights (None for max)."""
         check_integers(input)
         if input.dim() == 2:
             if offsets is not None:

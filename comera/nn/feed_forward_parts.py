@@ -1,7 +1,7 @@
 """A registry of feed-forward parts, each run as one operation if its layers are tensor trains.
 
-Layer by layer autograd keeps three or four tensors of the hidden width for a feed-forward part; as
-one operation none. :func:`~comera.tensorize_` finds the registered parts of a model; other models
+Run layer by layer, a part saves three or four tensors of the hidden width for backward; run as one
+operation, none. :func:`~comera.tensorize_` finds the registered parts of a model; other models
 call the functions of :mod:`comera.nn.fused`.
 """
 
@@ -154,7 +154,7 @@ def _bind(module: Any, method: str) -> None:
 
 
 class _Bound:
-    """A function stored on a module, with a weak reference to it; copies get their own."""
+    """A bound method with a weak reference to its module; a deep copy binds to the copy."""
 
     def __init__(self, module: nn.Module, method: str) -> None:
         self._module, self._method = weakref.ref(module), method
@@ -168,7 +168,7 @@ class _Bound:
 
 
 class _OneOperation(_Bound):
-    """The method of a part: one operation, or the method of the class if a user could tell."""
+    """The method of a part: one operation where that is equivalent, else the class's method."""
 
     @property
     def __wrapped__(self) -> Any:
@@ -216,7 +216,7 @@ def _may_fuse(x: Any) -> bool:
 
 
 def _part_of(module: nn.Module) -> _Part | None:
-    """Return the part that a module computes, if fusing it would skip no hook."""
+    """Return the part that a module computes, if fusing skips no hook."""
     if type(module) is nn.Sequential:
         return _part_of_sequential(module)
     kind: Any = type(module)
@@ -268,7 +268,7 @@ def _inside(module: Any, name: str) -> Any:
 
 
 def _activation_of(found: Any) -> str | None:
-    """Return the name of a known function, or of the one that a known module computes."""
+    """Return the name of a known activation function or module."""
     for name, function in _FUNCTIONS.items():
         if found is function:
             return name if getattr(F, name) is function else None  # it may be patched
@@ -290,7 +290,7 @@ def _is_plain(module: Any) -> bool:
 
 @functools.cache
 def _own(kind: type, method: str) -> Any:
-    """Return a method as a class defines or inherits it; None if it was patched before."""
+    """Return a class's method; None if it was patched."""
     owner = next((each for each in kind.__mro__ if method in vars(each)), None)
     function: Any = getattr(owner, method, None)
     if owner is None or hasattr(function, "__wrapped__"):
@@ -301,7 +301,7 @@ def _own(kind: type, method: str) -> Any:
 
 @functools.cache
 def _layout_of(kind: type) -> tuple[Layout | None, Any]:
-    """Return the layout registered for a class or a base of it, and that class's method."""
+    """Return the layout registered for a class or its base, and the base's method."""
     for each in kind.__mro__:
         layout = LAYOUTS.get(path_of(each))
         if layout is not None:

@@ -95,7 +95,6 @@ def from_torch(dense: nn.Module, name: str | None) -> nn.Module:
 
 
 def _as_linear(weight: Tensor, layer: Any) -> nn.Linear:
-    """Make a linear layer from a weight ``(out, in)`` on the memory of a layer's."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
     linear.weight = nn.Parameter(weight, layer.weight.requires_grad)
     linear.bias = layer.bias
@@ -269,7 +268,6 @@ def _up_name(fused: Any) -> str:
 
 
 def _linears(fused: Any, name: str) -> Iterator[nn.Linear]:
-    """Yield a layer for each expert, on the memory of a parameter."""
     weights = getattr(fused, name)
     biases = getattr(fused, f"{name}_bias") if fused.has_bias else None
     for expert in range(len(weights)):
@@ -282,7 +280,6 @@ def _linears(fused: Any, name: str) -> Iterator[nn.Linear]:
 
 
 def _turned(fused: Any, weight: Tensor) -> Tensor:
-    """Transpose a matrix between the layouts of ``nn.Linear`` and of the experts."""
     return weight.T if fused.is_transposed else weight
 
 

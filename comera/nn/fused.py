@@ -1,7 +1,7 @@
 """Several layers in one operation if all are :class:`~comera.TTLinear`, else one after the other.
 
-Fused layers read the batch once, and keep no hidden activation of a feed-forward part. Layers that
-are hooked, patched or overridden run by themselves.
+Fused layers read the batch once, and keep no hidden activation of a feed-forward part. Layers with
+hooks, patches or overrides are not fused.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +27,7 @@ _FORWARD = TTLinear.forward
 
 
 def is_plain(module: nn.Module, forward: Any) -> bool:
-    """Return whether calling a module runs this function and no hook, so that it may be fused.
-
-    False if the forward pass or the call is patched, on the module or its class.
-    """
+    """Return whether a call runs only this ``forward``, without hooks or patches."""
     kind: Any = type(module)
     hooks = (
         module._forward_hooks, module._forward_pre_hooks,
@@ -41,10 +38,7 @@ def is_plain(module: nn.Module, forward: Any) -> bool:
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """Compute ``[layer(x) for layer in layers]``, in one pass over x if the layers allow it.
-
-    Such as for the query, key and value projections of an attention.
-    """
+    """Compute ``[layer(x) for layer in layers]``, if possible in one pass over x."""
     layers = list(layers)
     trains = _factorized_layers(x, layers)
     if trains is None:
@@ -56,8 +50,8 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str) -> Tensor:
     """Compute ``second(activation(first(x)))``; tensor trains keep nothing of the hidden width.
 
-    They compute the hidden activation again in the backward pass. ``activation`` is ``"gelu"``,
-    ``"relu"`` or ``"silu"``; another one raises ``ValueError``.
+    They recompute the hidden activation in backward. ``activation`` is ``"gelu"``, ``"relu"`` or
+    ``"silu"``; others raise ``ValueError``.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
@@ -68,10 +62,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
 
 
 def gated_feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
-    """Compute ``down(silu(gate(x)) * up(x))``; tensor trains keep nothing of the hidden width.
-
-    They compute both hidden activations again in the backward pass.
-    """
+    """Compute ``down(silu(gate(x)) * up(x))``; tensor trains recompute both hidden activations."""
     trains = _factorized_layers(x, [gate, up, down])
     if trains is None or products_are_fp8():
         opened, passing = linears(x, [gate, up])
@@ -92,10 +83,9 @@ def self_attention(
     """Compute multi-head self-attention, its projections included.
 
     If all four projections, each from D to D, are tensor trains of a middle bond below the width of
-    a head, attention stays in that bond: with ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of
-    a head are ``(x A_q) (B_q B_k^T) (x A_k)^T``. Likewise for the values and the output. That takes
-    fewer operations than forming q, k and v. ``keep_BT`` are the positions that may be attended to,
-    or the bias that :func:`~comera.ops.attention.score_bias` made of them; None for all.
+    a head, attention stays in that bond and takes fewer operations: with ``q = x A_q B_q`` and
+    ``k = x A_k B_k`` the scores of a head are ``(x A_q) (B_q B_k^T) (x A_k)^T``. ``keep_BT`` are
+    the positions to attend to, or the bias of :func:`~comera.ops.attention.score_bias`; None: all.
 
     Raises:
         ValueError: If ``num_heads`` does not divide the width, ``keep_BT`` has another shape than
@@ -118,7 +108,6 @@ def _sample_layers(new: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _case(x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int, *_: Any) -> Case | None:
-    """Return what the time depends on: positions, bond, and width of a head."""
     first = layers[0]
     if type(first) is not TTLinear:
         return None

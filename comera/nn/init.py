@@ -27,10 +27,9 @@ def init_(cores: Sequence[Tensor], split: int, std: float, init: Init) -> None:
 
 @torch.no_grad()
 def normal_(cores: Sequence[Tensor], std: float) -> None:
-    """Fill cores with independent normal numbers; ``std`` is the expected one of their product.
+    """Fill cores with normal numbers whose product has the standard deviation ``std``.
 
-    An entry of the product is a sum over ``prod(ranks)`` paths of products of one entry a core, so
-    its variance is ``prod(ranks) * var ** num_cores``.
+    The variance of the product is ``prod(ranks) * var ** num_cores``, a sum over paths.
     """
     paths = max(1, math.prod(core.shape[-1] for core in cores))
     for core in cores:

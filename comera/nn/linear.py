@@ -73,7 +73,7 @@ class CompressedLinear(TensorTrainModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def kind(self) -> tuple[object, ...]:
-        """Return a key that layers of equal cost at a batch share, such as for one contraction."""
+        """Return a key shared by layers of equal cost at a batch."""
         core = self.cores[0]
         return (
             self._modes.in_modes, self._modes.out_modes, self.ranks, self.prune_below, core.dtype,
@@ -81,10 +81,7 @@ class CompressedLinear(TensorTrainModule):
         )  # fmt: skip
 
     def at(self, tokens: int, *, together: int = 1) -> Layer:
-        """Describe this layer to the planner at a batch of ``tokens`` rows.
-
-        ``together`` is the number of layers of this kind whose cores are contracted in one call.
-        """
+        """Describe this layer to the planner; ``together`` layers share a contraction."""
         return Layer(
             self.shape, tokens, self.in_features, self.out_features, self.bias is not None,
             together=together if self.is_chain else 1,
@@ -246,7 +243,6 @@ class TTLinear(CompressedLinear):
         return factorized_linears(input, [left], [right], has_bias)[0]
 
     def _dense_is_faster(self, input: Tensor, rank: int) -> bool:
-        """Return whether a batch has so many rows that forming the dense weight pays."""
         widths, dense = self.in_features + self.out_features, self.in_features * self.out_features
         if 2 * rank * widths <= dense:
             return False  # the factors need fewer operations at any number of rows
@@ -260,9 +256,8 @@ class TTLinear(CompressedLinear):
     def factors(self) -> Factors:
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
 
-        Each is contracted from the cores of its side. R is the bond between them, padded; a bias is
-        the last row of the right one. Inside a :class:`~comera.BatchedContraction` they are its
-        cached ones, in autocast's dtype if it was given that.
+        R is the padded bond between them; a bias is the last row of the right one. Inside a
+        :class:`~comera.BatchedContraction` they are cached, in its dtype of autocast if given.
         """
         shared = self.shared_factors
         if shared is not None:
@@ -286,12 +281,12 @@ class TTLinear(CompressedLinear):
         return Factors(left, right, self.bias is not None)
 
     def is_factorized(self, input: Tensor) -> bool:
-        """Return whether this batch meets A, then B; else the dense weight is formed first."""
+        """Return whether this batch is multiplied by the two factors, not the dense weight."""
         return not self._dense_is_faster(input, self._middle_rank)
 
     @property
     def factor_width(self) -> int:
-        """The bond between the two factors, padding included."""
+        """The padded bond between the two factors."""
         return padded_rank(self._middle_rank, self.bias is not None)
 
     @property
@@ -308,7 +303,6 @@ class TTLinear(CompressedLinear):
 
 
 def _dense_from(shape: Any, layer: Any, dtype: str, device: str) -> int:
-    """Return the rows from which the dense weight is predicted faster; ``maxsize`` for never."""
     if device not in ("cpu", "cuda"):
         return sys.maxsize
     from comera.planning.linear_ways import dense_from  # few layers have ranks so large

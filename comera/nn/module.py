@@ -20,7 +20,7 @@ from comera.shapes import Shape, is_number
 
 
 class SharedGates(NamedTuple):
-    """Gates of one module as parts of a vector of all: gradients are summed once."""
+    """Gates of one module as views of the vector of all gates."""
 
     flat: Tensor
     start: int
@@ -29,10 +29,7 @@ class SharedGates(NamedTuple):
 
 @dataclass(slots=True)
 class Shared:
-    """The parameters behind the tensors that a :class:`~comera.BatchedContraction` shares.
-
-    ``renew`` contracts them again, for all modules.
-    """
+    """Parameters of a :class:`~comera.BatchedContraction`; ``renew`` contracts them again."""
 
     params: tuple[Tensor, ...]
     versions: list[int] | None
@@ -40,7 +37,7 @@ class Shared:
 
 
 def versions_of(params: Sequence[Tensor]) -> list[int] | None:
-    """Return how often each was written to in place; None under ``torch.inference_mode``."""
+    """Return the version counters of parameters; None under ``torch.inference_mode``."""
     try:
         return [param._version for param in params]
     except RuntimeError:  # an inference tensor
@@ -48,7 +45,7 @@ def versions_of(params: Sequence[Tensor]) -> list[int] | None:
 
 
 def may_share(made: Tensor, param: Tensor) -> bool:
-    """Return whether a tensor made of a parameter has a gradient, if one is wanted now."""
+    """Return whether a computed tensor propagates the gradient that its parameter needs."""
     return made.requires_grad or not (torch.is_grad_enabled() and param.requires_grad)
 
 
@@ -69,7 +66,7 @@ _WRITTEN = (
 
 
 class Gates(nn.ParameterList):
-    """One trainable vector a bond. They stay float32 or wider whatever the module is cast to."""
+    """Trainable vectors, one a bond, that stay float32 or wider when the module is cast."""
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate without looking each up by name: rank learning reads all in every step."""
@@ -87,7 +84,7 @@ class Gates(nn.ParameterList):
 def params_of(params: nn.ParameterList) -> list[Tensor]:
     """List parameters, or the tensors that a wrapper such as FSDP has put in their place.
 
-    Faster than iteration, which looks each up by name; layers call it in every pass.
+    Faster than iteration, which looks up each name.
     """
     found = list(params._parameters.values())
     whole = len(found) == params._size and type(None) not in map(type, found)
@@ -122,7 +119,7 @@ class TensorTrainModule(WeightByAssignment):
     """Attributes that the constructor takes under the same names."""
 
     def _check_there(self, input: Tensor) -> None:
-        """Raise if the input is no tensor, or if it is on a device and the cores are on meta."""
+        """Raise if the input is no tensor, or if only the cores are on meta."""
         if not hasattr(input, "is_meta"):
             raise TypeError(f"{type(self).__name__} takes a tensor, not {reprlib.repr(input)}")
         cores: Any = self._modules["cores"]
@@ -189,8 +186,8 @@ class TensorTrainModule(WeightByAssignment):
     def weight(self) -> Tensor:
         """The dense weight, computed from the cores in each access; differentiable.
 
-        Writing it in place raises ``RuntimeError``, as no core would change. Assignment is
-        :meth:`set_weight_` at the present ranks.
+        Assignment calls :meth:`set_weight_` at the present ranks; writes in place raise
+        ``RuntimeError``.
         """
         return read_only(self.dense_weight, _WRITTEN.format(type(self).__name__))
 
@@ -251,19 +248,18 @@ class TensorTrainModule(WeightByAssignment):
             return float((self.dense_weight() - wide).norm()) / (float(wide.norm()) or 1.0)
 
     def _as_read(self, weight: Tensor) -> Tensor:
-        """Return a dense weight without the entries that the module cannot hold."""
+        """Return a dense weight without entries that the module cannot hold."""
         return weight
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
-        """Set all parameters of the weight: at the present ranks, or to a tolerance."""
+        """Set the parameters from a weight, at the present ranks or to a tolerance."""
         raise NotImplementedError
 
     def _weight_size(self) -> tuple[int, int]:
-        """Return the shape of :attr:`weight`."""
         raise NotImplementedError
 
     def bond_gates(self) -> list[Tensor]:
-        """Return one gate a bond: in a :class:`~comera.BatchedContraction` parts of a vector."""
+        """Return one gate a bond, inside a :class:`~comera.BatchedContraction` as views."""
         self.renew_shared()
         shared = self.shared_gates
         if shared is not None and may_share(shared.flat, self.gates[0]):
@@ -271,21 +267,18 @@ class TensorTrainModule(WeightByAssignment):
         return list(self.gates)
 
     def renew_shared(self) -> None:
-        """Contract again, except in compiled code, if a shared parameter was written to since."""
+        """Contract again if a shared parameter was written to, except in compiled code."""
         if self.shared is None or self.shared.versions is None or not is_eager():
             return
         if self.shared.versions != versions_of(self.shared.params):
             self.shared.renew()
 
     def rank_norms(self) -> Tensor:
-        """Return the squared norm of each rank's part of the weight, ``(R,)``; not for chains."""
+        """Return the squared norm of each rank's part, ``(R,)``; not for chains."""
         raise NotImplementedError
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return gated cores in canonical form and their singular values; None if there is none.
-
-        Not for chains, see :func:`~comera.canonicalize_`.
-        """
+        """Return canonical gated cores and their singular values, if any; not for chains."""
         raise NotImplementedError
 
     def gated_cores(self) -> list[Tensor]:
@@ -431,8 +424,7 @@ def check_model(model: Any) -> None:
 def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
     """Find the tensor-train layers of a model by name, in the order of ``named_modules``.
 
-    Of layers that share one set of cores only the first is listed. Anything but a module raises
-    ``TypeError``.
+    Of layers that share cores only the first is listed. Raises ``TypeError`` for no module.
     """
     check_model(model)
     found: dict[int, tuple[str, TensorTrainModule]] = {}

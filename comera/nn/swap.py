@@ -21,7 +21,7 @@ log = logging.getLogger("comera")
 def swap_layers_(
     model: nn.Module, replacements: Mapping[int, nn.Module], *, biases: bool = True
 ) -> nn.Module:
-    """Replace layers of a model in place; new layers take over the hooks of the old.
+    """Replace layers of a model in place; new layers take over the old ones' hooks.
 
     A patched forward pass is lost, and named in the log. Layers inside lists, tuples, dicts, sets
     and dataclasses that are attributes of modules are replaced too, and so are their bound methods;
@@ -64,7 +64,7 @@ def swap_layers_(
 
 
 def _is_patched_train(kind: Any) -> bool:
-    """Return whether the forward pass of a class of tensor trains is not of this package."""
+    """Return whether a class of tensor trains overrides the forward pass."""
     return issubclass(kind, TensorTrainModule) and not kind.forward.__module__.startswith("comera.")
 
 

@@ -1,6 +1,6 @@
 """An embedding table held as a tensor-train matrix, the base of lookups and of bags.
 
-The first rows, if they are read most, may stay out of it: dense, or as coordinates in one basis.
+The most frequent rows may be stored apart: dense, or as coordinates in one basis.
 """
 
 import math
@@ -186,7 +186,7 @@ class TTTable(TensorTrainModule):
         return tt_embedding(Request(self._kept_at(indices), **self._train(), checked=checked))
 
     def _train(self) -> dict[str, Any]:
-        """Return attributes of a :class:`~comera.ops.table.tt_embedding.Request`."""
+        """Return the tensors and sizes of a :class:`Request`."""
         train = {
             "cores": list(self.cores), "num_embeddings": self.num_embeddings,
             "embedding_dim": self.embedding_dim, "gates": self.bond_gates(),
@@ -208,17 +208,17 @@ class TTTable(TensorTrainModule):
             table.twins = (*table.twins, self)
 
     def keep_rows_at_(self, places: Tensor) -> None:
-        """Set ``row_order`` of this table and its twins."""
+        """Set ``row_order`` of this table and ``twins``."""
         for table in (self, *self.twins):
             table.row_order = places
 
     @property
     def row_step(self) -> int | None:
-        """Distance between neighbours, k of ``scatter_rows``; None if rows are not scattered."""
+        """The ``scatter_rows`` step between neighbours, or None."""
         return self._step if self.row_order is None else None
 
     def _kept_at(self, indices: Tensor) -> Tensor:
-        """Return the rows of indices; an index out of range stays out of range."""
+        """Return the rows of indices; those out of range stay out of range."""
         if self.row_order is not None:
             return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
         if self._step is not None:
@@ -274,11 +274,11 @@ class TTTable(TensorTrainModule):
         return self.num_embeddings, self.embedding_dim
 
     def get_extra_state(self) -> Tensor:
-        """Return the distance between neighbours, k of ``scatter_rows`` or 1; int64, ``()``."""
+        """Return the ``scatter_rows`` step, or 1; int64, ``()``."""
         return torch.tensor(self._step or 1)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Set that distance, of any dtype; raise ``ValueError`` if no such table has it."""
+        """Set the ``scatter_rows`` step; raise ``ValueError`` for an impossible one."""
         if state.is_meta:
             return
         golden = _golden_step(self.num_embeddings)
@@ -292,7 +292,7 @@ class TTTable(TensorTrainModule):
         self._step = known[0] if self.scatter_rows else None
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Load a row order that only the file or only this table has."""
+        """Load ``row_order`` even if only one side has one."""
         saved = state_dict.get(f"{prefix}row_order")
         if isinstance(saved, Tensor) and saved.shape == (self.num_embeddings,):
             self.row_order = torch.empty_like(saved, device=self.cores[0].device)
@@ -391,10 +391,10 @@ class TTTable(TensorTrainModule):
 
 
 def _golden_step(rows: int) -> int:
-    """Return the number near the golden section of the rows that shares no factor with them.
+    """Return a number near the golden section of ``rows`` that is coprime to it.
 
-    Its multiples modulo the rows take each value once, and no few successive ones are close. Above
-    3,037 million rows the step is smaller, so that no multiple passes 64 bits.
+    Multiples modulo ``rows`` visit each value once, far apart. The step is smaller above 3,037
+    million rows, so that multiples fit 64 bits.
     """
     step = max(1, round(min(rows, (2**63 - 1) // rows) * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, rows) != 1:

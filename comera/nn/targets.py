@@ -201,8 +201,8 @@ def find_targets(
 ) -> dict[str, nn.Module]:
     """Find the modules to convert by name, each once.
 
-    The log names selected layers that stay dense, and ``caller``, the public function; without a
-    caller nothing is logged. Raises ``ValueError`` if there is no module to convert.
+    The log names ``caller`` and selected layers that stay dense; None logs nothing. Raises
+    ``ValueError`` if there is no module to convert.
     """
     inside_attention = {
         id(part)
@@ -266,7 +266,7 @@ def find_targets(
 
 
 def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:
-    """Warn of large modules that cannot be targets, such as experts in one parameter."""
+    """Warn of large modules that cannot be converted, such as experts in one parameter."""
     skip = {
         id(part)
         for module in model.modules()

@@ -91,10 +91,7 @@ _PARTS = {"cores", "gates", "hot"}
 
 
 def rename_tied_weights_(model: nn.Module) -> None:
-    """Update the lists of tied weights in models of transformers after layers were replaced.
-
-    ``save_pretrained`` then writes shared cores once, and ``tie_weights()`` ties them.
-    """
+    """Update transformers' lists of tied weights, for saving and for ``tie_weights()``."""
     for module in model.modules():
         kept = {
             key: names

@@ -1,10 +1,9 @@
 """Attention of several heads, the factors between factorized projections, and dropout.
 
 Heads may share keys and values. On a CPU, attention with dropout and dropout itself are written
-here: torch keeps four tensors of all scores, and draws one random number for each element. Here two
-are kept, one of them of bytes, in pieces that stay in the cache, and one number of 64 bits serves
-eight elements. As eight bits know only multiples of 1/256, each mask is drawn at one of the two
-multiples next to the probability, at random, so that on average it is met exactly.
+here: two tensors of scores are kept instead of torch's four, one of bytes, in pieces that stay in
+the cache. One random number of 64 bits serves eight elements; the probability is rounded at random
+to one of the two nearest multiples of 1/256, so its mean is exact.
 
 Shape suffixes: B = batch, H = heads, G = heads of keys, H or 1, M = queries, T = keys, E = width of
 a head, N = batch times heads of keys, in pieces, D = width of all heads, R = padded bonds.
@@ -29,7 +28,7 @@ _STEPS = 1 << 8  # probabilities of dropout that a mask of bytes can have
 
 
 def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the addend of scores, for all layers: zero for keys to attend to, else very little."""
+    """Return the bias of scores: zero for keys to attend to, very negative for others."""
     lowest = torch.finfo(dtype).min / 2  # finite: a softmax over -inf alone is NaN
     bias_BT = torch.logical_not(keep_BT, out=torch.empty_like(keep_BT, dtype=dtype))
     return bias_BT.mul_(lowest)
@@ -80,7 +79,7 @@ def attend(
 def _in_pieces(
     q_BHME: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, bias_BT: Tensor | None, *scale_dropout: float
 ) -> Tensor:
-    """Attend by :func:`_attend`, all queries that share their keys in one head."""
+    """Attend by :func:`_attend`, merging queries with shared keys into one head."""
     q_BGME, heads = _queries_by_keys(q_BHME, k_BGTE), k_BGTE.shape[1]
     if bias_BT is not None:
         bias_BT = (bias_BT if heads == 1 else bias_BT.repeat_interleave(heads, 0))[:, None]
@@ -90,7 +89,6 @@ def _in_pieces(
 
 
 def _as_one_head(q_BHME: Tensor, *keys: Any) -> Tensor:
-    """Attend by torch, the queries of all heads in one."""
     return _by_heads(_by_torch(_queries_by_keys(q_BHME, keys[0]), *keys), q_BHME)
 
 
@@ -109,7 +107,7 @@ def _by_torch(
 
 
 def _queries_by_keys(q_BHME: Tensor, k_BGTE: Tensor) -> Tensor:
-    """Put the queries of heads that share their keys into one head, position by position."""
+    """Merge the queries of heads with shared keys into one head, position by position."""
     if k_BGTE.shape[1] == q_BHME.shape[1]:
         return q_BHME
     return q_BHME.transpose(1, 2).flatten(1, 2)[:, None]
@@ -127,7 +125,7 @@ def _by_heads(out_BGME: Tensor, like_BHME: Tensor) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the result, the softmax, its dropout mask (empty without dropout) and its scale."""
+    """Return the result, the softmax, and its dropout mask (empty without) and scale."""
     weights = q.new_empty(*q.shape[:2], k.shape[1])
     out = q.new_empty(*q.shape[:2], v.shape[2])
     keep, scale_kept = keep_mask(weights.shape if dropout else (0,), dropout)
@@ -184,7 +182,7 @@ _attend.register_autograd(_back_attend, setup_context=_setup_attend)
 
 
 def _drop(x: Tensor, keep: Tensor, n: slice) -> Tensor:
-    """Mask without the scale, which the narrow results get: that saves a pass over all scores."""
+    """Mask without the scale, which narrow results get, to save a pass over all scores."""
     return keep[n].to(x.dtype).mul_(x) if keep.numel() else x
 
 
@@ -272,8 +270,7 @@ def _by_head(factors: Sequence[Tensor], num_heads: int) -> list[Tensor]:
 def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) -> Tensor:
     """Compute ``residual + dropout(x)``, or dropout alone where the residual is None.
 
-    An element is dropped with probability p if ``training``; kept ones are scaled so that the mean
-    stays. A p that is no probability raises ``ValueError``.
+    As in torch, kept elements are scaled. A p that is no probability raises ``ValueError``.
     """
     check_probability(p)
     if not training or p == 0:

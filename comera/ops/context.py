@@ -55,7 +55,7 @@ _depth = 0  # one for all threads: in another one it only costs time
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Disable sizes that depend on values, as a CUDA graph needs."""
+    """Forbid sizes that depend on values, as in a CUDA graph."""
     global _depth
     _depth += 1
     try:
@@ -74,7 +74,7 @@ _fp8_depth = 0  # one for all threads, as that of static_shapes
 
 @contextlib.contextmanager
 def fp8_products() -> Iterator[None]:
-    """Enable products in eight bits in tensor-train linears of bfloat16, backward included."""
+    """Enable fp8 products in bfloat16 tensor-train linears, backward included."""
     global _fp8_depth
     _fp8_depth += 1
     try:
@@ -89,7 +89,7 @@ def products_are_fp8() -> bool:
 
 
 def is_ordinary(like: Tensor) -> bool:
-    """Return whether operations run one by one: not compiled, captured, or in eight bits."""
+    """Return whether operations run eagerly: not compiled, captured or in fp8."""
     return not (
         _depth > 0
         or _fp8_depth > 0
@@ -99,7 +99,7 @@ def is_ordinary(like: Tensor) -> bool:
 
 
 def products_are_tf32(like: Tensor) -> bool:
-    """Return whether torch may round the operands of a tensor's products to tf32 on a card."""
+    """Return whether torch may use tf32 for a tensor's products on a card."""
     return like.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 

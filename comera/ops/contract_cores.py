@@ -97,10 +97,7 @@ def contract_right(cores: Sequence[Tensor]) -> Tensor:
 
 
 def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
-    """Contract as :func:`contract_groups` one group, by torch operations.
-
-    They can be differentiated any number of times.
-    """
+    """Contract one group as :func:`contract_groups`, by torch; differentiable repeatedly."""
     cores, split, layers = group.cores, group.split, group.num_layers
     with without_autocast(cores[0]):
         wide = torch.promote_types(cores[0].dtype, torch.float32)
@@ -262,7 +259,7 @@ def _contract_backward(
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> list[Tensor]:
-    """Return gradients of all cores one after the other, then those of all gates."""
+    """Return gradients of all cores, then those of all gates."""
     groups = _groups((cores, gates, [], layout, thresholds))
     if kernel_refuses(groups) is None:
         from comera.ops.kernels.contract_kernel import contract_backward
@@ -281,7 +278,6 @@ def _(grads, cores, gates, layout, thresholds):
 
 
 def _case(groups: Sequence[Chains], *_: Any) -> Case:
-    """Time depends on how many layers there are, and on the bond between the factors."""
     core = groups[0].cores[groups[0].split]
     return core, groups[0].factor_dtype, (sum(group.num_layers for group in groups), core.shape[0])
 
@@ -299,7 +295,6 @@ def _grads_by_kernel(
 
 
 def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split a flat tensor into tensors with the shapes of others."""
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 

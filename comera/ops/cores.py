@@ -91,9 +91,9 @@ def contract_chain(
 ) -> Tensor:
     """Contract a run of cores into one ``(first bond, product of modes, last bond)``.
 
-    The reference of faster contractions, core by core and differentiable; narrow dtypes are
-    contracted in float32 and rounded once. Cores are ``(left bond, mode(s), right bond)``;
-    ``gates[k]`` scales the right bond of ``cores[k]``, and there may be fewer gates than cores.
+    The differentiable reference of faster contractions. Narrow dtypes are contracted in float32 and
+    rounded once. Cores are ``(left bond, mode(s), right bond)``; ``gates[k]`` scales the right bond
+    of ``cores[k]``, and there may be fewer gates than cores.
     """
     wide = torch.promote_types(cores[0].dtype, torch.float32)
     with without_autocast(cores[0]):
@@ -107,15 +107,12 @@ def contract_chain(
 
 
 def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
-    """Return booleans ``(R,)``: which ranks are not pruned, those above the threshold; no NaN is.
-
-    ``kernels/contract.cuh`` repeats this comparison for the card.
-    """
+    """Return which ranks are open, ``(R,)``: above the threshold, as in ``contract.cuh``."""
     return gate_R > threshold
 
 
 def open_gate(gate_R: Tensor, threshold: float) -> Tensor:
-    """Return the gate where :func:`is_open`, and zero where not; NaN stays, to be seen."""
+    """Return the gate where :func:`is_open`, and zero elsewhere; NaN stays."""
     return torch.threshold(gate_R, threshold, 0.0)
 
 

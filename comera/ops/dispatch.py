@@ -92,10 +92,7 @@ class Ways:
         raise AssertionError(f"the last way of {self.name} refuses: {reason}")
 
     def order(self, *args: Any) -> Sequence[Way]:
-        """List the ways as they are tried for these arguments.
-
-        In a graph that is compiled, or without values, it is the list's: one order for all sizes.
-        """
+        """List the ways as they are tried for these arguments; graphs keep one order."""
         if torch.compiler.is_compiling() or not _times_matter():
             return self.ways
         found = self.case(*args)
@@ -129,7 +126,7 @@ _seen: list[tuple[str, str, Case | None]] | None = None
 
 @functools.cache
 def _times_matter() -> bool:
-    """Return whether any order may differ from the list's."""
+    """Return whether measured times may change the order."""
     return bool(_preferred) or "cpu" in ORDERED or torch.cuda.is_available()
 
 
@@ -144,8 +141,7 @@ def _fastest(
 ) -> tuple[str, ...]:
     """Return the names of an operator's ways in the order in which they are tried.
 
-    Those without a time keep their places in the list, except a kernel, which comes last: it is not
-    chosen without a measurement.
+    Ways without a time keep their places, except a kernel, which then comes last.
     """
     if group in _preferred:
         return tuple(sorted(listed, key=lambda name: name != _preferred[group]))
@@ -159,7 +155,7 @@ def _fastest(
 
 @contextlib.contextmanager
 def preferring(group: str, way: str) -> Iterator[None]:
-    """Try one way of a group first, by the name of its times, whatever they are; to measure it."""
+    """Try one way of a group first, whatever the times, to measure it."""
     before = dict(_preferred)
     _preferred[group] = way
     forget_times()
@@ -173,7 +169,7 @@ def preferring(group: str, way: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[str, str, Case | None]]]:
-    """Yield a list, to which every call inside adds its group, the name of its times, its case."""
+    """Yield a list that records the group, way and case of every call inside."""
     global _seen
     _seen = []
     try:
@@ -202,7 +198,7 @@ def way_times_of(device: torch.device) -> WayTimes:
 
 
 def way_setting(device: torch.device) -> Setting:
-    """Return the setting that times of a device hold for: a CPU's unless it is a GPU."""
+    """Return the setting of a device's times: a GPU's, else the CPU's."""
     if device.type != "cuda":
         return Setting("cpu", processor_name(), torch.get_num_threads(), torch.__version__, "")
     from comera.ops.kernels import nvrtc  # on a card alone
@@ -213,7 +209,7 @@ def way_setting(device: torch.device) -> Setting:
 
 
 class Sample(NamedTuple):
-    """A stand-in for a tensor of any device: shape and dtype, as refusals read them."""
+    """A stand-in for a tensor on any device, with a shape and a dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -233,21 +229,21 @@ class Sample(NamedTuple):
 
 
 def is_on_cpu(like: Tensor) -> bool:
-    """Return whether loops over pieces pay: on a CPU, where shapes vary."""
+    """Return whether a tensor is on a CPU and shapes may vary."""
     return like.is_cpu and not shapes_are_static(like)
 
 
 def may_read_values(like: Tensor) -> bool:
-    """Return whether a check may look at the values: in eager mode, on a CPU, where shapes vary."""
+    """Return whether values may be checked: in eager mode, on a CPU, in varying shapes."""
     return not torch.compiler.is_compiling() and is_concrete(like) and is_on_cpu(like)
 
 
 def is_eager() -> bool:
-    """Return whether nothing is compiled, so that checks may look at objects."""
+    """Return whether torch's compiler is not tracing."""
     return not torch.compiler.is_compiling()
 
 
 def on_this_machine() -> str | None:
-    """Return why a choice for this machine is wrong, or None."""
+    """Return why ways of this machine do not apply, or None."""
     exporting = torch.compiler.is_exporting() or torch.jit.is_tracing()
     return "a graph is exported" if exporting else None

@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class Operator:
-    """A function of tensors, as a rule with its own backward pass; see :func:`operator`.
+    """A torch operator, usually with its own backward pass; see :func:`operator`.
 
     Args:
         name: Name with its namespace, e.g. ``"comera::contract_cores"``.
-        run: Computes it. Its annotations are the schema; no output is an input or a view of one.
+        run: Implementation. Its annotations are the schema; no output is an input or a view of one.
         tags: Tags as :func:`torch.library.custom_op` takes them.
     """
 
@@ -76,7 +76,7 @@ def _prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 class _Eager(torch.autograd.Function):
-    """An operator on its arguments, those in lists one by one, as autograd wants them."""
+    """An operator on flat arguments, as autograd needs them."""
 
     @staticmethod
     def forward(ctx: Any, made: Operator, lengths: list[int | None], *flat: Any) -> Any:
@@ -116,8 +116,7 @@ def recomputed_grads(
 ) -> Sequence[Tensor]:
     """Compute the gradients of a function by running it again, so that nothing else was saved.
 
-    They can be differentiated again where autograd is on. ``grads`` are those of the sequence that
-    ``run`` returns for the inputs.
+    They are differentiable where autograd is on. ``grads`` are those of the outputs of ``run``.
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
         # Inside a custom operator, where autograd records nothing.
@@ -131,7 +130,7 @@ def recomputed_grads(
 
 
 def is_concrete(value: Any) -> bool:
-    """Return whether a tensor has numbers: not on the meta device, nor in a compiled graph."""
+    """Return whether a tensor has values: not on the meta device or in a graph."""
     if not isinstance(value, Tensor):
         return True
     return type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta
@@ -143,7 +142,7 @@ def is_readable(value: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether operations are transformed, or traced to be run again on other numbers."""
+    """Return whether operations are transformed or traced."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
@@ -152,13 +151,11 @@ def is_traced() -> bool:
 
 
 def _flat(lengths: Sequence[int | None], nested: Sequence[Any]) -> list[Any]:
-    """Open the lists."""
     pairs = zip(lengths, nested, strict=True)
     return [v for length, value in pairs for v in ([value] if length is None else value)]
 
 
 def _nested(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
-    """Undo :func:`_flat`."""
     nested, values = [], iter(flat)
     for length in lengths:
         nested.append(next(values) if length is None else [next(values) for _ in range(length)])

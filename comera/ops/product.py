@@ -22,7 +22,7 @@ and rank 30 from 512 rows on, measured on one thread of an EPYC."""
 
 
 def prefers_onednn() -> bool:
-    """Return whether float32 products on a CPU go to oneDNN: as measured, else by a rule."""
+    """Return whether float32 products on a CPU use oneDNN: as measured, else by a rule."""
     if not has_onednn() or not torch.backends.mkldnn.enabled:
         return False
     machine = machine_of(_CPU)
@@ -55,10 +55,7 @@ def by_onednn(a: Tensor, b: Tensor, row: Tensor | None = None) -> Tensor:
 
 
 def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
-    """Return whether oneDNN multiplies a matrix by one of so many columns, of no fewer operations.
-
-    Sizes are not checked in a graph, where they may be unknown.
-    """
+    """Return whether oneDNN suits a product; sizes are not checked in a graph."""
     if a.dtype != torch.float32 or not is_on_cpu(a):
         return False
     if is_concrete(a) and a.numel() * columns < fewest:
@@ -74,17 +71,14 @@ def _is_onednns(a: Tensor, b: Tensor) -> bool:
 
 
 def _onednn_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b``, which may lie transposed in memory."""
+    """Return ``a @ b``, possibly transposed in memory."""
     if a.is_contiguous() or a.numel() <= b.numel():
         return by_onednn(a, b)
     return by_onednn(b.T, a.T).T  # it copies a left factor whose rows are not contiguous
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` of two matrices, which may lie transposed in memory.
-
-    Where a gradient is wanted, it is torch's own product, which autograd knows.
-    """
+    """Return ``a @ b`` of two matrices, in either memory layout; torch's product for autograd."""
     if not _is_onednns(a, b):
         return a @ b
     # The library depends on sizes, which a graph may find only when it runs.
@@ -100,10 +94,7 @@ _product_in_a_graph.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1
 
 
 def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight + bias`` of a matrix x, at autocast's dtype where that is on.
-
-    It can be differentiated any number of times.
-    """
+    """Return ``x @ weight + bias`` of a matrix, in autocast's dtype; differentiable repeatedly."""
     x_BI, (weight_IO, *biases), _ = autocast_together(
         x_BI, [weight_IO] if bias_O is None else [weight_IO, bias_O]
     )

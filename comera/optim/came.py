@@ -106,7 +106,7 @@ class CAME(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own; raises as the class does."""
+        """Add parameters with their own settings; raises as the class does."""
         unknown = sorted(set(param_group) - set(self.defaults) - COMMON_KEYS)
         if unknown:
             raise TypeError(
@@ -251,8 +251,8 @@ class CAME(Optimizer):
     def unpack_state_(self, param: Tensor) -> None:
         """Lay a parameter's state out in tensors of its shape, to be cut along with it.
 
-        Until :meth:`pack_state_` the optimizer cannot step. Factors become the matrix they stand
-        for: ``exp_avg_sq``, and ``exp_avg_res``.
+        Factors become the matrices ``exp_avg_sq`` and ``exp_avg_res``. The optimizer cannot step
+        until :meth:`pack_state_`.
         """
         state = self.state.get(param)
         if not state:
@@ -267,8 +267,8 @@ class CAME(Optimizer):
     def pack_state_(self, param: Tensor) -> None:
         """Undo :meth:`unpack_state_` for the shape that the parameter has now.
 
-        Second moments are the same as before for all entries that are left, as long as the tensor
-        is split between the same dimensions, and the nearest in row and column means otherwise.
+        Second moments of entries that are left stay the same if the tensor is split between the
+        same dimensions; else they are the nearest in row and column means.
         """
         state = self.state.get(param)
         if not state:
@@ -288,7 +288,6 @@ class CAME(Optimizer):
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for a setting out of range."""
     lr, betas, eps = group["lr"], group["betas"], group["eps"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
@@ -349,7 +348,7 @@ def _stack(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def _write(tensors: list[Tensor], stacked: Tensor) -> None:
-    """Store what :func:`_stack` returned and a step has changed."""
+    """Write the stacked tensors back."""
     if len(tensors) > 1:
         torch._foreach_copy_(tensors, stacked.view(len(tensors), *tensors[0].shape).unbind())
     elif not tensors[0].is_contiguous():  # otherwise it was changed in place
@@ -367,7 +366,7 @@ def _read_average(states: Sequence[State], shape: Sequence[int]) -> Tensor:
 
 
 def _write_average(states: Sequence[State], average: Tensor) -> None:
-    """Store what :func:`_read_average` returned and a step has changed."""
+    """Write first moments back, packed to eight bits if they were."""
     held = _every(states, "exp_avg_update")
     if "exp_avg_update_scale" not in states[0]:
         _write(held, average)
@@ -380,9 +379,8 @@ def _write_average(states: Sequence[State], average: Tensor) -> None:
 def matrix_view(shape: Sequence[int]) -> tuple[int, int] | None:
     """Return the rows and columns of the matrix as which a tensor's second moments are factored.
 
-    The dimensions are split in order where rows + columns is least: ``(30, 8, 1)`` is a ``30 x 8``
-    matrix, ``(64, 3, 3, 3)`` is ``64 x 27``. None where the two pairs of factors would not be
-    smaller than the tensor, as for vectors, matrices with one row or column, and tiny ones.
+    The dimensions are split where rows + columns is least: ``(30, 8, 1)`` is ``30 x 8`` and
+    ``(64, 3, 3, 3)`` is ``64 x 27``. None if the factors would not be smaller than the tensor.
     """
     pairs = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
     if not pairs:
@@ -520,9 +518,8 @@ def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: dict[st
 def quantized(values_bn: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize float32 values to codes ``(b, n)`` int8 and scales ``(b, k)`` float32.
 
-    A code is linear in the value, from -127 to 127. The scale is the largest magnitude in the
-    block of 256, which is kept exactly; other entries are off by at most 1/254 of it. A block of
-    zeros has scale zero. Values that are not finite leave nothing finite in their block.
+    Codes are linear, from -127 to 127. The scale is the largest magnitude in a block of 256, so
+    errors are at most 1/254 of it. A value that is not finite makes its whole block so.
     """
     blocks = _in_blocks(values_bn)
     batch, count, size = blocks.shape
@@ -547,6 +544,5 @@ def dequantized(codes_bn: Tensor, scales_bk: Tensor) -> Tensor:
 
 
 def _in_blocks(values_bn: Tensor) -> Tensor:
-    """Lay out as ``(b, k, 256)``, filled up with zeros."""
     missing = -values_bn.shape[1] % _SCALED
     return (F.pad(values_bn, (0, missing)) if missing else values_bn).unflatten(1, (-1, _SCALED))

@@ -211,7 +211,7 @@ class GaLore(Optimizer):
         self._end(begun)
 
     def _pass_settings(self, position: int) -> None:
-        """Copy the settings of a group to the inner optimizer's: schedulers change ours."""
+        """Copy a group's settings, which schedulers change, to the inner optimizer."""
         mine, theirs = self.param_groups[position], self._inner.param_groups[position]
         theirs |= {key: mine[key] for key in self._inner.defaults if key in mine}
         if self._tensor_lr and not isinstance(mine["lr"], Tensor):
@@ -261,8 +261,8 @@ class GaLore(Optimizer):
     def refresh_(self) -> None:
         """Count a step, and recompute the subspaces that are due from the gradients at hand.
 
-        Call it after each replay of a step from a CUDA graph, which cannot do this itself.
-        Subspaces keep their memory, so the next replay uses the new ones.
+        Call it after each replay of a CUDA graph. Subspaces are updated in place for the next
+        replay.
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -312,7 +312,7 @@ class GaLore(Optimizer):
         return grad.add(param, alpha=-rate if group.get("maximize") else rate)
 
     def _share_state(self) -> None:
-        """Adopt the inner optimizer's state of parameters that are not projected."""
+        """Share the inner optimizer's state of parameters that are not projected."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param not in self._stand_ins and param in self._inner.state:
@@ -408,7 +408,7 @@ class GaLore(Optimizer):
         state_layout.pack_state_(self._inner, param)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes, so that a copy's stand-ins are those of its own parameters."""
+        """Return all attributes, so that a copy has stand-ins of its own parameters."""
         inner = (type(self._inner), state_layout.whole(self._inner))
         return {**state_layout.whole(self), "_inner": inner}
 
@@ -431,8 +431,8 @@ class GaLoreAdamW(GaLore):
 class GaLoreAdafactor(GaLore):
     """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments as there.
 
-    Steps are relative to the size of the whole parameter. The default of ``eps`` is that of
-    Adafactor's paper: torch's loses the scale of gradients below 1e-5.
+    Steps are relative to the whole parameter. ``eps`` defaults to the paper's: torch's loses the
+    scale of gradients below 1e-5.
     """
 
     def __init__(
@@ -508,7 +508,7 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
 
 
 def _release(stand_in: nn.Parameter) -> None:
-    """Free the memory of a stand-in between two steps; its shape stays."""
+    """Free the memory of a stand-in parameter, but keep its shape."""
     stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None
 

@@ -28,8 +28,7 @@ about that of a chain with bonds of 8, 16, 52, 16 and 8 without a factor. Blocks
 def contracted_scale(layer: CompressedLinear) -> float:
     """Return the factor of the learning rate of a layer's cores.
 
-    It follows from modes and from the ranks that the layer was built with, and takes cores to have
-    the norm of fresh ones, so it is the same after truncation and in another process.
+    It depends on modes and initial ranks, at the norm of fresh cores, so truncation keeps it.
     """
     started = layer.shape.of_ranks(layer.start_ranks)
     if 0 in started.ranks:  # a weight that has vanished moves by no rate
@@ -61,7 +60,7 @@ def param_groups(
     muon_modules: str | list[str] | None = None,
     scale_rates: Literal["contracted"] | None = None,
 ) -> list[dict[str, Any]]:
-    """Split the parameters for an optimizer, each once: rank gates have a rate of their own.
+    """Split the parameters into optimizer groups; rank gates get their own rate.
 
     Args:
         model: Any model; frozen parameters are left out.
@@ -137,7 +136,7 @@ def param_groups(
 
 
 def _check(**numbers: Any) -> None:
-    """Raise ``ValueError`` for a wrong rate: optimizers do not check those of groups."""
+    """Raise ``ValueError`` for a wrong rate, which optimizers do not check in groups."""
     for name, number in numbers.items():
         if number is None and name != "lr":
             continue

@@ -190,16 +190,16 @@ def _check(settings: dict[str, Any]) -> None:
 
 
 def _steps(updates: Tensor, ns_steps: int) -> Tensor:
-    """Return steps of stacked cores or matrices, in learning rates and ``STEP_SIZE``."""
+    """Orthogonalize stacked updates; steps are in learning rates and ``STEP_SIZE``."""
     rows, cols = core_matrix(updates.shape[1:])
     steps = orthogonalize(updates.view(-1, rows, cols), ns_steps).view(updates.shape)
     return steps.mul_(math.sqrt(max(rows, cols)))
 
 
 def _steps_of_blocks(updates: Tensor, ns_steps: int) -> Tensor:
-    """Return steps as :func:`_steps` for cores of blocks, each of which is a matrix.
+    """Return the orthogonalized steps of block cores, whose blocks are matrices.
 
-    Cores are ``(left bond, blocks, numbers in each, blocks of the other side, right bond)``.
+    Cores are ``(left bond, blocks, block size, blocks of the other side, right bond)``.
     """
     blocks = updates.transpose(1, 2)
     rows, cols = block_matrix(updates.shape[1:])
@@ -215,14 +215,14 @@ def block_matrix(shape: torch.Size) -> tuple[int, int]:
 
 
 def block_step(shape: torch.Size) -> float:
-    """Return the spectral norm of a step of such a core, in learning rates and ``STEP_SIZE``."""
+    """Return the spectral norm of such a step, in learning rates and ``STEP_SIZE``."""
     return math.sqrt(shape[1] * max(block_matrix(shape))) / 2
 
 
 def core_matrix(shape: torch.Size) -> tuple[int, int]:
     """Return the rows and columns of a core as a matrix: its wider bond against everything else.
 
-    A matrix, or a tensor with no bond wider than one, is ``(first, all others)``.
+    Other tensors, with no bond above one, are ``(first, all others)``.
     """
     left_is_wider = shape[0] > shape[-1]
     split = 1 if len(shape) == 2 or left_is_wider else len(shape) - 1
@@ -232,8 +232,8 @@ def core_matrix(shape: torch.Size) -> tuple[int, int]:
 def orthogonalize(matrices_brc: Tensor, steps: int) -> Tensor:
     """Approximate the orthogonal factors ``U V^T`` of stacked matrices ``(b, rows, cols)``.
 
-    By Newton-Schulz iterations on the shorter side: singular values end between 0.7 and 1.2, those
-    far below the largest ones lower. A matrix of zeros stays one.
+    Newton-Schulz iterations on the shorter side bring singular values between 0.7 and 1.2, those
+    far below the largest ones lower. A zero matrix stays zero.
     """
     a, b, c = _COEFFICIENTS
     wide = matrices_brc.shape[1] <= matrices_brc.shape[2]

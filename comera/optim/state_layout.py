@@ -121,8 +121,7 @@ def packs_state(optimizer: Optimizer) -> bool:
 def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
     """Lay a parameter's state out in plain tensors that can be cut along with it.
 
-    Calls the optimizer's own ``unpack_state_`` where it has one; packed moments of torchao become
-    float32.
+    Calls the optimizer's ``unpack_state_`` if it has one; torchao's moments become float32.
     """
     if optimizer is None:
         return
@@ -175,7 +174,7 @@ COMMON_KEYS = frozenset({"params", "name", "param_names", "initial_lr", "rate_sc
 
 
 def made_for(unknown: Collection[str]) -> str:
-    """Return the end of an error about unknown keys: the optimizer that has them."""
+    """Return the end of an error about unknown keys, which names their optimizer."""
     return "; groups with 'muon' are made for comera.MuonAdamW" if "muon" in unknown else ""
 
 

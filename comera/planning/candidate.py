@@ -66,7 +66,7 @@ class Step:
         )
 
     def working(self, machine: Machine, dtype: str) -> float:
-        """Predict the time of its work: a matrix product, or one pass over what is moved."""
+        """Predict the time of its work: a matrix product, or one pass over memory."""
         item = item_size(dtype)
         rearranging = 2 * self.copied * item / machine.strided_bandwidth
         if self.product is not None:
@@ -101,10 +101,9 @@ def product(
 def product_seconds(
     machine: Machine, dtype: str, batch: int, rows: int, depth: int, columns: int
 ) -> float:
-    """Predict the time of a batched ``(rows, depth) @ (depth, columns)``, its call not counted.
+    """Predict the time of a batched ``(rows, depth) @ (depth, columns)`` without its call.
 
-    The larger of computing, at a share of the peak rate, and moving. A product with a vector only
-    moves.
+    It is the larger of the times to compute and to move; products with a vector only move.
     """
     numbers = batch * (rows * depth + depth * columns + rows * columns)
     moving = machine.moving(numbers * item_size(dtype))
@@ -123,7 +122,7 @@ OUTPUT_GRADIENT = "gy"
 
 
 class Work:
-    """Base of a layer at one batch, as the ways to compute it see it."""
+    """Base of a layer at one batch size, as the planner sees it."""
 
     shape: Shape
     tokens: int
@@ -142,7 +141,7 @@ class Work:
             raise ValueError(f"{name}={count} must be at least 1")
 
     def fill_width(self, name: str, modes: int) -> None:
-        """Set a width to what the modes multiply to if it is None, and check it."""
+        """Set a missing width to the product of the modes, and check it."""
         width = getattr(self, name)
         if width is None:
             object.__setattr__(self, name, modes)  # the subclasses are frozen
@@ -195,8 +194,8 @@ def candidate(
 ) -> Candidate:
     """Make a candidate, and add up the time and memory of its steps.
 
-    Steps are in the order in which they run; ``parameters`` are the numbers in each, by name. The
-    backward pass is left out without training, and the gradient of an input that needs none.
+    ``parameters`` are sizes by name. The backward pass is left out without training, as is the
+    gradient of an input that needs none.
     """
     wanted = [step for step in backward if work.input_grad or step.result != "grad(x)"]
     backward = wanted if work.train else []
@@ -232,7 +231,7 @@ def candidate(
 def _peak(
     steps: Sequence[Step], start: Mapping[str, int], keep: set[str], parameters: Mapping[str, int]
 ) -> int:
-    """Count the most numbers held at once; a tensor goes after its last reader unless kept."""
+    """Count the peak of numbers held; a tensor is freed after its last reader unless kept."""
     last = {name: k for k, step in enumerate(steps) for name in step.reads}
     held = dict(start)
     most = sum(held.values())
@@ -263,10 +262,7 @@ class FactorChain(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def factor_chains(shape: TTShape | TTMShape) -> tuple[FactorChain, FactorChain]:
-    """Plan the contraction of both factors of a linear layer, or of a table split in the middle.
-
-    The row and the column mode of a table's core count as one.
-    """
+    """Plan the contraction of both factors of a linear layer or a table, whose modes are paired."""
     _, cores, sizes = chain_indices(shape.slice_sizes, shape.ranks)
     listed, split = list(cores.items()), shape.split
     return (
@@ -315,7 +311,7 @@ def _factor_chain(
 def gates(shape: Shape, operators: float, backward: bool = False) -> Step:
     """Return the step that multiplies each core by the gate of its right bond, or its backward.
 
-    The backward gates the cores again. The overhead of the layer's Python operators is counted too.
+    Backward gates the cores again. The overhead of Python operators is included.
     """
     bonds, moved = len(shape.ranks), shape.num_params * (6 if backward else 2)
     calls, name = (5 + 4 * bonds, "grad(gates)") if backward else (3 + bonds, "gates")

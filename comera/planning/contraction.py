@@ -72,7 +72,7 @@ def chain_indices(
 
 
 def _letter(alphabet: str, k: int) -> str:
-    """Return the k-th letter; past the end, symbols that opt_einsum takes, odd and even apart."""
+    """Return the k-th letter, or past the end a symbol that opt_einsum takes."""
     if k < len(alphabet):
         return alphabet[k]
     return get_symbol(len(string.ascii_letters) + 2 * (k - len(alphabet)) + (alphabet is _BONDS))
@@ -96,8 +96,8 @@ class Search(NamedTuple):
 def search(network: Network, wanted: Collection[str]) -> Search:
     """Search the tree of a network with the fewest multiply-adds; ``wanted`` get a gradient.
 
-    opt_einsum's dynamic programming counts one multiply-add for each point of the joint index
-    space, as this package does; its ``optimal`` counts two where an index is summed.
+    opt_einsum's dynamic programming counts multiply-adds as this package does; its ``optimal``
+    counts two where an index is summed.
     """
     find = DynamicProgramming("flops", search_outer=len(network.tensors) <= _ALL_TREES_UP_TO)
     # The indices of each tensor or partial product, and whether it gets a gradient.

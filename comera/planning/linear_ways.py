@@ -76,7 +76,7 @@ class Layer(Work):
 
     @property
     def bond(self) -> int:
-        """The same as products see it, padded and with room for the bias."""
+        """The rank of the factors, padded and with room for the bias."""
         return padded_rank(self.rank, self.bias)
 
     @property
@@ -91,7 +91,7 @@ class Layer(Work):
 
 
 def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
-    """Return the candidates of a layer, which has code for all of them."""
+    """Return the candidates of a layer, all of them implemented."""
     if 0 in layer.shape.ranks:
         return [only_bias(layer, machine, dtype)]
     if isinstance(layer.shape, BTTShape):
@@ -305,7 +305,7 @@ def dense_from(layer: Layer, *, machine: Machine, dtype: str = "float32") -> int
 def first_where(holds: Callable[[int], bool], most: int) -> int:
     """Find the smallest number up to ``most`` at which ``holds``, given that it does at ``most``.
 
-    Doubling finds the power of two, halving the number, so ``holds`` must be monotonic.
+    Searches by doubling, then by bisection, so ``holds`` must be monotonic.
     """
     high = 1
     while high < most and not holds(high):

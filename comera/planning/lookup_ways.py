@@ -68,7 +68,7 @@ class Lookup(Work):
 
 
 def candidates(lookup: Lookup, machine: Machine, dtype: str) -> list[Candidate]:
-    """Return the candidates of a table, which has no code for ``factors``."""
+    """Return the candidates of a table; ``factors`` is for comparison only."""
     if 0 in lookup.shape.ranks:
         return [only_zeros(lookup, machine, dtype)]
     factors = from_factors(lookup, machine, dtype, unique=False)
@@ -86,8 +86,7 @@ def best_tree(lookup: Lookup) -> Search | None:
 def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) -> Candidate:
     """Plan every row, or with ``unique`` every distinct one, as a product of slices of two factors.
 
-    The factors are counted as contracted whole. On a CPU that is too much for large tables and
-    small batches, for which only the slices that are read are contracted.
+    Counts whole factors, too many for small batches on a CPU, which contract slices alone.
     """
     # Sizes: `rows` are made from slices (wide, rank) and (rank, high) of the two factors.
     shape, split = lookup.shape, lookup.shape.split

@@ -114,7 +114,7 @@ class Machine:
 
     @property
     def prefers_onednn(self) -> bool:
-        """Whether oneDNN is enough faster for its slower start of each product."""
+        """Whether oneDNN's rate outweighs its slower start of each product."""
         return self.onednn > 1.1
 
     def product_rate(self, dtype: str, multiply_adds: int) -> float:
@@ -141,18 +141,18 @@ class Machine:
         )
 
     def in_all(self, working: float, starting: float) -> float:
-        """Return the seconds of steps from those of their work and those of their starts."""
+        """Combine the seconds of work and of starting kernels."""
         return max(working, starting) if self.runs_ahead else working + starting
 
     def share(self, narrow: int, depth: int) -> float:
-        """Predict the share of the peak rate of a product: narrower side, side summed over."""
+        """Predict the share of the peak rate from a product's narrower side and depth."""
         whole, rest = divmod(narrow, self.tile)
         tiles = whole + (rest > 0 if self.whole_tiles else rest.bit_count())
         width = narrow / (tiles * self.tile + self.half_width)
         return width * (depth / (depth + self.half_depth))
 
     def moving(self, nbytes: float) -> float:
-        """Predict the seconds of a pass over so many bytes, read and written together."""
+        """Predict the seconds to read and write ``nbytes`` in all."""
         if nbytes <= self.cache_bytes:
             return nbytes / self.cache_bandwidth
         beyond = nbytes - self.cache_bytes
@@ -208,8 +208,7 @@ def default_machine(kind: str = "cpu") -> Machine:
 def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None = None) -> Machine:
     """Load the saved profile of a machine; without one log that once and return the default.
 
-    On a CPU None is this computer's processor, and as many threads as this process may run on. A
-    GPU without a name has no profile.
+    None is this computer's processor and all threads of the process. A GPU needs a name.
     """
     _check_kind(kind)
     if kind == "cpu":

@@ -22,16 +22,16 @@ _CACHED = 1024
 
 @dataclass(frozen=True, repr=False)
 class Plan(Report):
-    """The candidates of one layer at one batch on one machine; prints itself, also in Jupyter.
+    """Candidates to compute one layer at one batch size on one machine; prints as a table.
 
     Attributes:
         title: The layer in words.
         tokens: Rows or indices in the batch.
         candidates: The ways to compute the layer, fastest first by prediction.
         dense: The torch layer it replaces.
-        search: The contraction tree with the fewest operations, forward and all gradients planned
-            together. None for blocks, and for a layer whose weight has vanished.
-        eager: On a GPU the plan of eager mode, where all else is of a captured step; else None.
+        search: The contraction tree with the fewest operations, forward and backward. None for
+            blocks and for a layer of rank zero.
+        eager: On a GPU the plan in eager mode (the rest is for a captured step); else None.
     """
 
     title: str
@@ -67,8 +67,7 @@ class Plan(Report):
     def excess(self) -> float:
         """Operations of the chosen candidate above those of the best tree, as a share of these.
 
-        Negative where modes multiply to more than a width (the tree works on the padded ones),
-        and where rows of a table share their factors (the tree makes each row by itself).
+        Negative if modes are padded, as they are in the tree, or if rows of a table share factors.
         """
         if self.search is None:
             return 0.0

@@ -91,10 +91,7 @@ class Table:
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def text(self) -> str:
-        """Return text no wider than the terminal, or 80 columns where there is none.
-
-        Where room is scarce, headings are broken into lines first, then names, then words.
-        """
+        """Return text no wider than the terminal; breaks headings, then names, then words."""
         limit = max(_LEAST_WIDTH, shutil.get_terminal_size().columns)
         title = self.title
         cells = {k: [row[k] for row in self.rows] for k in range(len(self.header))}
@@ -155,12 +152,11 @@ class Table:
 
 
 def _together(widths: Iterable[int]) -> int:
-    """Return the width of columns with the lines between and around them."""
     return sum(width + 3 for width in widths) + 1
 
 
 def _broken(name: str, width: int) -> str:
-    """Break a dotted name behind dots into lines of that width; rich folds longer parts."""
+    """Break a dotted name after dots into lines of at most ``width`` where possible."""
     lines = [""]
     for part in _NAME_PART.findall(name):
         if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
@@ -233,7 +229,7 @@ def empty_figure(columns: int = 1) -> tuple["Figure", Any]:
 def with_bar(
     items: Iterable[_Item], title: str, show: bool, total: float | None = None, done: int = 0
 ) -> Iterable[_Item]:
-    """Return items, with a progress bar if ``show``, of which ``done`` were read before."""
+    """Return items, with a progress bar that starts at ``done`` if ``show``."""
     if not show:
         return items
     from rich.progress import track  # not needed without a bar

@@ -58,7 +58,7 @@ class Timing:
         return self.group, self.dtype, self.captured, self.sizes
 
     def order(self, names: Sequence[str]) -> list[str]:
-        """Sort the names that have times, fastest first; even ones stay in the given order."""
+        """Sort the names that have times, fastest first; ties stay in the given order."""
         left, found = [name for name in names if name in self.seconds], list[str]()
         while left:
             enough = _EVEN * min(self.seconds[name] for name in left)
@@ -86,10 +86,7 @@ class WayTimes:
     def nearest(
         self, group: str, dtype: str, captured: bool, sizes: Sequence[Size]
     ) -> Timing | None:
-        """Return the entry whose sizes are nearest in ratio; None where nothing is alike.
-
-        Eager times count where none was measured in a graph, and the other way round.
-        """
+        """Return the entry of nearest sizes, or None; eager and graph times may stand in."""
         least = self.least.get(group, ())
         if any(isinstance(n, int) and n < low for n, low in zip(sizes, least, strict=False)):
             return None
@@ -103,7 +100,7 @@ class WayTimes:
 
 
 def _distance(measured: Sequence[Size], asked: Sequence[Size]) -> float | None:
-    """Add up the ratios of numbers; None where words differ."""
+    """Add up the ratios of numbers; None if words differ."""
     if len(measured) != len(asked):
         return None
     total = 0.0
@@ -211,7 +208,6 @@ def load_way_times(setting: Setting) -> WayTimes:
 
 
 def _check(content: Any, setting: Setting) -> None:
-    """Raise ValueError if a file is of another setting."""
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"it is not of format {_FORMAT}")
     for name, value in asdict(setting).items():

@@ -57,7 +57,7 @@ class ImportanceScores:
 
     @property
     def _gates(self) -> dict[nn.Parameter, str]:
-        """Each gate once, shared ones too, and the name of its layer."""
+        """Return each gate once with the name of its first layer."""
         gates: dict[nn.Parameter, str] = {}
         for name, layer in self._layers.items():
             for gate in layer.gates:
@@ -83,17 +83,16 @@ class ImportanceScores:
             self._observed[number] = gate, gate.register_hook(add)
 
     def _add(self, number: int, grad: Tensor) -> None:
-        """Add gate times gradient of one part of a batch, before the gate is stepped."""
         lost = grad.detach() * self._observed[number][0].detach()
         before = self._lost.get(number)
         self._lost[number] = lost if before is None else before + lost
 
     @torch.no_grad()
     def follow_(self, group: "dist.ProcessGroup | None" = None) -> None:
-        """Add a step to the mean, after its backward pass: on the device, in place.
+        """Add a step to the running mean after its backward pass, on the device.
 
-        A step whose gradients are not finite is left out; the mean starts again after truncation.
-        Processes of a group, each with rows of its own, take the mean of their gradients.
+        A step with non-finite gradients is skipped; the mean restarts after truncation.
+        Gradients are averaged over the processes of a group.
         """
         if not self._lost:
             return
@@ -130,8 +129,7 @@ class ImportanceScores:
     def importance(self, group: "dist.ProcessGroup | None" = None) -> dict[int, Tensor] | None:
         """Return the importance of the ranks of each gate, ``(R,)``, by the gate's ``id``.
 
-        Alike in all processes of a group, which call it together. None if no gradient has been
-        observed.
+        All processes of a group call this and get the same. None without observed gradients.
         """
         gates = list(self._gates)
         widths = [gate.numel() for gate in gates]
@@ -175,10 +173,10 @@ class ImportanceSettings:
 class ImportancePruning(RankLearning):
     """Train the loss alone for some steps, then prune to a target those ranks that matter least.
 
-    The importance of a rank is the mean square of its gate times the gate's gradient, over the last
-    fifty steps or so: what the loss of a batch would lose with it, to first order (Molchanov et
-    al., arXiv 1906.10771). Ranks go by their importance for each entry they cost, over all layers
-    together. Nothing regularises the gates.
+    The importance of a rank is the mean square of its gate times the gate's gradient, over about
+    fifty steps: the change of the loss without it, to first order (Molchanov et al., arXiv
+    1906.10771). Ranks are pruned by importance per entry, over all layers. Gates are not
+    regularised.
 
     Call :meth:`objective` on each loss before its backward pass, :meth:`step` after each
     optimizer step, and :meth:`finish_` once, when it is :attr:`due`; ``TrainStep`` makes the first

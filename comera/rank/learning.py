@@ -44,10 +44,7 @@ _WAY_OUT = (
 
 
 def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
-    """Return the group whose processes train copies of a model; None for a process that is alone.
-
-    That of its ``DistributedDataParallel``; without one, all processes of ``torch.distributed``.
-    """
+    """Return the process group of a model, its DDP's or the default one; None for one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     for wrapper in wrappers_of(model):
@@ -56,7 +53,7 @@ def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
 
 
 def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
-    """Run a function in the processes of a group; all of them call this.
+    """Check that a function returns the same in all processes.
 
     Args:
         group: None for a process that is alone.
@@ -272,7 +269,7 @@ class RankLearning(ABC):
         self.count_(optimizer)
 
     def count_(self, optimizer: AnyOptimizer | None = None) -> None:
-        """Count a step on the host: the other half of :meth:`step`."""
+        """Count a step: the host part of :meth:`step`."""
         if optimizer is not None and optimizer is not self._optimizer:
             check_holds_cores(optimizer, self.model)
             check_can_be_cut(tensor_trains(self.model), optimizer)
@@ -281,7 +278,7 @@ class RankLearning(ABC):
 
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
-        """Follow a step on the device, in place: the half of :meth:`step` in a CUDA graph."""
+        """Close gates after a step, on the device: the part of :meth:`step` in a CUDA graph."""
         if self._live is not None:
             # Many gates may close in one step, and a closed one has no gradient to open again.
             self._target_met |= self.size.hold_(self._live, self.target_size)
@@ -290,13 +287,13 @@ class RankLearning(ABC):
     def discard_(self) -> None:
         """Discard the objective of a step that is not taken.
 
-        Loops of one's own call it, with ``zero_grad``, after a step that raised before its end.
+        Call it, with ``zero_grad``, after a step that raised an error.
         """
         self._live = None
 
     @abstractmethod
     def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
-        """Cut ranks, so that the cores have at most ``target_size`` entries, in place.
+        """Cut ranks in place until the cores have at most ``target_size`` entries.
 
         Args:
             optimizer: The optimizer whose state is cut along with the parameters; by default that
@@ -304,12 +301,11 @@ class RankLearning(ABC):
 
         Returns:
             ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, the number of gates
-            above 0.1 that were closed; ``reached``, the size before any was.
+            above 0.1 that were closed; ``reached``, the size before that.
 
         Raises:
-            ValueError: If processes that train together hold different gates or would cut different
-                ranks; then none of them has changed anything. If the cores are not finite, or the
-                optimizer's state cannot be cut.
+            ValueError: If processes hold different gates or would cut different ranks; then none
+                changes anything. If cores are not finite or the optimizer's state cannot be cut.
             RuntimeError: If another process cannot cut its ranks.
         """
 
@@ -357,7 +353,6 @@ class RankLearning(ABC):
         self.discard_()
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor of a state to the model's device, to be changed in place."""
         return tensor.to(self.size.gates[0].device, copy=True)
 
     @property
@@ -436,7 +431,7 @@ class RankLearning(ABC):
 
 
 def check_holds_cores(optimizer: AnyOptimizer, model: nn.Module) -> None:
-    """Raise ``ValueError`` for an optimizer without cores, as one built before ``tensorize_``."""
+    """Raise ``ValueError`` if the optimizer holds none of the model's trainable cores."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     cores = [core for layer in tensor_trains(model).values() for core in layer.cores]
     training = [core for core in cores if core.requires_grad]

@@ -34,11 +34,9 @@ def prune_to_(
 ) -> list[float]:
     """Close the gates that matter least until the cores fit a budget.
 
-    Ranks go by their importance for each entry they cost, the least first, over all layers
-    together. The last one may have been large: of those before it, what then still fits stays open,
-    except in layers that have vanished. Gates are set to zero, nothing is cut. Ranks are counted
-    as :func:`truncate_` leaves them at the same ``min_rank``: of a bond whose gates are all closed
-    at 1, its largest.
+    Ranks are closed by importance per entry, the least first, over all layers. If a large last rank
+    leaves room, earlier ones that still fit stay open, except in layers that have vanished. Gates
+    become zero; no core is cut. Sizes are those that :func:`truncate_` leaves at this ``min_rank``.
 
     Args:
         named: Layers to prune, by name.
@@ -75,8 +73,7 @@ def prune_to_(
     def cost_of(bond: _Bond) -> float:
         """Return the loss for each entry saved by the next rank of a bond; infinite if none may go.
 
-        A share is measured against what is left, not against the start: many equal ranks cost
-        little to thin out and ever more to do without.
+        A share is relative to what is left, so the cost grows as equal ranks are closed.
         """
         live = ranks[bond.layer]
         if live[bond.position] <= min_rank or not bond.importance:
@@ -161,7 +158,7 @@ def _rank_bonds(
 
 
 def _norms(layer: TensorTrainModule) -> list[Tensor]:
-    """Return, for each bond, the share of the weight's squared norm that each rank carries."""
+    """Return each rank's share of the weight's squared norm, for every bond."""
     if not layer.is_chain:
         norms = layer.rank_norms()
         return [norms / norms.sum().clamp(min=1e-300)]

@@ -17,7 +17,7 @@ from comera.ops.cores import is_open
 
 
 class AllGates(NamedTuple):
-    """All gates of a model in one vector, whether each is open, and the open ones of each bond."""
+    """All gates of a model in one vector, which are open, and how many in each bond."""
 
     values: Tensor
     live: Tensor
@@ -96,7 +96,7 @@ class SizeOfRanks:
 
     @torch.no_grad()
     def hold_(self, before: Tensor, floor: float) -> Tensor:
-        """Open gates again that closed too many at once: a closed gate does not open by itself.
+        """Reopen gates if too many closed in one step: a closed gate never opens by itself.
 
         A gate that has just closed is lifted to 1.5 times ``prune_below`` where its bond would else
         have none, or where the size would fall below ``floor``. There it adds next to nothing, and
@@ -124,14 +124,14 @@ class SizeOfRanks:
         return reached
 
     def _size_at(self, counts: Tensor) -> Tensor:
-        """Return the size at given ranks of bonds; a layer with an empty bond has none."""
+        """Return the size at given ranks; a layer with an empty bond has size zero."""
         before, after = self._ends_of_cores(counts)
         least = self._most.scatter_reduce(0, self._layer_of_bond, counts, "amin")
         whole = least[self._layer_of_core] > 0
         return torch.dot(before * after * whole, self._slices[counts.dtype])
 
     def _sum_by_bond(self, values: Tensor) -> Tensor:
-        """Sum numbers of gates by bond; slot 0 is the outer bond of every layer, which is one."""
+        """Sum numbers of gates by bond; slot 0 is for the outer bonds, which are one."""
         return self._outer[values.dtype].index_add(0, self._bond_of_gate, values)
 
     def _ends_of_cores(self, bonds: Tensor) -> tuple[Tensor, Tensor]:

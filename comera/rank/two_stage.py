@@ -195,9 +195,8 @@ class TwoStage(RankLearning):
     def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
         """Cut ranks, see :meth:`~comera.rank.learning.RankLearning.finish_`.
 
-        Ranks that the objective left above their threshold are closed greedily until the target is
-        met, those that carry the least of their layer first. Most of them are held just above it
-        by then; a warning has the number of those that were not, if they were more than a few.
+        Ranks still above their threshold are closed greedily until the target is met, the smallest
+        share of their layer first. A warning counts gates that were not just above it, if several.
         """
         group = self._processes()
         live = int(self.size.read().live.sum())
@@ -212,9 +211,9 @@ class TwoStage(RankLearning):
         return outcome
 
     def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Warn when the gates cannot reach their threshold in the steps there are.
+        """Warn if the gates cannot close in the remaining steps.
 
-        Under Adam a gate falls by at most its learning rate in a step, so nothing is pruned before
+        Under Adam a gate falls by at most its learning rate in a step, so none closes before
         ``1 / lr`` steps.
         """
         if self.forced is not None:

@@ -230,7 +230,7 @@ def runs_table(folder: Path) -> Table:
 
 
 def _runs(folder: Path) -> Iterator[Path]:
-    """Yield folders of runs; folders inside of one, such as its twin, are part of it."""
+    """Yield folders of runs, but none inside another run, such as its twin."""
     if is_run(folder) or _has_only_a_log(folder):
         yield folder
         return
@@ -240,7 +240,7 @@ def _runs(folder: Path) -> Iterator[Path]:
 
 
 def _has_only_a_log(folder: Path) -> bool:
-    """Return whether a run of a sweep was started here and has not written its settings yet."""
+    """Return whether a sweep has started a run here that has no settings yet."""
     return not (folder / "config.yaml").exists() and last_session(folder) is not None
 
 
@@ -278,7 +278,6 @@ def _begun(folder: Path) -> str:
 
 
 def _read(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
-    """Return a mapping in a file; empty for one that is missing or damaged."""
     with contextlib.suppress(ValueError, OSError):
         return read(path)
     return {}

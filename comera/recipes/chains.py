@@ -326,7 +326,6 @@ def compress(
 
 
 def _archive(folder: str) -> Archive:
-    """Return the checkpoints in a folder, or those of a run."""
     found = _find_archive(Path(folder))
     if found is None:
         raise FileNotFoundError(f"there are no checkpoints in {folder}")

@@ -62,10 +62,7 @@ _FILE_WIDTH = 120
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status.
-
-    Of several processes that torchrun has started, the first one prints for all.
-    """
+    """Run one command and return its exit status; of several processes only the first prints."""
     imports_are_done()
     words = list(sys.argv[1:] if arguments is None else arguments)
     count, rank = count_started(os.environ), rank_started(os.environ)
@@ -168,7 +165,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    """Add the parameters of a function; those without a default or before a ``/`` have no name."""
+    """Add a function's parameters; those without default or before ``/`` are positional."""
     texts = {p.arg_name: p.description or "" for p in parse(function.__doc__ or "").params}
     for each in _parameters(function):
         text = " ".join(texts[each.name].split()).replace("``", "").replace("%", "%%")
@@ -208,7 +205,7 @@ def _options(command: str, function: Callable[..., Any], words: Sequence[str]) -
 
 
 def _options_of_all(words: Sequence[str]) -> NoReturn:
-    """Print the help, the version, or a script by which a shell completes the commands."""
+    """Print the help, the version or a completion script for shells."""
     option, _, shell = words[0].partition("=")
     if option in ("-h", "--help"):
         print(_help_of_commands(""))

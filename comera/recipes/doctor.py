@@ -69,7 +69,7 @@ def _found() -> Table:
 
 
 def _or_problem(call: Callable[[], str]) -> str:
-    """Return the result of a function, or the error of a library that cannot be used."""
+    """Return the result of a function, or the error of an unusable library."""
     try:
         return call()
     except (KernelError, RuntimeError) as problem:
@@ -91,7 +91,7 @@ def _kernels() -> Table:
 
 
 def _ways(device: torch.device) -> Table:
-    """List the way that each operator takes, and why not one of those before it."""
+    """List the way that each operator takes, and why it skips earlier ones."""
     columns = ("operator", "dtype", "way", "ways before it", "ways after it")
     table = Table(*columns, title=f"which way tensors on {device} go", title_justify="left")
     for name in sorted(TABLE):
@@ -145,7 +145,7 @@ def _times(device: torch.device) -> Table:
 
 
 def _linears(device: torch.device) -> Table:
-    """List the rows from which on linear layers are multiplied by their dense weight."""
+    """List the rows from which linear layers multiply by their dense weight."""
     title = f"linear layers of {_WIDTH} x {_WIDTH} on {device}: factorized, but reconstructed from"
     table = Table(title=title, title_justify="left")
     for column in ("rank", *(str(dtype).removeprefix("torch.") for dtype in _DTYPES)):

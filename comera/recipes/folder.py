@@ -1,7 +1,7 @@
 """The folder of a run: its settings, the record of its data, and its result.
 
-:func:`begun_run` compares a run that was begun there with the settings of one that is to resume it,
-:func:`claim` makes the folder its own, :func:`lock` keeps other processes away.
+:func:`begun_run` compares a started run with new settings, :func:`claim` writes the settings and
+:func:`lock` keeps other processes away.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def read_record(folder: Path) -> DataRecord | None:
 def changed_data(there: DataRecord, here: DataRecord) -> str | None:
     """Return how data differ from those recorded, as ``2 files: a.py changed, b.py new``, or None.
 
-    A file that was moved to another folder is the same file.
+    Moved files are the same files.
     """
     new = {(Path(k).name, digest): k for k, digest in here.files.items() if k not in there.files}
     recorded = {
@@ -92,7 +92,6 @@ def changed_data(there: DataRecord, here: DataRecord) -> str | None:
 
 
 def _path_keys(config: RunConfig) -> list[str]:
-    """Return the settings of a run's data that are paths."""
     return [each.name for each in dataclasses.fields(config.data) if "path" in each.metadata]
 
 
@@ -134,7 +133,6 @@ def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
 
 
 def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name of a setting with each path to data that it names."""
     for key in _path_keys(config):
         value = getattr(config.data, key)
         for path in value if isinstance(value, list) else [value]:
@@ -148,7 +146,7 @@ def named_data(config: RunConfig) -> str:
 
 
 def missing_data(config: RunConfig) -> dict[str, str]:
-    """Return the first path that is missing of each setting that names one, by its dotted name."""
+    """Return the first missing path of each setting with paths, by its dotted name."""
     found: dict[str, str] = {}
     for key, path in _paths(config):
         if not Path(path).exists():
@@ -224,7 +222,7 @@ def read_outcome(folder: Path) -> Outcome:
 def outcome_cells(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of a table of finished models, given as in ``result.json``.
 
-    Where there are two, a last column has the ratio of the second to the first.
+    With two models a last column has their ratio.
     """
     two = len(results) == 2
     rows: list[list[str]] = []
@@ -278,7 +276,7 @@ _IN_EVERY_CONFIG = {"seed", "device", "train", "optimizer", "twin"}
 
 @dataclass(frozen=True)
 class Begun:
-    """Differences of a run that was begun in a folder from the settings of the next one there.
+    """Differences between the run started in a folder and new settings.
 
     Attributes:
         others: Settings that make it another run, as ``key: there -> here``.
@@ -296,13 +294,13 @@ class Begun:
 
     @property
     def difference(self) -> str | None:
-        """The first settings that make it another run; None if it is the same one."""
+        """The first settings that identify another run; None if there are none."""
         more = f" and {len(self.others) - _SHOWN} more" if len(self.others) > _SHOWN else ""
         text = ", ".join(self.others[:_SHOWN]) + more + (_LET_IT_END if self.late else "")
         return text or None
 
     def is_finished(self, folder: Path) -> bool:
-        """Return whether the folder holds the result of a run with just these settings."""
+        """Return whether the folder holds the result of a run with these settings."""
         # Only digests show whether data at another place are the same.
         if self.others or self.longer or self.moved:
             return False
@@ -315,14 +313,14 @@ class Begun:
 
 @contextlib.contextmanager
 def lock(folder: Path, what: str = "run") -> Iterator[None]:
-    """Make this the one process that writes to the folder of a run, or of a sweep.
+    """Lock the folder of a run or a sweep for this process.
 
     Args:
         folder: The folder, which is made if it is not there.
-        what: What errors call the one that writes already.
+        what: Name of the other writer in errors.
 
     Raises:
-        FolderInUseError: If another one does.
+        FolderInUseError: If another process holds the lock.
     """
     file = FileLock(folder / ".lock", timeout=0)
     take(file, folder, f": let that {what} end, or choose another --out")
@@ -333,16 +331,15 @@ def lock(folder: Path, what: str = "run") -> Iterator[None]:
 
 
 def begun(folder: Path) -> bool:
-    """Return whether there is something of a run to resume from, or its result."""
+    """Return whether a folder has a run to resume, or its result."""
     return bool(Archive(folder / "checkpoints").steps()) or (folder / "result.json").exists()
 
 
 def begun_run(config: RunConfig) -> Begun | None:
-    """Compare the run that was begun in the folder with these settings; None if none was.
+    """Compare the run started in the folder with these settings; None if there is none.
 
-    Settings that do not belong to a run's identity are marked in their dataclasses. A larger number
-    of steps makes no other run, except in the late stage of rank learning, which cuts at a pace
-    that follows from it. Nor does another path of data that are gone from the old one.
+    Dataclasses mark the settings that do not identify a run. More steps make another run only in
+    the late stage of rank learning, whose pace depends on them. A new path of moved data does not.
     """
     folder = Path(config.out)
     if not begun(folder) or not (folder / "config.yaml").is_file():
@@ -376,7 +373,6 @@ def begun_run(config: RunConfig) -> Begun | None:
 
 
 def _has_moved(old: Any, new: Any) -> bool:
-    """Return whether two values are different paths, and the old ones are gone."""
     if isinstance(old, list) and isinstance(new, list):
         pairs = zip(old, new, strict=True)
         return len(old) == len(new) and all(a == b or _has_moved(a, b) for a, b in pairs)
@@ -384,13 +380,13 @@ def _has_moved(old: Any, new: Any) -> bool:
 
 
 def other_settings(config: RunConfig) -> str | None:
-    """Return the settings that make the run begun in the folder another one; None if none do."""
+    """Return the settings by which the run in the folder is another one; None if none do."""
     found = begun_run(config)
     return None if found is None else found.difference
 
 
 def other_data(folder: Path, record: DataRecord) -> str | None:
-    """Return how data differ from those recorded by the run that was begun in the folder, if so."""
+    """Return how the data differ from those recorded in a run's folder, or None."""
     recorded = read_record(folder) if begun(folder) else None
     return None if recorded is None else changed_data(recorded, record)
 
@@ -404,8 +400,7 @@ def is_finished(config: RunConfig) -> bool:
 def check_folder(config: RunConfig, found: Begun | None) -> None:
     """Raise ``ValueError`` if a run may not have its folder; nothing is written or deleted.
 
-    The folder may hold another run, where ``overwrite`` is not set, files that no run wrote and
-    that are in the way, or data that the run reads.
+    Reasons are another run without ``overwrite``, other files in the way, and the run's data.
     """
     folder = Path(config.out)
     ours = _written_by_a_run(folder)
@@ -441,7 +436,7 @@ def check_folder(config: RunConfig, found: Begun | None) -> None:
 
 
 def check_data(config: RunConfig, record: DataRecord) -> None:
-    """Raise ``ValueError`` if a run was begun with other data, and ``overwrite`` is not set."""
+    """Raise ``ValueError`` if a run started with other data and ``overwrite`` is not set."""
     difference = None if config.overwrite else other_data(Path(config.out), record)
     if difference is not None:
         raise ValueError(
@@ -451,10 +446,9 @@ def check_data(config: RunConfig, record: DataRecord) -> None:
 
 
 def claim(config: RunConfig, record: DataRecord, found: Begun | None) -> None:
-    """Write settings and data of a run into its folder, once that and the data were checked.
+    """Write the settings and the data record of a run into its checked folder.
 
-    Files of an earlier run that is replaced, or has nothing to resume from, are deleted, and no
-    others.
+    Only files of an earlier run that is replaced or cannot be resumed are deleted.
     """
     folder = Path(config.out)
     if not config.overwrite and found is not None and found.longer:  # it will have another result
@@ -471,7 +465,7 @@ def claim(config: RunConfig, record: DataRecord, found: Begun | None) -> None:
 
 
 def _delete(folder: Path, names: Iterable[str]) -> None:
-    """Delete what a run has written under these names; in its folders others may have files."""
+    """Delete the files of a run with these names, and no others in its folders."""
     for name in names:
         path = folder / name
         if name == "checkpoints":
@@ -489,17 +483,16 @@ def _delete(folder: Path, names: Iterable[str]) -> None:
 
 
 def _holds(path: Path) -> bool:
-    """Return whether there is a file, or a folder with anything in it except a lock."""
     if path.is_dir():
         return any(entry.name != ".lock" for entry in path.iterdir())
     return path.exists()
 
 
 def _written_by_a_run(folder: Path) -> set[str]:
-    """Return the names in the folder that are a run's: all or none, by its ``config.yaml``.
+    """Return the names in the folder that belong to a run, if ``config.yaml`` is a run's.
 
-    That is a common name: one without the settings that every run has is another program's. One
-    that cannot be read is taken for a run's where there is a checkpoint or result of a run.
+    It must have the settings that every run has; one that cannot be read counts if there is a
+    checkpoint or a result.
     """
     try:
         settings = read_yaml(folder / "config.yaml")
@@ -514,10 +507,7 @@ def _written_by_a_run(folder: Path) -> set[str]:
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Return the settings as ``config.yaml`` has them: absolute paths, and lists for tuples.
-
-    The folder itself is left out, so that it can be moved.
-    """
+    """Return the settings as in ``config.yaml``: without the folder, lists and absolute paths."""
     settings = with_whole_paths(config).settings()
     for key in ("out", "overwrite"):
         del settings[key]

@@ -92,12 +92,12 @@ def why_failed(printed: str) -> str | None:
 def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
     """Mark the jobs that are finished, and check that the others can begin.
 
-    Finished runs must have seen the data that those still to be trained will see. Data that no
-    run waits for are not read. With ``overwrite`` a run with other settings or data begins anew.
+    Finished runs must have used the same data as the waiting runs. Only data of waiting runs
+    are read. With ``overwrite`` a run with other settings or data restarts.
 
     Raises:
-        ValueError: If a folder holds such a run and may not be overwritten.
-        FileNotFoundError: If the data of a run that was begun are missing.
+        ValueError: If settings or data differ and ``overwrite`` is False.
+        FileNotFoundError: If the data of a started run are missing.
     """
 
     def begin_anew(job: Job, what: str) -> None:
@@ -173,8 +173,8 @@ def start_run(
 ) -> "subprocess.Popen[bytes]":
     """Start ``comera train`` by the settings beside a folder, as a child that ends with its parent.
 
-    Relative paths are meant from ``cwd``. ``threads`` of torch hold unless the settings say how
-    many; None leaves that to torch.
+    Paths are relative to ``cwd``. ``threads`` is the default of torch's threads; None leaves it to
+    torch.
     """
     words = [f"{folder}.yaml", *["--overwrite=true"] * overwrite]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), PARENT: str(os.getpid())}
@@ -208,8 +208,7 @@ def start_run(
 class Remote:
     """A run for submitit or Ray to call, in a process that they have started on some machine.
 
-    Relative paths are meant from ``cwd``. The run stops when the file ``permit`` is gone, if it
-    has one.
+    Paths are relative to ``cwd``. The run stops once a file ``permit`` is deleted.
     """
 
     folder: str
@@ -404,7 +403,6 @@ def write_settings(config: RunConfig) -> None:
 
 
 def _close(job: Job, status: int | str, stopped: bool) -> None:
-    """Set the state of a job whose run has ended."""
     error = status if isinstance(status, str) else why_failed(last_session(job.folder) or "")
     if status == 0:
         job.state = "finished"

@@ -24,9 +24,9 @@ _ADAFACTOR_EPS = (1e-15, 1e-3)
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its schedule. ``optimizer: came`` is short for its name alone.
+    """The optimizer and its schedule. ``optimizer: came`` sets only the name.
 
-    Null is the default of the chosen optimizer; a key that it does not take is refused.
+    Null is the optimizer's default; a setting that the optimizer does not have raises an error.
 
     Args:
         name: adamw, muon, adamw8bit, adafactor, sgd, came, came8bit, galore_adamw,
@@ -354,5 +354,5 @@ def keys_of(kind: type[OptimizerConfig]) -> set[str]:
 
 
 def gate_rate(late_steps: int) -> float:
-    """Return ``gate_lr`` where none is given: under Adam the most that a gate falls in a step."""
+    """Return the default ``gate_lr``: the most that a gate falls in a step under Adam."""
     return max(2e-3, 1.25 / late_steps) if late_steps else 2e-3

@@ -183,7 +183,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping: by default the last one wins silently."""
+    """YAML loader that raises on a duplicate key, of which by default the last wins silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

@@ -90,8 +90,7 @@ def reproduce(
             --set='[nli.train=pairs.jsonl,nli.dev=dev.jsonl]'.
         skip: Variants, or runs as VARIANT/seed-K, to leave out this time: --skip='[galore]'.
         jobs: Number of runs at a time (default: one).
-        overwrite: Begin those runs anew whose folders hold other settings or were begun with other
-            data; the others stay.
+        overwrite: Restart runs whose folders hold other settings or data; the others stay.
         dry_run: Train nothing, but do two steps of each variant on drawn data, or go through the
             shapes of one that takes more than 512 MiB.
     """
@@ -205,9 +204,9 @@ def try_out(
 def dry_run(config: RunConfig, most_bytes: int) -> str:
     """Train a run for two steps of two drawn rows each, with its optimizer and rank learning.
 
-    Nothing is read or written, and losses mean nothing. Above ``most_bytes`` of weights, gradients
-    and optimizer state, forward and backward go through the shapes alone. Returns a sentence on
-    parameters, memory and steps; raises ``ValueError`` for settings that do not go together.
+    Nothing is read or written. Above ``most_bytes`` of weights, gradients and optimizer state only
+    shapes are computed. Returns a sentence on parameters, memory and steps; raises ``ValueError``
+    for settings that contradict.
     """
     needed = planned_memory(dataclasses.replace(config, twin=False))[0].total.total
     steps = config.train.steps or _WHERE_DATA_TELL

@@ -61,7 +61,7 @@ def run(
 ) -> list[Outcome]:
     """Train the models of a run, resuming what is unfinished in its folder.
 
-    Of a finished run the figures are read again; its data need not be there any more.
+    Figures of a finished run are read from its folder, without its data.
 
     Args:
         config: The whole run.
@@ -125,7 +125,6 @@ def _print(console: Console, text: str) -> None:
 
 
 def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[Outcome] | None:
-    """Print and return the outcomes of a run that is finished; None of one that is not."""
     folder = Path(config.out)
     if config.overwrite or found is None or not found.is_finished(folder):
         return None
@@ -142,7 +141,6 @@ def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[
 
 
 def _check_settings(config: RunConfig, found: Begun | None) -> None:
-    """Make the checks that need no data to be read."""
     if not task_of(config).is_told_by_data:
         _planned(config)
     try:
@@ -159,7 +157,7 @@ def _check_settings(config: RunConfig, found: Begun | None) -> None:
 
 
 def _check_content(config: RunConfig, record: DataRecord) -> None:
-    """Make the checks that need the data, before they are prepared and the folder is locked."""
+    """Check the data, before they are prepared and the folder is locked."""
     check_data(config, record)
     if task_of(config).is_told_by_data:
         _planned(config)
@@ -180,7 +178,7 @@ def _check_same_data(record: DataRecord, processes: Processes) -> None:
 
 
 def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
-    """Check the locked folder again, and make it that of this run."""
+    """Check the locked folder again, and claim it for this run."""
     found = begun_run(config)
     check_folder(config, found)
     check_data(config, record)
@@ -198,7 +196,7 @@ def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
 
 
 def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
-    """Return the models of a run by name: its own, then the dense twin if there is to be one."""
+    """Return the models of a run by name: its own, then the dense twin if requested."""
     jobs = [("compressed" if config.tensorize else "dense", config)]
     if config.twin and config.tensorize:
         optimizer = config.optimizer and config.optimizer.of_twin()
@@ -210,15 +208,11 @@ def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
 
 
 def _places(config: RunConfig) -> list[str]:
-    """Return the folders of a run's models in its own."""
     return [name if number else "" for number, (name, _) in enumerate(_jobs(config))]
 
 
 def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | None]:
-    """Return what a run will train: size and plan of its model, and the size to end at.
-
-    Nothing is allocated and no data is read.
-    """
+    """Return size and plan of a run's model and its final size; allocates and reads nothing."""
     config.check()
     model = planned_model(config)
     report = compression_report(model, config.tokens)
@@ -289,7 +283,6 @@ def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
 
 
 def _check_target(model: nn.Module, config: RunConfig) -> None:
-    """Raise ``ValueError`` if the target of rank learning cannot be reached."""
     ranks, section = config.ranks, config.rank_section
     layers = tensor_trains(model).values()
     if ranks is None or not layers:
@@ -387,7 +380,7 @@ def _train_one(
 def find_device(name: str, processes: Processes | None = None) -> torch.device:
     """Return the device of a run's settings; ``auto`` is a GPU where there is one.
 
-    Of several processes each takes a GPU of its own.
+    Each process takes its own GPU.
 
     Raises:
         ValueError: If it is not there.
@@ -405,10 +398,7 @@ def find_device(name: str, processes: Processes | None = None) -> torch.device:
 
 
 def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
-    """Return the model at the start of a run, the same on every device for the same random state.
-
-    Numbers are drawn on the CPU, since a GPU draws others.
-    """
+    """Return the initial model of a run, drawn on the CPU to be the same on every device."""
     settings = config.tt_config
     if settings is not None and settings.init is None:
         # Named, so that nothing warns of lost weights: those of a fresh model are none.
@@ -433,7 +423,7 @@ def build_step(
 ) -> TrainStep:
     """Return the training step of a run, with its optimizer and schedules.
 
-    Of several processes all call this, each with a model of the same weights.
+    Every process calls this, with equal weights.
     """
     group = None if processes is None else processes.group
     is_sharded = group is not None and config.parallel.kind == "fsdp"
@@ -475,7 +465,7 @@ def _rate(settings: OptimizerConfig, steps: int, step: int) -> float:
 
 @contextlib.contextmanager
 def without_remarks(about: str = "comera") -> Iterator[None]:
-    """Run what is inside without remarks about the layers, or of another logger."""
+    """Silence remarks about the layers, or of another logger."""
     log = logging.getLogger(about)
     before = log.level
     log.setLevel(logging.ERROR)

@@ -142,7 +142,7 @@ def changes_of(words: Sequence[str]) -> dict[str, Any]:
 def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
     """Return ``--dry-run=true`` as ``--dry_run=true``, if that alone is an option.
 
-    Keys inside of a mapping, as ``user-id`` in ``--dlrm.table-sizes.user-id=3``, stay as typed.
+    Keys inside a mapping stay, as ``user-id`` in ``--dlrm.table-sizes.user-id=3``.
     """
     name, equals, value = word.partition("=")
     parts = name[2:].split(".")
@@ -206,7 +206,7 @@ def settings_by_name() -> dict[str, tuple[Any, type]]:
 
 
 def _hint_of(key: str) -> Any:
-    """Return the type of a setting, ``Any`` for a key inside of a mapping; None for no setting."""
+    """Return the type of a setting, ``Any`` inside a mapping; None for no setting."""
     known = settings_by_name()
     if key in known or "." not in key:
         return known.get(key, (None,))[0]
@@ -216,7 +216,7 @@ def _hint_of(key: str) -> Any:
 
 
 def help_of(command: str, words: Sequence[str]) -> str | None:
-    """Return the help that one of the words asks for; None if none does."""
+    """Return the help that a word asks for, or None."""
     known = settings_by_name()
     for word in words:
         section = word.removeprefix("--").removesuffix(".help")
@@ -264,7 +264,6 @@ def _entry(key: str, with_type: bool = True) -> str:
 
 
 def _text(key: str) -> str:
-    """Return the description of a setting in the docstrings of its dataclass and its bases."""
     holder = settings_by_name()[key][1]
     texts = {
         param.arg_name: param.description or ""

@@ -62,12 +62,12 @@ class TwoStageConfig(TwoStageSettings):
             )
 
     def stages(self, steps: int) -> tuple[int, int]:
-        """Return the steps of the early and of the late stage in a run of so many steps."""
+        """Return the steps of the early and the late stage."""
         early = round(self.early_share * steps)
         return early, min(round(self.late_share * steps), steps - early)
 
     def build(self, model: nn.Module, steps: int) -> TwoStage:
-        """Return the rank learning of a model in a run of so many steps."""
+        """Return the rank learning of a model in a run of ``steps`` steps."""
         return TwoStage(model, self.target, *self.stages(steps), **_own(TwoStageSettings, self))
 
 
@@ -96,7 +96,7 @@ class ImportancePruningConfig(ImportanceSettings):
             )
 
     def build(self, model: nn.Module, steps: int) -> ImportancePruning:
-        """Return the rank learning of a model in a run of so many steps."""
+        """Return the rank learning of a model in a run of ``steps`` steps."""
         own = _own(ImportanceSettings, self)
         return ImportancePruning(model, self.target, round(self.share * steps), **own)
 
@@ -106,7 +106,7 @@ RANK_SECTIONS = ("two_stage", "importance_pruning")
 
 
 def _check(section: str, target: Any, check: Callable[[], None]) -> None:
-    """Check a target and the settings of its method; errors name the section."""
+    """Run checks of a section's settings; errors name the section."""
     try:
         check_target(target)
         check()
@@ -115,7 +115,6 @@ def _check(section: str, target: Any, check: Callable[[], None]) -> None:
 
 
 def _own(kind: type, settings: Any) -> dict[str, Any]:
-    """Return the settings of a section that are arguments of its method."""
     return {each.name: getattr(settings, each.name) for each in dataclasses.fields(kind)}
 
 
@@ -396,8 +395,8 @@ class RunConfig:
     def settings(self) -> dict[str, Any]:
         """Return all settings as plain values, as ``config.yaml`` has them.
 
-        Defaults of the optimizer are filled in, except ``gate_lr``, which follows from the number
-        of steps, and those of an unnamed optimizer in a run with a twin, whose default is another.
+        Defaults of the optimizer are filled in, except ``gate_lr``, which depends on the steps, and
+        those of an unnamed optimizer in a run with a twin.
         """
         optimizer = self._optimizer
         if optimizer.name is not None or not self.twin:
@@ -405,7 +404,7 @@ class RunConfig:
         return {**asdict(self), "optimizer": asdict(optimizer)}
 
     def optimizer_for(self, steps: int | None) -> OptimizerConfig:
-        """Return the settings of the optimizer with the defaults of a run of so many steps.
+        """Return the optimizer's settings with defaults for a run of so many steps.
 
         Without ``steps`` a default ``gate_lr`` of a run with a late stage stays None.
         """
@@ -424,12 +423,12 @@ class RunConfig:
 
     @property
     def ranks(self) -> TwoStageConfig | ImportancePruningConfig | None:
-        """Section by which ranks are learned, if they are."""
+        """Section of rank learning, if there is one."""
         return self.two_stage or self.importance_pruning
 
     @property
     def rank_section(self) -> str:
-        """Name of the section by which ranks are learned; one is there."""
+        """Name of the section of rank learning, which must exist."""
         return RANK_SECTIONS[self.two_stage is None]
 
     @property
@@ -531,7 +530,7 @@ HIGHER_IS_BETTER = {
 
 
 def check_processes(config: RunConfig, count: int) -> None:
-    """Raise ``ValueError`` where so many processes cannot train a run."""
+    """Raise ``ValueError`` if ``count`` processes cannot train a run."""
     size, device = config.train.batch_size, config.device
     if config.parallel.kind != "ddp":
         _check_shared(config)
@@ -558,7 +557,7 @@ _OF_SHARDS = ("adamw", "muon", "sgd")
 
 
 def _check_shared(config: RunConfig) -> None:
-    """Raise ``ValueError`` where a run cannot train a model whose dense matrices are split."""
+    """Raise ``ValueError`` if a run cannot train a model with sharded dense matrices."""
     kind = f"parallel.kind={config.parallel.kind}"
     way_out = "or keep the model whole in every process: parallel.kind=ddp"
     optimizer = config.optimizer_for(config.train.steps)

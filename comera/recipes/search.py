@@ -95,8 +95,8 @@ def extremes(distribution: Any) -> list[Any]:
 class Search:
     """Trials of a search, each a variant of the sweep with a run for every seed.
 
-    A proposal depends on the seed and on the results of earlier trials alone, so that a search
-    that was stopped goes on as if it had not been, where runs come one after the other.
+    Proposals depend only on the seed and on earlier results, so a stopped search resumes exactly
+    if runs are sequential.
 
     Args:
         config: The search.
@@ -105,7 +105,7 @@ class Search:
         seeds: Seeds of the runs.
         make_jobs: Makes the jobs of a trial of its name and settings; raises ``ValueError`` for
             settings that do not go together.
-        anew: Discard an earlier search in the folder with other settings.
+        anew: Discard an earlier search with other settings in the folder.
 
     Raises:
         ValueError: If there is one, without ``anew``.
@@ -221,7 +221,7 @@ class Search:
         )
 
     def _seed_sampler(self, number: int) -> None:
-        """Set the sampler of one trial, which depends on the seed and the number alone."""
+        """Seed the sampler of one trial, by seed and number alone."""
         seed = np.random.SeedSequence([self._config.seed, number]).generate_state(1)[0]
         samplers = self._optuna.samplers
         if self._config.sampler == "random":
@@ -231,7 +231,7 @@ class Search:
             self._study.sampler = samplers.TPESampler(seed=int(seed), constant_liar=True)
 
     def _add(self, frozen: Any) -> None:
-        """Make the jobs of a trial, and draw those of its settings that are not drawn yet."""
+        """Make the jobs of a trial, after drawing its missing settings."""
         self._seed_sampler(frozen.number)
         params = frozen.params
         if frozen.state.name == "RUNNING":  # what was drawn before is only read

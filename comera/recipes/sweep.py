@@ -151,7 +151,7 @@ def variant_of(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> Run
 
 
 def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return what a variant changes of the base, with what it extends."""
+    """Return what a variant and those it extends change in the base."""
     if name in inner:
         raise ValueError(f"extends goes round in a circle: {' -> '.join((*inner, name))}")
     own = nested({key: value for key, value in (given[name] or {}).items() if key != "extends"})
@@ -189,7 +189,7 @@ def _read_metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
 
 
 def _read_search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) -> SearchConfig:
-    """Parse the section ``search``, and check the ends of each domain by themselves."""
+    """Parse the section ``search``, and check the ends of each domain one at a time."""
     search = read_search(given)
     if search.extends is not None:
         _check_named(search.extends, variants, "search.extends=")
@@ -227,8 +227,7 @@ def sweep(
             the queue takes elsewhere).
         launcher: Where runs are started: as processes here, through submitit (Slurm), or by Ray;
             settings of the latter are the sections submitit and ray of the file.
-        overwrite: Begin those runs anew whose folders hold other settings or were begun with other
-            data; the others stay.
+        overwrite: Restart runs whose folders hold other settings or data; the others stay.
     """
     folder = Path(out) if out else None
     return run_sweep(file_of(file), jobs, overwrite, console, folder, launcher)
@@ -244,11 +243,10 @@ def run_sweep(
     changes: Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
 ) -> int:
-    """Train what is unfinished of a sweep, and compare what is finished; see :func:`sweep`.
+    """Train the unfinished runs of a sweep, and compare the finished ones; see :func:`sweep`.
 
-    ``changes`` are settings by dotted names that every run gets, whatever the file says. ``skip``
-    are variants, or runs as ``VARIANT/seed-K``, that are not trained this time; those that are
-    finished are compared all the same.
+    ``changes`` are settings by dotted names for every run. ``skip`` lists variants, or runs as
+    ``VARIANT/seed-K``, not to train this time; finished ones are still compared.
 
     Returns:
         Exit status: 0, 1 if a run failed, 130 after Ctrl-C.
@@ -256,7 +254,7 @@ def run_sweep(
     Raises:
         ValueError: If the file is wrong, or a folder holds a run with other settings or of other
             data. Nothing has been trained then.
-        FileNotFoundError: If the file, its base, data of a begun run or all data are missing.
+        FileNotFoundError: If the file, its base, data of a started run or all data are missing.
         FolderInUseError: If another sweep writes to the folder; a RuntimeError.
         MissingPackageError: If the launcher's package is not installed.
     """
@@ -322,7 +320,7 @@ def run_sweep(
 
 
 def _check_data(jobs: Sequence[Job]) -> None:
-    """Raise ``FileNotFoundError`` if no run has its data; otherwise those without fail."""
+    """Raise ``FileNotFoundError`` if every run lacks data; else those runs fail."""
     problems: dict[str, None] = {}
     for config in [job.config for job in jobs if job.state == "waiting"]:
         if missing := missing_data(config):
@@ -374,7 +372,6 @@ def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
 
 
 def _check_model(name: str, config: RunConfig) -> None:
-    """Make the model of a variant without memory: ranks, layers and optimizer must fit it."""
     try:
         planned_memory(config)
     except ValueError as problem:
@@ -411,7 +408,7 @@ def show_progress(
 ) -> Iterator[Callable[[], None]]:
     """Show a bar for all jobs and one for each that runs, and a line for each that ends.
 
-    Jobs may be added, up to the expected number. Yields a function that shows their state.
+    Jobs may be added, up to the expected number. Yields a function that updates the bars.
     """
     width = max(len(job.name) for job in jobs)
     bars: dict[Job, TaskID] = {}

@@ -87,7 +87,7 @@ class TrainedRun:
 def load_run(
     folder: str | Path, *, twin: bool = False, device: torch.device | str = "cpu"
 ) -> TrainedRun:
-    """Load a run that ``comera train`` finished; its data need not be there any more.
+    """Load a run that ``comera train`` finished, without its data.
 
     Args:
         folder: Folder of a finished run, such as ``runs/quickstart``.

@@ -68,8 +68,7 @@ class LayerReport:
 class CompressionReport(Report):
     """A table of layers and totals; prints itself, also in Jupyter.
 
-    The table is as wide as the terminal at most, and names the columns for which there is no room;
-    :meth:`to_pandas` has them all.
+    The table fits the terminal and names hidden columns; :meth:`to_pandas` has them all.
 
     Attributes:
         layers: One :class:`LayerReport` a tensor-train layer.
@@ -103,12 +102,12 @@ class CompressionReport(Report):
 
     @property
     def compression(self) -> float:
-        """Parameters of the dense model, in units of those of the model."""
+        """Parameters of the dense model, divided by those of this one."""
         return self.dense_params / max(1, self.params)
 
     @property
     def layer_compression(self) -> float:
-        """The same of the tensor-train layers alone."""
+        """Compression of tensor-train layers alone."""
         return self.tt_dense_params / max(1, self.tt_params) if self.layers else 1.0
 
     def to_pandas(self) -> "pd.DataFrame":
@@ -211,7 +210,6 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
 
 
 def _frozen_params(layer: TensorTrainModule, ranks: tuple[int, ...]) -> int:
-    """Count the entries of a frozen layer, hot rows aside."""
     shape: Any = layer.shape
     if not layer.is_chain:  # freezing leaves it as it is
         return shape.size_at(layer.ranks)

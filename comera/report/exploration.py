@@ -77,8 +77,7 @@ class Point:
 class Exploration(Report):
     """Result of :func:`comera.explore`; prints itself, also in Jupyter.
 
-    The table is as wide as the terminal at most, and names the columns for which there is no room;
-    :meth:`to_pandas` has them all.
+    The table fits the terminal and names hidden columns; :meth:`to_pandas` has them all.
 
     Attributes:
         points: One for each setting, the dense model first.
@@ -93,10 +92,7 @@ class Exploration(Report):
         return data_frame(self.points)
 
     def pareto(self) -> "Exploration":
-        """Return the points to which no other is equal or better in both size and loss.
-
-        Sizes are parameters of the whole model. Of points that are alike the first is kept.
-        """
+        """Return the Pareto front by parameters and loss, with the first of equal points."""
         best: list[Point] = []
         for point in sorted(self._measured, key=lambda point: (point.params, point.loss)):
             if not best or _loss(point) < _loss(best[-1]):

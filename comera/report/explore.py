@@ -58,11 +58,10 @@ def explore(
 ) -> Exploration:
     """Measure a trained model at many sizes, each on a copy of it; the model is not changed.
 
-    With calibration data each budget is spent as :func:`~comera.compress_` does, the data read
-    once. Each configuration converts the model as :func:`~comera.tensorize_` does, with
-    ``init="svd"``, tables included unless its ``target_modules`` excludes them. Ctrl-C ends it
-    early and returns what was measured. An error at one point, such as a budget that is out of
-    reach, is its note, and the others go on.
+    Budgets are spent as by :func:`~comera.compress_`, reading the calibration data once.
+    Configurations convert the model as :func:`~comera.tensorize_` with ``init="svd"``, tables
+    included unless ``target_modules`` excludes them. Ctrl-C returns what was measured so far. An
+    error at one point, such as a budget out of reach, becomes its note.
 
     Args:
         model: Any trained model.
@@ -233,7 +232,7 @@ def _evaluated(evaluate: Evaluate, model: nn.Module) -> dict[str, Any]:
 
 
 def _facts(model: nn.Module, small: nn.Module, tokens: int) -> dict[str, Any]:
-    """Return the size, shape, error and predicted time of a model that was made smaller."""
+    """Return the size, shape, error and predicted time of a compressed model."""
     params, size = model_size(small)
     ratio = model_size(model).params / params
     facts: dict[str, Any] = {"params": params, "bytes": size, "ratio": ratio}
@@ -264,7 +263,7 @@ def _facts(model: nn.Module, small: nn.Module, tokens: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _error(model: nn.Module, layers: Mapping[str, CompressedLinear | TTTable]) -> float | None:
-    """Return the relative error of all weights that were replaced, of those that are one layer."""
+    """Return the relative error of replaced weights; experts in one parameter are skipped."""
     off = whole = 0.0
     for name, layer in layers.items():
         try:
@@ -277,7 +276,7 @@ def _error(model: nn.Module, layers: Mapping[str, CompressedLinear | TTTable]) -
 
 
 def _targets_of(model: nn.Module, found: Sensitivity) -> str | list[str]:
-    """Return the ``target_modules`` with which ``sensitivity`` has found its layers."""
+    """Return ``target_modules`` that select the layers of a sensitivity."""
     names = [layer.name for layer in found.layers]
     for targets in ("all-linear", "all"):
         with suppress(ValueError):  # there are none of this kind
@@ -296,7 +295,7 @@ def _tries(
 ) -> list[tuple[str, str, Make]]:
     """List the settings in words, the layer of each, and the function that makes it.
 
-    ``which`` adds to budgets the layers they are for, where these are not all.
+    ``which`` names the layers of budgets that are not for all.
     """
     tries: list[tuple[str, str, Make]] = []
     if found is not None:
@@ -331,7 +330,7 @@ def _converted(config: TTConfig, model: nn.Module) -> None:
 
 
 def _in_words(config: TTConfig) -> str:
-    """Write the settings that differ from the defaults, by which a point is found again."""
+    """Return the settings that identify a point: the order and those unlike the defaults."""
     if config.linear_format == "btt":  # which has no order
         return _settings(config).removeprefix(", ")
     return f"order={config.order}{_settings(dataclasses.replace(config, order=3))}"

@@ -59,7 +59,6 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
 
 
 def _bytes(optimizer: Optimizer) -> dict[Tensor, int]:
-    """Return the bytes of each parameter's state, in the order of the parameters."""
     state = optimizer.state_dict()["state"]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {

@@ -87,13 +87,13 @@ class ModelPlan(Report):
     def kept_bytes(self) -> int:
         """Bytes that all layers keep for the backward pass, parameters not counted.
 
-        Layers that share an input, or that work together (``comera.nn.fused``), keep less.
+        Layers that share an input or are fused (``comera.nn.fused``) keep less.
         """
         return sum(len(layer.names) * layer.plan.chosen.saved_bytes for layer in self.layers)
 
     @property
     def dense_kept(self) -> int:
-        """The same of the dense layers in their place."""
+        """Bytes that the dense layers keep."""
         return sum(len(layer.names) * layer.plan.dense.saved_bytes for layer in self.layers)
 
     def tables(self) -> list[Table]:
@@ -232,7 +232,7 @@ def plan(
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """Copy a model to the ``meta`` device, ties included, without a copy of its numbers."""
+    """Copy a model to the ``meta`` device with its ties."""
     held: dict[int, Any] = {}
     for module in model.modules():
         for param in module._parameters.values():

@@ -49,10 +49,10 @@ _DAMAGE = (
 def register_kind(name: str, layer_class: type[nn.Module]) -> None:
     """Register a class of layers with :func:`~comera.save_model` and :func:`~comera.load_model`.
 
-    The class has a method ``config()``, which returns a dict that JSON can hold, and a class
-    method ``from_config(config, lead)``, which makes such a layer on the ``meta`` device. ``lead``
-    is the layer whose parameters it works on, or None. A class derived from a layer of comera
-    inherits both, and extends them if its constructor takes more.
+    Its method ``config()`` returns a dict for JSON. Its class method
+    ``from_config(config, lead)`` makes a layer on the ``meta`` device; ``lead`` is the layer whose
+    parameters it shares, or None. Subclasses of comera's layers inherit both, and extend them for
+    other arguments.
 
     Args:
         name: The name in files; it stays the same as long as files are to be read.
@@ -149,7 +149,7 @@ def describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _layers(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield layers that need a description by their first names; nothing inside of such a layer."""
+    """Yield layers that need a description by their first names, outermost only."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -162,10 +162,7 @@ def _layers(module: nn.Module, name: str = "", seen: set[int] | None = None) -> 
 
 
 def _tied_names(model: nn.Module, layers: Mapping[str, Entry]) -> dict[str, str]:
-    """Map the later names of each tensor of the state dict to the first one.
-
-    A name inside a layer that works on another one's parameters is never the first.
-    """
+    """Map later names of each tensor of the state dict to the first, which owns its parameters."""
     inside = tuple(f"{name}.".lstrip(".") for name, entry in layers.items() if "works_on" in entry)
     state = {n: x for n, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     first: dict[int, str] = {}
@@ -178,7 +175,7 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
     """Return a description that this version can read.
 
     Raises:
-        ValueError: If it is something else, damaged or of a later version; names ``where`` it was.
+        ValueError: If it is damaged, of another format or later; names ``where``.
     """
     if not isinstance(described, dict) or described.get("format") != FORMAT:
         raise ValueError(f"{where} is no description of a model by comera.save_model")
@@ -254,7 +251,7 @@ def build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
 
 
 def check_places(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
-    """Raise ``ValueError`` unless a model has a layer of the same size for each one made."""
+    """Raise ``ValueError`` unless a model has a layer of equal size for each new one."""
     modules = dict(model.named_modules(remove_duplicate=False))
     taken: dict[int, str] = {}
     for name, new in made.items():
@@ -284,7 +281,6 @@ def check_places(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
 
 
 def _size(layer: Any) -> tuple[int, ...] | None:
-    """Return the shape of a layer's dense weight, if it has or stands for one."""
     layer = as_torch(layer)
     if hasattr(layer, "num_embeddings"):
         return layer.num_embeddings, layer.embedding_dim
@@ -295,7 +291,7 @@ def _size(layer: Any) -> tuple[int, ...] | None:
 
 
 def put_in_place_(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
-    """Put layers in the places of a model that have their names, see :func:`check_places`."""
+    """Put new layers into a model by name, see :func:`check_places`."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, new in made.items():
         new.train(modules[name].training)
@@ -309,7 +305,7 @@ def put_in_place_(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
 def check_tensors(
     model: nn.Module, made: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise ``ValueError`` unless a model with the layers in place has tensors of these shapes."""
+    """Raise ``ValueError`` unless the model, with layers replaced, has these tensor shapes."""
     modules = dict(model.named_modules(remove_duplicate=False))
     new_at = {id(modules[name]): new for name, new in made.items()}
     inside = {

@@ -1,7 +1,7 @@
-"""A model as a folder: ``model.safetensors`` with its tensors, ``comera.json`` describes it.
+"""Save a model as a folder: tensors in ``model.safetensors``, description in ``comera.json``.
 
-The description is also in the header of the file of tensors, so that an interrupted save does not
-leave one without the other; the file of its own is for people and other programs.
+The header of the tensor file repeats the description, so an interrupted save never separates
+them. ``comera.json`` is for people and other programs.
 """
 
 import json
@@ -81,10 +81,7 @@ def save_model(model: nn.Module, folder: str | Path, *, config: TTConfig | None 
 def save_state(
     model: nn.Module, state: Mapping[str, Any], folder: str | Path, config: TTConfig | None = None
 ) -> Path:
-    """Save a model with a given state dict, as that of a model sharded over processes.
-
-    Its tensor-train layers are whole. All else is as in :func:`save_model`.
-    """
+    """Save a model as :func:`save_model` does, with a state dict gathered from processes."""
     folder = Path(folder).expanduser()
     described = describe(model, config)
     watched = Undisturbed(state)
@@ -140,7 +137,6 @@ def write_folder(
 
 
 def _note_of(tensor: Tensor) -> dict[str, Any]:
-    """Return the dtype, shape and checksum of a tensor for the description."""
     crc = zlib.crc32(bytes_of(tensor))
     return {"dtype": dtype_name(tensor), "shape": list(tensor.shape), "crc32": crc}
 
@@ -258,7 +254,7 @@ def push_to_hub(
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the description of a model and its tensors, checked against their checksums."""
+    """Return a model's description and its tensors, after checking checksums."""
     path = folder / WEIGHTS
     if not path.is_file():
         there = "is no folder" if not folder.is_dir() else f"holds no {WEIGHTS}"
@@ -282,7 +278,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _description(folder: Path, header: Mapping[str, str]) -> dict[str, Any]:
-    """Return the description in the header of the weights, or else in the file beside them."""
+    """Return the description in the header of the weights, else that of the file."""
     path, beside = folder / WEIGHTS, folder / DESCRIPTION
     if _KEY not in header and not beside.is_file():
         raise ValueError(

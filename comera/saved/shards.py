@@ -73,7 +73,7 @@ class Shards:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Read one tensor of a file, in memory of its own.
+    """Read one tensor of a file into its own memory.
 
     Raises:
         ValueError: If the file is damaged or does not hold it.

@@ -1,1 +1,1 @@
-"""Compressed models that are run and not trained: contracted once, and in layers of torch alone."""
+"""Compressed models for inference: contracted once, or made of torch's layers alone."""

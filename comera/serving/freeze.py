@@ -1,4 +1,4 @@
-"""Models whose cores are contracted once: frozen ones, and ones of torch's layers alone."""
+"""Contract the cores of a model once, for frozen models and for models of torch's layers."""
 
 import contextlib
 import logging
@@ -40,11 +40,10 @@ def freeze_(
 ) -> nn.Module:
     """Contract every tensor-train layer once, in place, for inference.
 
-    A linear layer becomes two thin ones, or a dense one if that takes less memory, or is measured
-    to be faster at ``batch`` by more than a tenth. A table becomes two small ones, whose products
-    are its rows, or a dense one if that takes less memory. All have a ``weight``. A
-    :class:`~comera.BTTLinear` stays. The model is in evaluation mode afterwards, and its training
-    steps raise; save it before to train it again.
+    A linear layer becomes two thin ones and a table two small ones, or a dense one if that takes
+    less memory. A linear layer also becomes dense if that is over a tenth faster at ``batch``, as
+    measured. All have a ``weight``. A :class:`~comera.BTTLinear` stays. The model is then in
+    evaluation mode, and training steps raise; save it before to train it again.
 
     Args:
         model: The model.
@@ -95,8 +94,8 @@ def freeze_(
 def frozen(model: nn.Module, *, batch: int = 1) -> Iterator[nn.Module]:
     """Freeze a model inside the context, in evaluation mode, and restore its layers afterwards.
 
-    Writes to parameters inside take effect after it. ``batch`` is that of :func:`freeze_`. Yields
-    the model, or the layer in its place.
+    Writes to parameters take effect afterwards. ``batch`` is that of :func:`freeze_`. Yields the
+    model, or the layer that replaces it.
 
     Example::
 
@@ -120,15 +119,13 @@ def frozen(model: nn.Module, *, batch: int = 1) -> Iterator[nn.Module]:
 def to_plain_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by layers of torch alone, in place.
 
-    A linear layer becomes ``nn.Sequential`` of two thin ``nn.Linear``, or one if two would hold
-    more numbers, and a 1 x 1 convolution two such. A table becomes a ``torch.fx.GraphModule`` that
-    multiplies rows of two small ``nn.Embedding``, or a dense table if those would hold more. A
-    :class:`~comera.BTTLinear` stays, and is named in the log. Tied layers stay tied. The model
-    computes the same, to rounding, and can be trained further. ``torch.export``, ONNX,
-    ``torch.jit.trace`` and AOTInductor accept it, and their programs run without this package.
+    A linear layer becomes an ``nn.Sequential`` of two thin ``nn.Linear``, a 1 x 1 convolution two
+    such, and a table a ``torch.fx.GraphModule`` on two small ``nn.Embedding``; each becomes one
+    dense layer where that is smaller. A :class:`~comera.BTTLinear` stays and is logged. Ties and
+    frozen weights are kept. The model computes the same, to rounding, and can be trained further.
+    ``torch.export``, ONNX, ``torch.jit.trace`` and AOTInductor make programs that need no comera.
 
-    Weights of a frozen model stay frozen. Returns the model, or the layer that replaces it. Raises
-    ``ValueError`` if a layer is sharded.
+    Returns the model, or the layer that replaces it. Raises ``ValueError`` if a layer is sharded.
 
     Example::
 
@@ -174,7 +171,6 @@ def _is_uncontracted(layer: nn.Module) -> bool:
 
 
 def _refuse_training(model: nn.Module, _: Any) -> None:
-    """Forward pre-hook of a frozen model: raise in training mode with gradients."""
     is_frozen = not isinstance(model, TensorTrainModule)  # a lone layer shares its hooks
     if is_frozen and model.training and torch.is_grad_enabled():
         raise RuntimeError(
@@ -303,7 +299,7 @@ class _Contraction:
         return new
 
     def _gain_of_dense(self, thin: Any, layer: TTLinear | TiedTTLinear) -> float:
-        """Return how many times faster the dense layer is; infinite if it is smaller too."""
+        """Return how many times faster the dense layer is; infinite if it is smaller."""
         numbers = sum(
             param.numel() for name, param in thin.named_parameters() if "bias" not in name
         )
@@ -322,7 +318,6 @@ class _Contraction:
 
 
 def _linear(weight: nn.Parameter, bias: Tensor | None = None) -> nn.Linear:
-    """Make a linear layer without gradients, on a weight and a copy of a bias."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], False, "meta")
     linear.weight = weight
     if bias is not None:
@@ -331,12 +326,10 @@ def _linear(weight: nn.Parameter, bias: Tensor | None = None) -> nn.Linear:
 
 
 def _is_pointwise(layer: Any) -> bool:
-    """Return whether the features are in another dimension than the last, as in convolutions."""
     return getattr(layer, "feature_dim", -1) != -1
 
 
 def _kept(tensor: Tensor) -> nn.Parameter:
-    """Copy a tensor to a parameter without gradients."""
     return nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format), False)
 
 

@@ -258,7 +258,7 @@ class FactoredHead(TableHead):
 def thin_factors(layer: TTLinear | HotRows) -> tuple[Tensor, Tensor]:
     """Return A ``(in, R)`` and B ``(R, out)`` of a layer ``x @ A @ B``, in the dtype of the cores.
 
-    R is the bond between the two sides without its pruned ranks, at least one.
+    R is the middle bond without pruned ranks, at least one.
     """
     split, dtype = layer.shape.split, layer.cores[0].dtype
     # as the cores of a table whose columns are of width one

@@ -1,1 +1,1 @@
-"""A model and its optimizer changed in place while training goes on; parameters stay the same."""
+"""Change a model and its optimizer in place during training; parameters stay the same."""

@@ -1,10 +1,8 @@
-"""Tensor trains brought into canonical form, in which ranks differ by what they carry.
+"""Canonical form of tensor trains: the ranks of a bond are singular vectors of the weight.
 
-A bond may be multiplied by any matrix and its inverse, so during training its content spreads over
-all of its ranks. In canonical form the ranks of a bond are the singular vectors of the weight
-there, between its left and its right modes: no choice of as many ranks loses less of the weight
-(docs/experiments.md). The form is that of Vidal (quant-ph/0301063) and of the rounding of tensor
-trains (Oseledets, SIAM J. Sci. Comput. 33 (2011), algorithm 2).
+A bond may be multiplied by any matrix and its inverse, so training spreads its content over all
+ranks. In canonical form no choice of as many ranks loses less of the weight (docs/experiments.md).
+After Vidal (quant-ph/0301063) and Oseledets (SIAM J. Sci. Comput. 33 (2011), algorithm 2).
 """
 
 from collections.abc import Sequence
@@ -34,11 +32,10 @@ def canonicalize_(
 ) -> None:
     """Make the ranks of every bond its singular vectors, in place; the function does not change.
 
-    The first rank of a bond carries most, the last one least. Cores before the middle bond are
-    orthonormal towards it and so are those behind it, times a factor each: their norms stay in the
-    proportions they had, so that learning rates suit them as before. Gates are absorbed and become
-    ones; ranks that carry nothing are closed, at least one of a bond stays. A layer with a frozen
-    core or gate stays as it is.
+    Ranks are sorted, the largest first. Cores become orthonormal towards the middle bond, times a
+    factor that keeps the proportions of their norms, so that learning rates still suit them. Gates
+    are absorbed and become ones. Ranks of norm zero are closed, except one a bond. A layer with a
+    frozen core or gate stays as it is.
 
     Args:
         model: Its tensor-train layers are brought into canonical form.
@@ -121,7 +118,7 @@ def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[T
 
 
 def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same product: cores orthonormal over all but their right bond, and the rest."""
+    """Return the same product with cores orthonormal towards the right, and the rest."""
     done, rest = [], cores[0].new_ones(1, 1)
     for core in cores:
         core = (rest @ core.flatten(1)).reshape(-1, *core.shape[1:])
@@ -131,7 +128,7 @@ def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Turn the inner bonds of the left cores, whose last bond has the singular values ``s``.
+    """Rotate the inner bonds of the left cores to singular vectors.
 
     Returns:
         The cores, and the singular values of the bonds between them from right to left.
@@ -146,7 +143,6 @@ def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tenso
 
 
 def _scaled_as(like: Sequence[Tensor], cores: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same product, the norms of its cores in the proportions of others."""
     theirs, mine = ([core.norm().log() for core in train] for train in (like, cores))
     rest = (sum(mine) - sum(theirs)) / len(cores)
     return [core * (a - b + rest).exp() for a, b, core in zip(theirs, mine, cores, strict=True)]

@@ -1,4 +1,4 @@
-"""Hot rows of a table: those that are read most, held apart from its tensor train."""
+"""Hot rows of a table: the most frequent rows, apart from its tensor train."""
 
 from dataclasses import replace
 
@@ -19,14 +19,14 @@ from comera.surgery.truncate import AVERAGES, FIRST_MOMENTS, follows, wrappers_o
 def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | None = None) -> int:
     """Make the most frequent indices the hot rows of a table, in place and at any time of training.
 
-    An index that becomes hot keeps its row: exactly where hot rows are dense, and as its projection
-    on their basis where they have a ``hot_rank``. It changes places with one that becomes cold and
-    gets the row of the tensor train at that place. All other rows stay as they are, bit for bit,
-    and so does the optimizer's state of the rows that stay hot. State of new hot rows by which
-    steps are divided is the mean of all rows, ASGD's average is the row, and the rest is zero.
+    An index that becomes hot keeps its row, exactly or, with a ``hot_rank``, projected on the
+    basis. It swaps places with an index that becomes cold, whose row is then the tensor train's
+    there. All other rows and the optimizer state of rows that stay hot do not change. In the state
+    of new hot rows second moments are means over all rows, ASGD's average is the row, and the rest
+    is zero.
 
-    Averages of weights, as of ``torch.optim.swa_utils.AveragedModel``, must be begun again.
-    Processes that train together give the same counts, added up over all of them.
+    Averages of weights, as of ``torch.optim.swa_utils.AveragedModel``, must be made again. Every
+    process passes the same counts, summed over all.
 
     Args:
         table: A table with hot rows. A ``row_order`` is stored with it: four bytes for each row.
@@ -100,7 +100,6 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
 
 
 def _coordinates(hot: HotRows, rows: Tensor) -> Tensor:
-    """Return the coordinates of rows in the basis of hot rows, in float32 or wider."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return wide @ torch.linalg.pinv(hot.basis.to(wide.dtype))
 
@@ -108,7 +107,7 @@ def _coordinates(hot: HotRows, rows: Tensor) -> Tensor:
 def _set_rows_(
     param: nn.Parameter, dim: int, places: Tensor, rows: Tensor, optimizer: Optimizer | None
 ) -> None:
-    """Set rows of a parameter, and their state so that steps are as long as those of others."""
+    """Set rows of a parameter and their state, with steps as long as other rows'."""
     moved = param.data.movedim(dim, 0)
     moved[places] = rows.to(param.dtype).view(len(places), *moved.shape[1:])
     if param.grad is not None:

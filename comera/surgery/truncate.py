@@ -31,11 +31,7 @@ log = logging.getLogger("comera")
 
 
 def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
-    """Find every ``DistributedDataParallel`` that holds a tensor-train layer of a model.
-
-    A model does not know its wrappers, so this takes milliseconds to search all objects of the
-    process.
-    """
+    """Find every ``DistributedDataParallel`` around a tensor-train layer; takes milliseconds."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     layers = {id(layer) for layer in tensor_trains(model).values()}
@@ -52,8 +48,7 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
 def renew_(wrapper: DistributedDataParallel) -> None:
     """Rebuild the buffers of a ``DistributedDataParallel`` for the present shapes of parameters.
 
-    Its buffers and gradient accumulators have the old shapes. Both are made again as in its own
-    ``__setstate__``; all processes call this at the same step.
+    Done as in its ``__setstate__``; all processes call this at the same step.
     """
     # The old one first: accumulators of gradients live as long as it, on their old stream.
     del wrapper.reducer, wrapper.logger
@@ -161,7 +156,7 @@ def _check_follows(what: str, tensor: Tensor, shape: torch.Size) -> None:
 
 
 def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Tensor]) -> Tensor:
-    """Select along every kept dimension in which the tensor has the parameter's size."""
+    """Select kept entries along every dimension of the parameter's size."""
     _check_follows(what, tensor, old_shape)
     for dim, indices in keep.items():
         if tensor.shape[dim] == old_shape[dim]:
@@ -263,7 +258,7 @@ def kept_ranks(layer: TensorTrainModule, min_rank: int) -> list[Tensor]:
 def _truncate_layer(
     layer: TensorTrainModule, optimizer: Optimizer | None, min_rank: int, absorb: bool
 ) -> None:
-    """Cut every core along both of its bonds, and every gate, with gradients and state."""
+    """Cut cores along both bonds, and gates, with gradients and state."""
     keeps = kept_ranks(layer, min_rank)
     gates = list(layer.gates)
     open_gates = [torch.where(is_open(gate, layer.prune_below), gate, 0) for gate in gates]
@@ -305,7 +300,7 @@ def _cores_and_gates(named: Mapping[str, TensorTrainModule]) -> list[Tensor]:
 
 
 def check_finite(named: Mapping[str, TensorTrainModule]) -> None:
-    """Raise ``ValueError`` for layers that are not finite: a gate of NaN would count as closed."""
+    """Raise ``ValueError`` for layers with non-finite values: a NaN gate counts as closed."""
     for name, layer in named.items():
         for what, params in (("cores", layer.cores), ("gates", layer.gates)):
             if not all(bool(param.isfinite().all()) for param in params):

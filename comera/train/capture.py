@@ -1,10 +1,9 @@
 """A training step that runs as one CUDA graph as soon as it repeats itself.
 
-The first steps run eagerly, for real, on the stream that is captured later. Once nothing has
-changed for a few of them the step is recorded, and from then on replayed; when something does
-change, the recording is dropped and the same begins again. So no state is ever set back. Batches
-that differ in a plain value alone have a recording for each of the last few values. Eager steps
-stay on that stream: autograd's accumulators remember where they first ran.
+The first steps run eagerly on the stream that is captured later, where autograd's accumulators
+stay. Once nothing has changed for a few steps, the step is recorded and then replayed; a change
+drops the recording and starts over, so no state is ever rolled back. Batches that differ only in a
+plain value have a recording for each of the last few values.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ _VARIANTS = 2
 
 
 class _Course(enum.IntEnum):
-    """Ways to run a batch; all processes take the least that any of them can."""
+    """Ways to run a batch; processes take the least of theirs."""
 
     FALL_BACK = 0
     EAGER = 1
@@ -98,7 +97,7 @@ class StepDescription:
 
 
 class Capture:
-    """Runs an update, as a recording where it can be one.
+    """Runs an update, by replaying it if possible.
 
     Args:
         update: The whole update for a batch; returns its loss. Nothing of it may depend on values.
@@ -181,7 +180,7 @@ class Capture:
         return (_Course.EAGER if self._alike < self._warm_up else _Course.RECORD), None
 
     def _fall_back(self, why: str | None) -> None:
-        """Run eagerly from now on, and warn; ``why`` is None for the reason of another process."""
+        """Run eagerly from now on, and warn; ``why`` is None if another process decided."""
         self.free()
         self.why_not = self._together.gathered(why)
         if self._together.speaks:
@@ -220,7 +219,7 @@ class Capture:
         return kept.recording.output.clone()
 
     def _compare(self, state: dict[str, Any], like: Signature, batch: Any) -> None:
-        """Count the steps in a row that were alike; warn where they never are."""
+        """Count equal steps in a row, and warn if there never are any."""
         changed = {name for name in state if state[name] != self._state.get(name)}
         if self._last is not None and like != self._last:
             changed.add("the batch")
@@ -247,7 +246,7 @@ class Capture:
             )  # fmt: skip
 
     def _record(self, state: dict[str, Any], batch: Any) -> str | None:
-        """Record the update, if all processes can; return why this one could not."""
+        """Record the update if all processes can; return why this one could not."""
         static = StaticBatch(batch)
         variants = [
             kept

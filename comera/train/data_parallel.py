@@ -1,4 +1,4 @@
-"""A training step whose model several processes train, each on batches of its own."""
+"""Training step for data parallelism: every process trains on its own batches."""
 
 import os
 from contextlib import AbstractContextManager
@@ -20,8 +20,8 @@ _FIRST_CAPTURABLE_NCCL = (2, 9, 6)
 class DataParallel:
     """The ``DistributedDataParallel`` of a training step, whose buffers it rebuilds.
 
-    The buffers are fixed to the sizes of parameters, which truncation changes, and to the stream
-    they were made on; a CUDA graph is captured on a stream of its own.
+    Buffers fit the sizes of parameters, which truncation changes, and the stream, which graphs
+    change.
     """
 
     def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
@@ -128,9 +128,8 @@ class Alone:
 class Together(Alone):
     """Decisions that several processes take together; each call waits for all of them.
 
-    NCCL wants that: a collective operation is part of a graph in every process or in none (NCCL
-    user guide, "Using NCCL with CUDA Graphs"). They talk over a group of their own on the CPU, so
-    that no one waits for a GPU.
+    NCCL needs a collective to be in a graph in every process or in none (NCCL user guide, "Using
+    NCCL with CUDA Graphs"). A group of its own on the CPU avoids waiting for a GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -41,9 +41,8 @@ def graphs_on(device: torch.device) -> "CudaGraphs | None":
 class CudaGraphs:
     """Recorder of a GPU.
 
-    All work runs on one stream: autograd's accumulators remember the one on which they first ran,
-    and must not be recorded from another. Graphs that stand for one step share a memory pool, which
-    is freed with the last of them: a pool that outlives its only graph cannot be used again.
+    All work runs on one stream, as autograd's accumulators stay on their first one. Graphs of one
+    step share a memory pool, freed with the last of them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,7 +116,7 @@ class CudaRecording:
         self._graph.replay()
 
     def free(self) -> None:
-        """Free the memory of the recording; it cannot be replayed any more."""
+        """Free the memory of the recording, which ends its use."""
         torch.cuda.synchronize(self._device)  # a replay may still be under way
         self._graph.reset()
         del self.output
@@ -186,7 +185,7 @@ class StaticBatch:
 
 
 def signature(batch: Any) -> Signature:
-    """Return structure, plain values, and the shape, dtype and device of every tensor."""
+    """Return structure, plain values, and each tensor's shape, dtype and device."""
     leaves, spec = tree_flatten(batch)
     return spec, tuple(_kind(value) for value in leaves)
 
@@ -232,7 +231,7 @@ def is_variant(now: Signature, before: Signature) -> bool:
 
 
 def is_shorter(now: Signature, before: Signature) -> bool:
-    """Return whether a batch only has fewer rows, as the last one of a data set has."""
+    """Return whether a batch only has fewer rows, as at the end of a data set."""
     (old_spec, old), (new_spec, new) = before, now
     if old_spec != new_spec:
         return False

@@ -20,7 +20,7 @@ class HostState:
         self._step = step
 
     def why_not_capturable(self, device: torch.device) -> str | None:
-        """Return why the step cannot be a graph, as far as that is known beforehand."""
+        """Return why the step cannot be a graph, if already known."""
         parallel = self._step.parallel
         problem = None if parallel is None else parallel.why_not_capturable(device)
         if problem is not None:
@@ -33,10 +33,7 @@ class HostState:
         return why_not_capturable(self._step.optimizer)
 
     def identity(self) -> dict[str, Any]:
-        """Return the state by its names; a recording is valid while it stays the same.
-
-        Sets the optimizer up for graphs.
-        """
+        """Return the state that a recording depends on; sets the optimizer up for graphs."""
         step, optimizer = self._step, self._step.optimizer
         assert isinstance(optimizer, Optimizer)
         modules = list(step.model.modules())
@@ -86,7 +83,7 @@ class HostState:
         }
 
     def hold(self) -> Callable[[], None]:
-        """Return a function that restores the state that a step on the host may have changed."""
+        """Return a function that restores the host state after a step."""
         optimizer, ranks, parallel = self._step.optimizer, self._step.ranks, self._step.parallel
         assert isinstance(optimizer, Optimizer)
         states = {param: dict(state) for param, state in optimizer.state.items()}
@@ -108,7 +105,7 @@ class HostState:
 
 
 class _Objects(list[Any]):
-    """A list equal to one of the same objects, which it keeps alive."""
+    """A list of objects compared by identity, which it keeps alive."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -147,8 +144,8 @@ def why_not_capturable(optimizer: AnyOptimizer) -> str | None:
 def make_capturable_(optimizer: Optimizer, device: torch.device) -> bool:
     """Set an optimizer up for a CUDA graph, in place; return whether anything was changed.
 
-    Learning rates become tensors on the device, which schedulers fill in place, ``capturable`` is
-    set, and counts of steps move to the device.
+    ``capturable`` is set; learning rates, filled in place by schedulers, and step counts become
+    tensors on the device.
     """
     changed = False
     for group in optimizer.param_groups:

@@ -31,10 +31,7 @@ from comera.files import replacing
 
 
 class StepClock:
-    """Sums the seconds of training steps on a device, and never waits for it in between.
-
-    On a GPU each step is put between two events, so that work between two steps is in no step.
-    """
+    """Sums the seconds of training steps; GPU steps are timed by events, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._seconds = device, 0.0
@@ -108,7 +105,7 @@ class Pace:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak of bytes, of tensors on a GPU or of this process on a CPU."""
+    """Return the peak bytes of tensors on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -130,7 +127,7 @@ _KEY = "not_finite"
 def to_json(facts: dict[str, Any], indent: int | None = None) -> str:
     """Return facts as JSON, with null for numbers that are not finite.
 
-    These are listed under ``not_finite``, where there are any:
+    These are listed under ``not_finite``:
     ``{"metrics": {"auc": null}, "not_finite": {"metrics.auc": "nan"}}``.
     """
     odd: dict[str, str] = {}
@@ -227,7 +224,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _parsed(path: Path) -> list[dict[str, Any]]:
-    """Parse each line of a log; a line that is cut short or damaged is an empty dict."""
+    """Parse each line of a log; damaged lines are empty dicts."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -241,7 +238,7 @@ def _parsed(path: Path) -> list[dict[str, Any]]:
 def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
     """Return the last step that logged ``key``, and the value; None if there is none.
 
-    Reads the end of the file only.
+    Reads only the end of the file.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
@@ -260,7 +257,7 @@ def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
 
 
 class _FiguresColumn(TextColumn):
-    """The latest figures, on one line, as far as there is room beside the other columns."""
+    """The latest figures on one line, cut to the room beside other columns."""
 
     def __init__(self) -> None:
         # Narrowed before the others, whose columns cannot be broken.
@@ -281,7 +278,7 @@ class _TimeColumn(TimeRemainingColumn):
 
 
 class PlainLines:
-    """Prints a line now and then where output is a file, which a bar leaves empty to the end."""
+    """Prints a line at intervals, in place of a bar, where output is a file."""
 
     EVERY = 10.0
     """Seconds between two lines at least."""
@@ -293,7 +290,7 @@ class PlainLines:
         self._title, self._total, self._last = title, total, time.monotonic()
 
     def show(self, done: int, figures: str) -> None:
-        """Print the figures of a step, unless a line was printed only just before."""
+        """Print the figures of a step, unless a line was just printed."""
         now = time.monotonic()
         if self._shown and now - self._last >= self.EVERY:
             self._last = now

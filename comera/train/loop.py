@@ -188,9 +188,9 @@ def train(
 ) -> LoopResult:
     """Train for ``steps`` optimizer steps, from the start or from the last checkpoint.
 
-    When the rank schedule ends, ranks are truncated, the optimizer is cut along, and the rest of
-    the steps train the small model. Interrupted by Ctrl-C, SIGTERM or a terminal that is
-    closed it finishes the step, saves and returns; a second Ctrl-C stops at once.
+    When the rank schedule ends, ranks and optimizer state are cut, and the remaining steps train
+    the small model. Ctrl-C, SIGTERM or a closed terminal ends it after the step and a checkpoint;
+    a second Ctrl-C stops at once.
 
     Args:
         step: The training step.

@@ -50,11 +50,7 @@ class Processes:
         return self.rank == 0
 
     def share_of(self, batch: Any) -> Any:
-        """Return every ``count``-th row of a batch, of the rows for all processes.
-
-        A batch that is split into equal parts then has the same rows in part k for any number of
-        processes.
-        """
+        """Return every ``count``-th row of a batch, so that parts do not depend on ``count``."""
         if self.count == 1:
             return batch
 
@@ -94,7 +90,7 @@ class Processes:
     def from_first(self, call: Callable[[], _T]) -> _T:
         """Call a function in the first process; return its result, on the CPU, in every process.
 
-        Its error is raised as it is in the first process, as ``OtherProcessError`` in the others.
+        Its error is raised in the first process, ``OtherProcessError`` in the others.
         """
         if self.count == 1:
             return call()
@@ -107,7 +103,7 @@ class Processes:
     def together(self, call: Callable[[], _T]) -> _T:
         """Call a function in every process; if it raises in any, all of them raise.
 
-        The first that failed raises its own error, the others ``OtherProcessError``.
+        The first to fail raises its own error, the others ``OtherProcessError``.
         """
         if self.count == 1:
             return call()
@@ -243,9 +239,9 @@ def stop_with_parent() -> None:
 def on_stop_signals(heard: Callable[[int], None]) -> Iterator[Callable[[], None]]:
     """Call ``heard`` with the number of each SIGINT, SIGTERM and SIGHUP instead of ending.
 
-    A SIGHUP that is ignored, as under nohup, stays so. One after another signal does not count,
-    since the system and the shell both send it; after it, output to the terminal is dropped. Yields
-    a function that restores the handlers of SIGINT and SIGTERM. Only the main thread has signals.
+    An ignored SIGHUP, as under nohup, stays ignored. One after another signal does not count, as
+    system and shell both send it; after a SIGHUP terminal output is dropped. Yields a function that
+    restores the handlers of SIGINT and SIGTERM. Works in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None

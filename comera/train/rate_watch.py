@@ -75,7 +75,7 @@ class RateWatch:
         self._said: set[str] = set()
 
     def advice(self) -> str:
-        """Return the likely cause of a loss that is not finite, for the end of an error."""
+        """Return the likely cause of a non-finite loss, to end an error message."""
         rate = _rate(self.optimizer)
         seen, score = self.last, ""
         if seen is not None and seen.score:
@@ -85,7 +85,7 @@ class RateWatch:
         return f" at a learning rate of {rate:.2g}{score}: if the data are sound, halve the rate"
 
     def before(self, step: int) -> None:
-        """Copy some of every weight if the step of this number, from 1, is checked."""
+        """Copy samples of the weights if step number ``step`` is checked."""
         self._before = None
         if self.every and (step in _FIRST or step % self.every == 0):
             self._before = {
@@ -145,13 +145,11 @@ class RateWatch:
 
 
 def _rate(optimizer: AnyOptimizer) -> float:
-    """Return the largest learning rate of weights, without that of gates."""
     groups = [group for group in optimizer.param_groups if group.get("name") != "gates"]
     return max((float(group["lr"]) for group in groups), default=0.0)
 
 
 def _some(param: Tensor) -> Tensor:
-    """Return the first slices of a parameter, about ``_SAMPLE`` entries."""
     rows = max(1, _SAMPLE * param.shape[0] // max(1, param.numel()))
     return param.detach()[:rows].float()
 
@@ -196,7 +194,6 @@ def _attention_scores(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight(layer: object) -> Tensor | None:
-    """Return the whole weight of a linear layer, None where there is none."""
     if isinstance(layer, TensorTrainModule):
         whole = 0 not in layer.ranks and hasattr(layer, "out_features")
         return layer.dense_weight().detach().float() if whole else None
@@ -205,6 +202,6 @@ def _weight(layer: object) -> Tensor | None:
 
 
 def _largest(values: list[float], names: list[str]) -> tuple[float, str]:
-    """Return the largest value and its name; one that is not finite is larger than all others."""
+    """Return the largest value and its name; non-finite values count as infinite."""
     finite = [value if math.isfinite(value) else math.inf for value in values]
     return max(zip(finite, names, strict=True), default=(0.0, ""))

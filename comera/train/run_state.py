@@ -67,7 +67,6 @@ def save_checkpoint(
 
 
 def _state_besides(step: TrainStep, extra: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the state of a training step besides that of its model and optimizer."""
     return {
         "layout": _layout(unwrapped_model(step.model)),
         "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
@@ -137,7 +136,7 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
 
 
 def _layout(model: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of tensors, without what training changes: bonds, places of rows."""
+    """Return the shapes of tensors, without the bonds and row orders that training changes."""
     layers = tensor_trains(model)
     bonds = {
         f"{layer}.{part}.{k}".lstrip(".")

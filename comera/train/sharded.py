@@ -23,11 +23,10 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class RowShardedBag(nn.EmbeddingBag):
-    """An embedding bag of which every process holds some rows, and looks them up for all.
+    """An embedding bag whose rows are sharded over all processes, made by :func:`shard_dense_`.
 
-    A step exchanges indices and sums of bags, so its traffic does not depend on the size of the
-    table. Gradients are averaged over processes. The weight is a DTensor, sharded by rows. Made by
-    :func:`shard_dense_`.
+    A step exchanges indices and sums of bags, so its traffic does not depend on the table's size.
+    Gradients are averaged over processes. The weight is a DTensor.
     """
 
     def forward(
@@ -206,10 +205,7 @@ class Sharded:
 
     @torch.no_grad()
     def average_(self) -> None:
-        """Average the gradients of whole parameters; shard those of the others.
-
-        The gradient of an embedding may be whole in each process.
-        """
+        """Average gradients of whole parameters; shard whole gradients of sharded ones."""
         for param in filter(is_sharded, self._params):
             grad: Any = param.grad
             if grad is not None and grad.placements != param.placements:  # type: ignore[attr-defined]
@@ -224,10 +220,7 @@ class Sharded:
 
     @torch.no_grad()
     def clip_(self, largest: float) -> Tensor:
-        """Scale all gradients to a norm of at most ``largest``; return the norm before.
-
-        As ``nn.utils.clip_grad_norm_``, which does not take whole and sharded tensors together.
-        """
+        """Clip whole and sharded gradients to norm ``largest``; return the norm before."""
         grads: list[Any] = [param.grad for param in self._params if param.grad is not None]
         shared = [grad.to_local() for grad in grads if is_sharded(grad)]
         whole = [grad for grad in grads if not is_sharded(grad)]
@@ -272,7 +265,7 @@ def shared_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> di
 
 
 def _shared_like(like: Any, value: Any) -> Any:
-    """Shard a tensor as another one of its shape is; return anything else as it is."""
+    """Shard a tensor like another of its shape; return anything else unchanged."""
     from torch.distributed.tensor import distribute_tensor
 
     if not _is_shared(like) or not isinstance(value, Tensor) or value.shape != like.shape:

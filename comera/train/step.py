@@ -86,14 +86,13 @@ class TrainStep:
         On a CPU under Linux freed memory is kept for the next tensors from here on, in the whole
         process, unless :func:`~comera.reuse_freed_memory` was called.
 
-        A graph holds the work of the GPU, not Python: hooks, prints and choices of ``loss_fn``
-        happen while it is captured and not again. A batch must be tensors on the model's device,
-        and plain values. The graph is captured again when the stage of rank learning, the ranks, a
-        setting of the optimizer or training mode change, or batches of another shape keep coming;
-        a single one, such as a short last batch, runs eagerly. The optimizer is set to
-        ``capturable=True`` and gets its rates in tensors, which schedulers fill. Steps that cannot
-        be captured run eagerly, and a warning says why: see :meth:`describe`. Of several processes
-        each captures when all can: before every step they agree on that over the CPU.
+        A graph replays only the work of the GPU: hooks, prints and branches of ``loss_fn`` run
+        while it is captured. A batch must be tensors on the model's device, and plain values. The
+        graph is captured again when stage or ranks of rank learning, an optimizer setting, training
+        mode or repeatedly the batch shape changes; a single short batch runs eagerly. The optimizer
+        becomes ``capturable=True``, with rates in tensors, which schedulers fill. Steps that cannot
+        be captured run eagerly with a warning: see :meth:`describe`. Processes capture only if all
+        of them can, which they check over the CPU before every step.
     """
 
     def __init__(
@@ -228,7 +227,7 @@ class TrainStep:
         return StepDescription(False, self._why_eager)
 
     def _update(self, batch: Any) -> Tensor:
-        """Run all the work of the device; the host keeps nothing from one call to the next."""
+        """Run all work of the device; the host keeps no state between calls."""
         self._unreduced = False  # one that was broken off has been seen to
         if self.parallel is not None:
             self.parallel.prepare_()
@@ -286,7 +285,7 @@ class TrainStep:
         return loss
 
     def _updates(self, last: bool) -> AbstractContextManager[None]:
-        """Put off per-layer updates and means over processes until the last part of a batch."""
+        """Postpone per-layer updates and averages to the last part of a batch."""
         if not last and isinstance(self.optimizer, OptimizerInBackward):
             return self.optimizer.accumulate()
         return nullcontext() if last or self.parallel is None else self.parallel.held_back()
@@ -323,7 +322,7 @@ class TrainStep:
     def _check_finite(self, what: str, value: Tensor) -> None:
         """Raise ``NonFiniteLossError`` for a value on the CPU that is not finite.
 
-        Reading it on a GPU would wait for the device: the training loop does so as it logs.
+        On a GPU the training loop checks when it logs, since that waits for the device.
         """
         if may_read_values(value) and not bool(torch.isfinite(value)):
             raise NonFiniteLossError(
@@ -332,7 +331,6 @@ class TrainStep:
 
 
 def _check_kinds(model: object, loss_fn: object, optimizer: Any) -> None:
-    """Raise ``TypeError`` for arguments in another order, and for classes instead of objects."""
     check_model(model)
     if not callable(loss_fn):
         kind = type(loss_fn).__name__

@@ -58,7 +58,7 @@ def mode() -> str:
 
 
 def kernel_refuses(file: str, like: Tensor) -> str | None:
-    """Return why the kernels of a file compute nothing of tensors such as ``like``, or None.
+    """Return why kernels of a file do not take tensors such as ``like``, or None.
 
     Args:
         file: Name of the source in ``kernels/``, without its suffix.
@@ -79,12 +79,12 @@ def kernel_refuses(file: str, like: Tensor) -> str | None:
 
 
 def off_card(file: str, like: Tensor) -> str | None:
-    """Refuse as :func:`kernel_refuses`, but nothing on a card, where sizes are looked at first."""
+    """Return what :func:`kernel_refuses` does; None on a GPU, where sizes are checked first."""
     return None if like.is_cuda else kernel_refuses(file, like)
 
 
 def warn_of(what: str, reason: str) -> None:
-    """Warn once that torch operations run, unless the reason is an expected one."""
+    """Warn once that a kernel falls back to torch, unless the reason is expected."""
     if reason not in _EXPECTED and mode() == "auto":
         _warn_once(what, reason)
 

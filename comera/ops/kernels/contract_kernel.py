@@ -114,7 +114,7 @@ class Walk:
         return _up_to_four(outer * (modes * inner + self.right))
 
     def _beside(self, core: int, modes: int) -> int:
-        """Count these and the numbers of the gradient beside them."""
+        """Count the staged numbers and those of their gradient."""
         spans = max(1, -(-self.bonds[core] // 32))
         grad = modes * self.rows[core - 1] * (32 * spans + 4)
         return self.staged(core, modes) + max(grad, 256)
@@ -313,7 +313,7 @@ class _Draft:
         self.shares = 0
 
     def on_card(self, file: str, device: torch.device) -> _Plan:
-        """Write them there, by launches that take them as arguments: a graph can hold these."""
+        """Write the descriptors to the card by launches, which a graph can capture."""
         # Long ones first.
         numbers = sorted(range(len(self.walks)), key=lambda n: -self.walks[n].share)
         codes = [n << 16 | block for n in numbers for block in range(self.walks[n].blocks)]
@@ -368,7 +368,7 @@ def _drafts(
 def _describe(
     one: Chains, walk: Walk, width: int, core_grad: int, gate_grad: int, gates_at: Sequence[int]
 ) -> _Descriptor:
-    """Describe a factor of one layer, whose first core and gate have their gradients there."""
+    """Describe a factor of one layer, with addresses of its gradients."""
     descriptor = _Descriptor(
         cores=len(walk.modes), right=walk.right, width=width, blocks=walk.blocks,
         threshold=one.threshold,
@@ -395,12 +395,12 @@ def _describe(
 
 
 def _first_gate(groups: Sequence[Chains]) -> Tensor | None:
-    """Return the gate whose address all others' are counted from."""
+    """Return the gate that addresses of all gates are relative to."""
     return next((group.gates[0] for group in groups if group.gates), None)
 
 
 def _contiguous(group: Chains) -> Chains:
-    """Copy tensors that are not contiguous; a launch is enqueued before the copies are freed."""
+    """Copy tensors that are not contiguous; copies live until the launch is enqueued."""
     lists = group.cores, group.gates, group.biases
     if all(tensor.is_contiguous() for tensors in lists for tensor in tensors):
         return group

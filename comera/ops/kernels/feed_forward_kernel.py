@@ -51,7 +51,7 @@ def _unfit(
 
 
 def block_rows(x: Tensor) -> int:
-    """Return how many rows a block has: more where there are blocks enough."""
+    """Return the rows of a block, more for large batches."""
     if x.shape[0] < 2048 and x.dtype != torch.float32:
         return 16
     return 32 if x.shape[0] <= 8192 else 64
@@ -70,7 +70,7 @@ def stage_columns(itemsize: int) -> int:
 
 
 def stage_bytes(itemsize: int, bond: int, rights: int) -> int:
-    """Count bytes of stages of hidden columns: of so many right factors and a left one."""
+    """Count bytes of stages: of ``rights`` right factors and a left one."""
     columns = stage_columns(itemsize)
     right, left = tile_bytes(bond, columns, itemsize), tile_bytes(columns, bond, itemsize)
     return STAGES * (rights * right + left)
@@ -115,7 +115,7 @@ def _kernel(x: Tensor, factors: Sequence[Tensor], activation: str) -> tuple[str,
 def forward(
     x: Tensor, factors: Sequence[Tensor], bias: bool, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``y`` and the products with both left factors, a bias' columns of ones in them."""
+    """Return ``y`` and ``x @ left`` of both layers, with columns of ones for a bias."""
     file, bond, high = _kernel(x, factors, activation)
     left1, _, left2, right2 = factors
     y, t1, t2 = (x.new_empty(x.shape[0], factor.shape[1]) for factor in (right2, left1, left2))
@@ -157,10 +157,10 @@ def _sum_over_batch(
     bond: int,
     shared: int,
 ) -> None:
-    """Write gradients of factors of the hidden width: sums over parts of the batch, then of these.
+    """Write gradients of hidden-width factors, summed over parts of the batch and then over parts.
 
-    The first of ``given``, the operands of the sums, has as many rows as the batch; ``bond`` is
-    padded, and ``shared`` counts bytes of shared memory of the first kernel.
+    The first of ``given`` has the rows of the batch, ``bond`` is padded, and ``shared`` counts
+    bytes of shared memory of the first kernel.
     """
     like, blocks = given[0], sizes.H // HIDDEN_BLOCK
     parts = min(-(-_BLOCKS // blocks), -(-like.shape[0] // HIDDEN_BLOCK))
@@ -183,7 +183,7 @@ def _sizes(x: Tensor, factors: Sequence[Tensor], bias: bool) -> _Sizes:
 
 @functools.cache
 def _shared(rows: int, itemsize: int, bond: int) -> int:
-    """Count bytes of shared memory: thin tiles, and behind them the largest of what comes there."""
+    """Count bytes of shared memory: thin tiles, then the largest of the later stages."""
     columns, tile = stage_columns(itemsize), functools.partial(tile_bytes, itemsize=itemsize)
     thin, wide = tile(rows, bond), max(tile(columns, bond), tile(bond, columns))
     first = thin + STAGES * (tile(rows, columns) + wide)
@@ -211,7 +211,7 @@ def gated_file(like: Tensor) -> str:
 
 
 def _gated_rows(t_gate: Tensor) -> int:
-    """Return how many rows a block has; three thin tiles of float32 are large."""
+    """Return the rows of a block, fewer for the larger tiles of float32."""
     return min(block_rows(t_gate), 32) if t_gate.dtype == torch.float32 else block_rows(t_gate)
 
 

@@ -67,7 +67,7 @@ def launch(
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a tensor without gaps that begins at a multiple of 16 bytes, which kernels read."""
+    """Return a contiguous tensor aligned to 16 bytes, as kernels read it."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -156,7 +156,7 @@ def driver_version() -> int:
 
 
 def _enter_context(device: int) -> None:
-    """Enter a device's context: threads of autograd, which run backward passes, may have none."""
+    """Enter a device's context, which threads of backward passes may lack."""
     if getattr(_thread, "entered", None) == device:
         return
     torch.cuda.init()

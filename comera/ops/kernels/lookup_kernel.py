@@ -90,8 +90,8 @@ def grads_of(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return gradients of both factors, hot rows, their basis and the weights of entries.
 
-    Those of the factors are in float64, in which they were summed, and parts of one tensor. The
-    gradient of a weight is the dot product of its row and the gradient of its bag.
+    Gradients of factors are float64, parts of one tensor. The gradient of a weight is the dot
+    product of its row and the gradient of its bag.
     """
     hot_HK, basis_KD = given.hot_HK, given.basis_KD
     given = _laid_out(given)
@@ -181,7 +181,7 @@ class _WarpTable(ctypes.Structure):
 
 
 def warps_take(dtype: torch.dtype) -> bool:
-    """Return whether warps read numbers of that dtype: the right factor lies turned for them."""
+    """Return whether warps read a dtype; the right factor is then transposed."""
     return dtype in DTYPES and dtype.itemsize == 2
 
 
@@ -224,7 +224,7 @@ def read_by_warps(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grads_by_warps(given: Lookup, back: Sorted) -> tuple[Tensor, Tensor]:
-    """Return gradients of the left and of the right factor, which lies turned."""
+    """Return gradients of the left factor and of the transposed right one."""
     left_VPR, right_WRQ = given.left_VPR, given.right_WRQ
     indices_N, grad_ND = given.indices_N.long().contiguous(), back.grad_BD.to(left_VPR.dtype)
     entries, (V, P, R), (W, _, Q) = grad_ND.shape[0], left_VPR.shape, right_WRQ.shape

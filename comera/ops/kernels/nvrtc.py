@@ -29,7 +29,7 @@ def nvrtc_version() -> tuple[int, int]:
 def cubin(file: str, arch: str) -> bytes:
     """Return the machine code of ``kernels/<file>.cu`` for an architecture such as ``"sm_90"``.
 
-    Where it does not compile, ``KernelError`` names the file of the compiler's log.
+    A ``KernelError`` names the compiler's log.
     """
     path = cubin_path(file, arch)
     if path.is_file():
@@ -86,7 +86,7 @@ def bindings(name: str) -> Any:
 
 
 def checked(answer: tuple[Any, ...], what: str) -> Any:
-    """Return what a call of cuda-bindings gives after its status, which must be success."""
+    """Return the result of a call of cuda-bindings; raise ``KernelError`` if it failed."""
     status, *values = answer
     if int(status):
         raise KernelError(f"{what}: {status.name}")

@@ -71,7 +71,7 @@ def factorized_feed_forward(
 def _feed_forward(
     x_BI: Tensor, factors: Sequence[Tensor], bias: bool, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``y`` and the products with both left factors, a bias' columns of ones in them."""
+    """Return ``y`` and ``x @ left`` of both layers, with columns of ones for a bias."""
     y, t1, t2 = _FORWARD(x_BI.reshape(-1, x_BI.shape[-1]), factors, bias, activation)
     return y.reshape(*x_BI.shape[:-1], y.shape[1]), t1, t2
 
@@ -82,7 +82,6 @@ def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _case(x: Tensor, factors: Sequence[Tensor], *_: Any) -> Case:
-    """Time depends on rows, both widths, the wider bond, rounding, and which kernels there are."""
     left1, right1, left2, _right2 = factors
     bond = max(left1.shape[1], left2.shape[1])
     kernels = ("wide",) if bond in feed_forward_kernel.WIDE_BONDS else ()
@@ -121,7 +120,6 @@ def _(x_BI, factors, bias, activation):
 def _feed_forward_backward(
     grad_y: Tensor, x: Tensor, t1: Tensor, t2: Tensor, factors: Sequence[Tensor], activation: str
 ) -> list[Tensor]:
-    """Return gradients of ``x`` and of the factors."""
     return _BACKWARD(x, factors, grad_y, t1, t2, activation)
 
 
@@ -228,7 +226,6 @@ def _sample_gated(new: Callable[..., Any]) -> tuple[list[Any]]:
 
 
 def _case_gated(given: Sequence[Tensor], *_: Any) -> Case:
-    """Time depends on rows, the hidden width, the bond of the first layers, and rounding."""
     t_gate, _up, right_gate, *_rest = given
     rounding = ("tf32",) if products_are_tf32(t_gate) else ()
     return t_gate, t_gate.dtype, (t_gate.shape[0], right_gate.shape[1], t_gate.shape[1], *rounding)
@@ -315,10 +312,9 @@ _gated_hidden.register_autograd(_back_gated, setup_context=_setup_gated)
 def _gradients_again(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor
 ) -> list[Tensor | None]:
-    """Return gradients that can be differentiated, for a backward pass that is itself.
+    """Return gradients that can be differentiated again, by autograd of a reference.
 
-    ``function`` is a reference for the operator of these inputs, in operations that autograd knows.
-    Inputs that need no gradient get None.
+    ``function`` is the reference. Inputs that need no gradient get None.
     """
     # Of views: one input may depend on another, as the second pass through a layer's factors does
     # on the first, and the gradient by way of that one does not belong here.
@@ -338,13 +334,13 @@ def _pieces(x: Tensor, hidden: int, buffers: int) -> Iterator[tuple[slice, list[
 
 
 def _dtype_of_sums(x: Tensor, hidden: int) -> torch.dtype:
-    """Return the dtype to sum pieces in; a single one is not worth a cast there and back."""
+    """Return the dtype for sums over pieces: float32 or wider, or that of x for one piece."""
     one = x.shape[0] > 0 and _rows_at_a_time(x, hidden) >= x.shape[0]
     return x.dtype if one else torch.promote_types(x.dtype, torch.float32)
 
 
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:
-    """Return how many rows a piece has: on a CPU as many as stay in the cache, none below 64."""
+    """Return the rows of a piece: at least 64 and on a CPU as many as fit the cache."""
     rows = max(1, x.shape[0])
     if not is_on_cpu(x):
         return rows

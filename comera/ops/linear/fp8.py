@@ -1,9 +1,9 @@
-"""Matrix products of numbers of eight bits, with one scale a matrix computed for each product.
+"""FP8 matrix products with one dynamic scale per matrix.
 
-Values and weights are e4m3, with three bits after the leading one, up to 448; gradients are e5m2,
-with two, up to 57344 (Micikevicius et al., FP8 formats for deep learning, arXiv 2209.05433). The
-scale puts the largest entry of a matrix at the largest number of the format; products add up in
-float32. torchao calls this recipe tensorwise, dynamic, and has it for ``nn.Linear`` alone.
+Values and weights are e4m3, up to 448; gradients are e5m2, up to 57344 (Micikevicius et al., FP8
+formats for deep learning, arXiv 2209.05433). The scale maps the largest entry of a matrix to the
+largest number of the format; products accumulate in float32. torchao calls this recipe tensorwise,
+dynamic, and has it for ``nn.Linear`` alone.
 """
 
 import functools
@@ -69,7 +69,7 @@ def fp8_product(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Ten
 
 
 def fp8_product_reference(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Tensor:
-    """Compute the same as :func:`fp8_product` by numbers that are widened first."""
+    """Compute :func:`fp8_product` in a wider dtype."""
     a, b = (x.values.double() * x.scale for x in (a_MK, b_NK))
     return (a @ b.T).to(out_dtype)
 

@@ -104,7 +104,7 @@ def check_width(x_BI: Tensor, width: int) -> None:
 def reconstructed_linear(x_BI: Tensor, factors: Factors) -> Tensor:
     """Compute :func:`factorized_linears` of one pair, through the dense matrix.
 
-    This is faster where the bond is so large that ``R * (I + O) > I * O`` and the batch is large.
+    Faster for large batches if ``R * (I + O) > I * O``.
     """
     left_IR, right_RO, has_bias = factors
     check_width(x_BI, left_IR.shape[0])
@@ -130,10 +130,9 @@ _rows: dict[tuple[Any, ...], Tensor] = {}
 
 
 def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
-    """Return a row of zeros with a one at the end of each stretch of these widths.
+    """Return zeros with a one at the end of each of these widths, cached in eager mode: only read.
 
-    Added to factors' products side by side it does the same as :func:`set_ones_`. It is not to be
-    written to: in eager mode it is cached.
+    Adding it to products of factors side by side does the same as :func:`set_ones_`.
     """
     is_cached, key = is_eager() and is_concrete(like), (*widths, like.dtype, like.device)
     row = _rows.get(key) if is_cached else None  # a captured graph may read an older one

@@ -169,7 +169,7 @@ def sum_by(values: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort keys; return them, and the place where each was. Equal ones keep their order."""
+    """Sort keys stably; return them, and the original position of each."""
     count = keys_N.shape[0]
     # numpy sorts whole numbers several times as fast, so each takes its place along, if both fit.
     if keys_N.device.type != "cpu" or not count or keys_N.numpy().max() >= _MOST_KEY // count:
@@ -192,10 +192,10 @@ def check_integers(indices: Tensor) -> None:
 
 
 def check_range(indices: Tensor, num_embeddings: int) -> bool:
-    """Check that indices are rows, where they can be read: on a CPU.
+    """Raise ``IndexError`` for the first index out of range, ``TypeError`` for non-integers.
 
-    ``IndexError`` names the first that is no row; on any device ``TypeError`` is raised for numbers
-    that are not whole. False in a compiled graph, whose operator checks them when it runs.
+    The range is checked only if values can be read (on a CPU). Return False in a compiled graph;
+    the operator then checks them when it runs.
     """
     check_integers(indices)
     if not may_read_values(indices) or not indices.numel():
@@ -212,10 +212,7 @@ def check_range(indices: Tensor, num_embeddings: int) -> bool:
 
 
 def every_row(given: Lookup) -> Tensor:
-    """Compute the row of every entry, repeated ones again; all sizes are fixed by the arguments.
-
-    The reference of lookups, by torch operations: differentiable any number of times.
-    """
+    """Compute the row of every entry by torch, in static sizes; differentiable repeatedly."""
     indices_N, left_VPR, right_WRQ, num_hot = *given[:3], given.sizes[0]
     cold = (indices_N.long() - num_hot).clamp(min=0)
     left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
@@ -239,8 +236,8 @@ _PIECE = 1 << 19
 def _pieces(slots: Slots, given: Lookup) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
 
-    Those of the right factor lie turned: products of many small matrices take up to four times as
-    long where the rows of their results are as short as Q.
+    The right factor is transposed: small products are up to four times slower with rows as short as
+    Q.
     """
     left_VPR, turned_WQR = given.left_VPR, given.right_WRQ.mT.contiguous()
     _, P, R = left_VPR.shape
@@ -299,10 +296,7 @@ def bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
 
 
 def hot_grads(grad_ND: Tensor, rows: Tensor, given: Lookup) -> tuple[Tensor | None, Tensor | None]:
-    """Compute gradients of the hot rows and of their basis, None where there are none.
-
-    ``grad_ND`` are those of the distinct hot rows that were read, ``rows`` their numbers.
-    """
+    """Compute gradients of the hot rows and their basis from those of distinct ``rows``."""
     hot_HK, basis_KD = given.hot_HK, given.basis_KD
     if hot_HK is None:
         return None, None
@@ -316,6 +310,6 @@ def hot_grads(grad_ND: Tensor, rows: Tensor, given: Lookup) -> tuple[Tensor | No
 
 
 def lying_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """Return the same numbers in the dtype and memory layout of another tensor."""
+    """Return a tensor in the dtype and memory layout of another one."""
     same = tensor.stride() == like.stride() and tensor.dtype == like.dtype
     return tensor if same else torch.empty_like(like).copy_(tensor)

@@ -34,7 +34,6 @@ from comera.ops.table.distinct_rows import (
 
 
 def _case(given: Lookup, *_: Any) -> Case:
-    """Time depends on the number of entries, and on which kernel there is for them."""
     kinds = list[str]()
     if lookup_kernel.warps_unfit(given) is not None:
         kinds.append("a block a row")
@@ -49,7 +48,7 @@ def _case_if_static(given: Lookup, checked: bool) -> Case | None:
 
 
 def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
-    """Refuse them where shapes are static; with kernels no size depends on the rows."""
+    """Return why sizes would depend on the rows where shapes are static, or None."""
     if not shapes_are_static(given.indices_N) or lookup_kernel.warps_refuse(given) is None:
         return None
     return lookup_kernel.refuses_backward(given)

@@ -102,9 +102,8 @@ def contract_table(
 ) -> tuple[Tensor, Tensor]:
     """Contract to ``left (V, P, R)`` and ``right (W, R, Q)``; row v * W + w is left[v] @ right[w].
 
-    Made by torch, the right factor lies in memory as ``(W, Q, R)``: rows and their gradients are
-    products of slices whose bond is innermost. Both are new tensors in the dtype of the cores. The
-    arguments are those of a :class:`Request`.
+    Torch makes the right factor as ``(W, Q, R)`` in memory, with the bond innermost for products of
+    slices. Both have the dtype of the cores. Arguments are those of a :class:`Request`.
     """
     return contract_tables([(cores, gates, threshold)])[0]
 
@@ -112,10 +111,7 @@ def contract_table(
 def contract_tables(
     tables: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], float]],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Apply :func:`contract_table` to the arguments of each table, all of one dtype and device.
-
-    Kernels contract all of them in one launch.
-    """
+    """Apply :func:`contract_table` to tables of one dtype and device; kernels take one launch."""
     groups = [
         Chains([c.flatten(1, 2) for c in cores], list(gates), [], 1, len(cores) // 2, threshold)
         for cores, gates, threshold in tables
@@ -149,8 +145,8 @@ def _rows_first(contracted: Tensor, cores: Sequence[Tensor], *, turned: bool = F
 def read_factors(requests: Sequence[Request]) -> list[Lookup]:
     """Contract the factors of each table, or only the slices of them that its batch reads.
 
-    The indices of the lookups number the rows of these factors. An index out of range raises
-    ``IndexError`` where slices are selected, on a CPU.
+    Indices of the lookups refer to these factors. Selecting slices, on a CPU, raises ``IndexError``
+    for an index out of range.
     """
     in_part = [_in_part(request) for request in requests]
     whole = [r for r, part in zip(requests, in_part, strict=True) if part is None]
@@ -167,10 +163,9 @@ def read_factors(requests: Sequence[Request]) -> list[Lookup]:
 
 
 def _in_part(request: Request) -> tuple[Tensor, Tensor, Tensor, int] | None:
-    """Read the slices a batch needs; None where both factors had better be contracted whole.
+    """Read the slices a batch needs; None if contracting both factors whole is cheaper.
 
-    Returns indices among the rows of these slices, slices of the left and of the right factor, and
-    the number of rows, hot ones included.
+    Returns indices among the slices, slices of both factors, and the number of rows with hot ones.
     """
     indices_N, cores, split = request.indices, request.cores, len(request.cores) // 2
     left_whole, right_whole = is_whole(indices_N, cores[:split]), is_whole(indices_N, cores[split:])
@@ -217,9 +212,9 @@ def is_whole(indices_N: Tensor, factor: Sequence[Tensor]) -> bool:
 
 
 def _slices(factor: Sequence[Tensor], numbers_N: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-    """Return slices ``(U, left bond, columns, right bond)``, and which of these each entry reads.
+    """Return gated slices ``(U, left bond, columns, right bond)``, and the slice of each entry.
 
-    The gates are multiplied in. ``numbers_N`` are the slices of entries among all of the factor.
+    ``numbers_N`` are the slices of entries among all of the factor.
     """
     if whole:
         return _rows_first(contract_chain(factor), factor), numbers_N
@@ -271,9 +266,9 @@ def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tenso
 
 
 def places(tables: Sequence[Lookup]) -> list[list[int]]:
-    """Return the place of each table in the whole: five numbers a table, from shapes alone.
+    """Return five numbers that place each table among all, from shapes alone.
 
-    Its hot rows and its W; then those of the tables before it: hot rows, V and W.
+    Its hot rows and its W; then the sums of hot rows, V and W of the tables before it.
     """
     hots, lefts, rights = map(list, zip(*(table.sizes for table in tables), strict=True))
     return [hots, rights, _before(hots), _before(lefts), _before(rights)]
@@ -294,7 +289,6 @@ def _rows_of_the_whole(
 
 
 def _padded(factor: Tensor, dim: int, rank: int) -> Tensor:
-    """Pad the bond of a factor with zeros up to a rank."""
     more = rank - factor.shape[dim]
     return F.pad(factor, (0, 0) * (2 - dim) + (0, more)) if more else factor
 

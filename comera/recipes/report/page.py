@@ -120,8 +120,8 @@ def axis_around(
 ) -> Axis:
     """Return an axis for all ``values``, at least one, all finite.
 
-    It is logarithmic if ``log`` and all are above 0, begins at 0 if ``zero`` and none is below, and
-    leaves ``room`` free at either end, a share of the range.
+    ``log`` takes effect if all are above 0, ``zero`` starts the axis at 0 if none is below, and
+    ``room`` is the share of the range left free at either end.
     """
     every = list(values)
     low, high = min(every), max(every)

@@ -280,7 +280,6 @@ def _losses(model: History) -> list[Line]:
 
 
 def _line(model: History, what: str, series: Series, form: str = "{:,.4f}", **look: Any) -> Line:
-    """Return a line over the steps, in the colour of a model."""
     name = f"{model.name}, {what}"
     return Line(name, model.name, _points(name, series, form), **look)
 
@@ -292,7 +291,7 @@ def _points(name: str, series: Series, form: str) -> list[Point]:
 
 
 def _moved(line: Line, places: Sequence[float], form: str) -> Line:
-    """Return a line along another horizontal axis, whose values are added to the points' text."""
+    """Return a line with new x-values, which are appended to the points' text."""
     points = [
         dataclasses.replace(point, x=x, text=f"{point.text}, {form.format(x)}")
         for point, x in zip(line.points, places, strict=True)
@@ -305,7 +304,7 @@ def _finite(series: Series) -> Series:
 
 
 def _averaged(series: Series) -> Series:
-    """Average neighbours until ``MOST_POINTS`` are left, at their last steps."""
+    """Average neighbours down to ``MOST_POINTS``, at their last steps."""
     groups = np.array_split(np.arange(len(series)), max(1, min(len(series), MOST_POINTS)))
     return [
         (series[group[-1]][0], statistics.fmean(series[k][1] for k in group))
@@ -315,7 +314,7 @@ def _averaged(series: Series) -> Series:
 
 
 def _picked(series: Series) -> Series:
-    """Sample at most ``MOST_POINTS`` of a series, its first and last among them."""
+    """Sample at most ``MOST_POINTS`` of a series, both ends included."""
     chosen = np.linspace(0, len(series) - 1, min(len(series), MOST_POINTS)).round().astype(int)
     return [series[k] for k in chosen]
 
@@ -362,7 +361,7 @@ def gather(folder: Path) -> dict[str, Any]:
 
 
 def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
-    """Describe what is missing or damaged in the folder, of the model and its dense twin."""
+    """Describe missing and damaged files of the model and its dense twin."""
     if not (folder / "config.yaml").is_file():
         yield "config.yaml is missing: the settings are not shown."
     for model, place in zip(models, ("", "dense/"), strict=False):
@@ -387,7 +386,7 @@ def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
 
 
 def _findings(facts: dict[str, Any], twins: Sequence[dict[str, Any]]) -> list[str]:
-    """Describe a finished model in sentences, beside its dense twin if that is finished too."""
+    """Describe a finished model in sentences, with its dense twin if finished."""
     duration = f"{facts['seconds']:.1f} seconds"
     if facts["seconds"] >= 120:
         minutes = facts["seconds"] / 60
@@ -478,7 +477,7 @@ def layer_ranks(model: History) -> list[LayerRanks]:
 
 
 def _layers(model: History) -> Table | None:
-    """List the tensor-train layers; of an unfinished model only their ranks are known."""
+    """List the tensor-train layers, of an unfinished model only by their ranks."""
     if model.result is None:
         ranks = [
             [name or "(model)", _arrow(start, model.ranks[name])]
@@ -513,5 +512,4 @@ def _arrow(start: Sequence[int], end: Sequence[int]) -> str:
 
 
 def _ratio(over: float, under: float) -> str:
-    """Return a ratio as text, empty for a divisor of 0."""
     return f"{over / under:,.1f}" if under else ""

@@ -143,8 +143,7 @@ def compare(
 ) -> Comparison:
     """Compute means over the seeds, and differences to the reference seed by seed.
 
-    Runs of one seed see the same batches in the same order. Figures on test data are compared if
-    every finished run has them. ``variants`` are all names, in the order of the table.
+    Test figures are compared if every finished run has them. ``variants`` orders the table.
     """
     tested = bool(runs) and all(metric in run.test for run in runs)
     by_variant: dict[str, dict[int, Trained]] = {name: {} for name in variants}
@@ -240,7 +239,7 @@ def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Return the comparison for a terminal; its lines are not broken, however narrow that is."""
+    """Return the comparison for a terminal, without line breaks in rows."""
     header, rows = comparison_cells(comparison)
     table = rich.table.Table(title=comparison.title)
     for k, name in enumerate(header):
@@ -417,7 +416,7 @@ def _point(row: Row, comparison: Comparison, x: float) -> Point:
 
 
 def _dots(points: dict[str, Point], comparison: Comparison) -> list[Line]:
-    """Return the dots of the variants, and that of the reference in another colour."""
+    """Return the dots of the variants, the reference in another colour."""
     base = comparison.reference
     # From left to right, so that the names of neighbours can stand above and below.
     ordered = sorted(points.items(), key=lambda item: item[1].x)

@@ -118,7 +118,7 @@ class ClicksTask(Task):
 
 
 def _check_fields(given: Mapping[str, int], fields: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless table sizes are given for just the fields of the data."""
+    """Raise ``ValueError`` unless table sizes name exactly the fields of the data."""
     for name in given:
         if name not in fields:
             raise ValueError(

@@ -111,8 +111,8 @@ class Task(ABC):
     def planned_sizes(self) -> Mapping[str, Any]:
         """Return the sizes of the dense model; data are read only if they alone determine them.
 
-        ``vocab_size`` of text; of a click log ``table_sizes`` by the names of fields, and
-        ``num_continuous``. Raises ``ValueError`` if data are needed and missing.
+        They are ``vocab_size``, or ``table_sizes`` by field and ``num_continuous`` of a click log.
+        Raises ``ValueError`` if data are needed and missing.
         """
 
     @abstractmethod
@@ -149,13 +149,13 @@ class Task(ABC):
         """Return a prediction for a line; raises ``ValueError`` for one that is not as expected."""
 
     def _own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Move the batches that this process evaluates to the device, one by one."""
+        """Move this process's evaluation batches to the device, one by one."""
         if self._shares_evaluation:
             batches = islice(batches, self._processes.rank, None, self._processes.count)
         return map(self._to_device, batches)
 
     def _sums(self, *numbers: float) -> list[float]:
-        """Add up the figures that processes have found on their own batches."""
+        """Sum the figures of all processes."""
         return self._processes.sums(*numbers) if self._shares_evaluation else list(numbers)
 
     def _to_device(self, batch: Batch) -> Batch:
