@@ -74,7 +74,8 @@ class TTEmbeddingBag(TTTable):
         mode: ``"sum"``, ``"mean"`` or ``"max"`` of the rows of a bag.
         include_last_offset: Whether the last offset is the end of the last bag.
         padding_idx: A row whose entries are left out of their bags.
-        table: Keywords of :class:`TTEmbedding`, whose other arguments are the same.
+
+    Other arguments are those of :class:`TTEmbedding`.
 
     Shapes:
         output ``(bags, embedding_dim)``.

@@ -311,7 +311,3 @@ def calibrate(
             raise ValueError(f"threads={threads} must be at least 1")
         torch.set_num_threads(threads)
     measure(device, console.print)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

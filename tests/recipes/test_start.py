@@ -54,7 +54,7 @@ def started(
     )
 
 
-WAYS = [["comera"], ["-m", "comera"], ["-m", "comera.recipes.cli"]]
+WAYS = [["comera"], ["-m", "comera"]]
 
 
 @pytest.mark.parametrize(
