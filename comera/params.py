@@ -1,4 +1,4 @@
-"""Parameters: new data for the same object, sharded ones, writes during a save, and their count."""
+"""Replace, count and check parameters."""
 
 import zlib
 from collections.abc import Mapping

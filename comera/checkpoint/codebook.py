@@ -131,8 +131,8 @@ def _refined(
 ) -> tuple[Codebook, float]:
     """Run Lloyd's algorithm; return the codebook, and its cost up to a constant.
 
-    ``sums`` are prefix sums of the values, float64 ``(n + 1,)``. Zero stays a centre unless
-    ``beside``, the number of zeros beside the values, is 0.
+    ``sums`` are prefix sums of the values, float64 ``(n + 1,)``; ``price`` is the cost of a bit.
+    ``beside`` counts zeros outside the values; above 0, one centre stays zero.
     """
     bits = torch.zeros_like(centres)
     edges = torch.zeros(0, dtype=torch.long)

@@ -453,7 +453,7 @@ def read_moments(
 
 
 def _write_means(streams: Streams, second: Tensor, kept: Tensor) -> None:
-    """Write the mean of the moments that are left out, and of those of each row and column."""
+    """Write means of the moments outside ``kept``: of all, of each row and of each column."""
     rest = second.detach().float().reshape(-1).clone()
     rest[kept] = 0
     there = torch.ones_like(rest)

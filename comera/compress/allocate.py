@@ -37,7 +37,7 @@ class Choice:
     least: int = 1
 
     def at(self, price: float) -> int | None:
-        """Return the best rank at a price of loss per parameter; None for the dense weight."""
+        """Return the rank of least loss plus ``price`` times size; None if dense is best."""
         rank = max(self.least, int((self.losses > price * self.each).sum()))
         rest = float(self.losses[rank:].sum())
         # The sizes are subtracted first: equal ones then differ by nothing at any price.

@@ -138,7 +138,7 @@ class RankCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"ranks": ranks}}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Load the state, of a checkpoint or its own, and override ``accelerator.backward``."""
+        """Load the state of rank learning and override ``accelerator.backward``."""
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is None:
             raise ValueError(

@@ -202,7 +202,7 @@ class HashedTable(SmallTable):
         num_embeddings: Number of indices, the most frequent ones first.
         embedding_dim: Width D of a row.
         kept: Number of stored rows.
-        own: Number of them that the first indices have alone.
+        own: Number of stored rows for one index each, the first ones.
         rank: Width R of stored rows, which a matrix ``(R, D)`` brings to D; None for D.
     """
 

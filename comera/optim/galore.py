@@ -178,7 +178,7 @@ class GaLore(Optimizer):
 
     @_eagerly
     def _begin_all(self) -> tuple[list[_Begun], list[dict[str, Any]]]:
-        """Begin the step of every projected group; return the inner optimizer's settings too."""
+        """Project the gradients; return what to undo, and the inner optimizer's settings."""
         begun = []
         for position, group in enumerate(self.param_groups):
             self._pass_settings(position)
@@ -468,7 +468,7 @@ def _as_list(params: Any) -> list[Any]:
 
 
 def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
-    """Return the inner optimizer's group; adds the new stand-ins to ``stand_ins``."""
+    """Check a group; return that of the inner optimizer. Fills ``stand_ins``."""
     own = {key: value for key, value in group.items() if key not in _KEYS}
     if "rank" not in group:
         if misplaced := sorted(_KEYS & set(group)):

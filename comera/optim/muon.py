@@ -215,7 +215,7 @@ def block_matrix(shape: torch.Size) -> tuple[int, int]:
 
 
 def block_step(shape: torch.Size) -> float:
-    """Return the spectral norm of such a step, in learning rates and ``STEP_SIZE``."""
+    """Return the spectral norm of a block core's step over ``lr * STEP_SIZE``."""
     return math.sqrt(shape[1] * max(block_matrix(shape))) / 2
 
 

@@ -160,7 +160,7 @@ def stored_bytes(value: Any) -> int:
 
 
 def whole(optimizer: Optimizer) -> dict[str, Any]:
-    """Return all attributes except hooks; torch's ``__getstate__`` lacks those of subclasses."""
+    """Return an optimizer's attributes, those of subclasses included, without hooks."""
     return {
         key: value
         for key, value in vars(optimizer).items()

@@ -279,11 +279,11 @@ class Begun:
     """Differences between the run started in a folder and new settings.
 
     Attributes:
-        others: Settings that make it another run, as ``key: there -> here``.
-        rhythm: Settings that differ and do not change the trained model.
-        longer: Whether there are to be more steps, or epochs, than it was begun with.
-        late: Whether that is in its late stage, which may not become longer.
-        moved: Whether its data are at another place now.
+        others: Differing settings that identify another run, as ``key: there -> here``.
+        rhythm: Differing settings without effect on the trained model.
+        longer: Whether the new settings have more steps or epochs.
+        late: Whether the started run is in its late stage, whose length is fixed.
+        moved: Whether the data are at another place now.
     """
 
     others: list[str] = field(default_factory=list)

@@ -205,7 +205,7 @@ class _Kept:
 
 
 def _measure(model: nn.Module, point: Point, make: Make, evaluate: Evaluate, tokens: int) -> Point:
-    """Measure one point on a copy; its note is an error, or what is logged meanwhile."""
+    """Measure one point on a copy; an error or logged messages become its note."""
     small = copy.deepcopy(model)
     notes: list[str] = []
 

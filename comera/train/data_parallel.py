@@ -18,10 +18,9 @@ _FIRST_CAPTURABLE_NCCL = (2, 9, 6)
 
 
 class DataParallel:
-    """The ``DistributedDataParallel`` of a training step, whose buffers it rebuilds.
+    """The ``DistributedDataParallel`` of a training step.
 
-    Buffers fit the sizes of parameters, which truncation changes, and the stream, which graphs
-    change.
+    Its buffers are rebuilt when truncation changes sizes, or a graph the stream.
     """
 
     def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
@@ -157,7 +156,7 @@ class Together(Alone):
 
 
 def decisions_of(group: dist.ProcessGroup | None) -> Alone:
-    """Return the object by which a group's processes decide; all of them must call this."""
+    """Return an object for joint decisions of a group; all its processes must call this."""
     if group is None or dist.get_world_size(group) == 1:
         return Alone()
     return Together(group)

@@ -63,10 +63,9 @@ class CudaGraphs:
     def record(
         self, run: Callable[[], Tensor], beside: "CudaRecording | None" = None
     ) -> "CudaRecording":
-        """Record a function, which returns the output of each replay; tensors stay as they are.
+        """Record a function, whose result is the output of each replay, without running it.
 
-        A recording ``beside`` this one gives its memory too: the two are never replayed at the same
-        time, and only their outputs are read.
+        The recording ``beside`` shares its memory pool: never replay both at once.
 
         Raises:
             Exception: Any error of the function, or the reason why it cannot be recorded.

@@ -121,7 +121,7 @@ class Walk:
 
 
 def walks(chains: Chains) -> tuple[Walk, Walk]:
-    """Return the walks through the left and the right factor of layers of one shape."""
+    """Return a kernel's order through the cores of the left and of the right factor."""
     return _walks(tuple(chains.modes), tuple(chains.bonds), chains.split)
 
 

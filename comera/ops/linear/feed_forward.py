@@ -340,7 +340,7 @@ def _dtype_of_sums(x: Tensor, hidden: int) -> torch.dtype:
 
 
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:
-    """Return the rows of a piece: at least 64 and on a CPU as many as fit the cache."""
+    """Return how many rows run at once: on a CPU what fits the cache, at least 64; else all."""
     rows = max(1, x.shape[0])
     if not is_on_cpu(x):
         return rows

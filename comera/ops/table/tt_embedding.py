@@ -102,8 +102,8 @@ def contract_table(
 ) -> tuple[Tensor, Tensor]:
     """Contract to ``left (V, P, R)`` and ``right (W, R, Q)``; row v * W + w is left[v] @ right[w].
 
-    Torch makes the right factor as ``(W, Q, R)`` in memory, with the bond innermost for products of
-    slices. Both have the dtype of the cores. Arguments are those of a :class:`Request`.
+    Both have the dtype of the cores. Torch stores the right one as ``(W, Q, R)``. Arguments are
+    those of a :class:`Request`.
     """
     return contract_tables([(cores, gates, threshold)])[0]
 
