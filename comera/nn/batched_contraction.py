@@ -27,10 +27,9 @@ from comera.ops.dispatch import is_eager, shapes_are_static
 class BatchedContraction:
     """A context in which the linear layers of a model contract their cores together.
 
-    By itself a :class:`~comera.TTLinear` contracts its cores to two factors in each forward pass.
-    Inside this context the cores of layers of equal shape are contracted in one batch, and forward
-    passes use the cached factors, with the same gradients. ``comera.TrainStep`` enters it in each
-    step. Ranks may change between two uses. ``autocast`` is the dtype of the factors under
+    The cores of layers of equal shape are contracted in one batch, and forward passes use the
+    cached factors, with the same gradients. ``comera.TrainStep`` enters it in each step. Ranks may
+    change between two uses. ``autocast`` is the dtype of the factors under
     autocast. A sharded tensor train, as by ``fully_shard``, raises ``ValueError``.
 
     Note:

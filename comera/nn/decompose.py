@@ -1,8 +1,6 @@
 """TT-SVD: the tensor train nearest to a dense weight.
 
-Unlike tensorly's ``tensor_train``, which the tests compare with, it takes an error bound instead of
-ranks and factorises wide layers by a randomised method. Source: Oseledets, SIAM J. Sci. Comput. 33
-(2011).
+Source: Oseledets, SIAM J. Sci. Comput. 33 (2011).
 """
 
 from collections.abc import Sequence

@@ -66,9 +66,8 @@ class TTEmbeddingBag(TTTable):
     """Drop-in for :class:`torch.nn.EmbeddingBag` over a table held as rank-gated TTM cores.
 
     ``forward`` takes what torch's takes: bags as rows of a 2-d input, or a 1-d input with
-    ``offsets``; ``per_sample_weights`` with ``mode="sum"``; padding entries are left out of their
-    bags. With ``include_last_offset`` entries after the last offset are in no bag; on a GPU, and
-    compiled, there must be none.
+    ``offsets``; ``per_sample_weights`` with ``mode="sum"``. With ``include_last_offset`` entries
+    after the last offset are in no bag; on a GPU, and compiled, there must be none.
 
     Args:
         mode: ``"sum"``, ``"mean"`` or ``"max"`` of the rows of a bag.
@@ -220,11 +219,7 @@ class TTEmbeddingBag(TTTable):
 
 
 def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
-    """Raise ``ValueError`` unless offsets cut the entries into bags.
-
-    Returns:
-        Whether their values could be read, as on a CPU.
-    """
+    """Raise ``ValueError`` for invalid offsets; return whether values could be read."""
     if offsets.dim() != 1:
         raise ValueError(f"offsets have shape {tuple(offsets.shape)}; they must be 1-d")
     if with_end and not offsets.shape[0]:

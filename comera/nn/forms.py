@@ -215,10 +215,8 @@ def is_fused(module: Any) -> bool:
 def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[None]:
     """Split fused experts of a model in place, so that their layers can be replaced.
 
-    After an error all are fused again.
-
     Without ``names`` of experts all are split, and fused again if their layers are all dense in the
-    end. A name without fused experts raises ``ValueError``; the model is then unchanged.
+    end, or after an error. A name without fused experts raises ``ValueError``.
     """
     found = {name: module for name, module in model.named_modules() if name and is_fused(module)}
     lost = [name for name in names or () if name not in found]

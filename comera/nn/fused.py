@@ -1,7 +1,6 @@
 """Several layers in one operation if all are :class:`~comera.TTLinear`, else one after the other.
 
-Fused layers read the batch once, and keep no hidden activation of a feed-forward part. Layers with
-hooks, patches or overrides are not fused.
+Layers with hooks, patches or overrides are not fused.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """Initial cores of a given scale of the weight, and keys equal to queries.
 
-A product of independent normal cores has few large singular values, and its gradients differ
-tenfold between cores. Cores that are orthonormal from both ends towards the middle bond have equal
-singular values there, and gradients of one size. ``docs/experiments.md`` compares both.
+Orthonormal cores give equal singular values and gradients of one size, normal cores neither;
+``docs/experiments.md`` compares both.
 """
 
 import math
@@ -69,8 +68,7 @@ def init_keys_as_queries_(model: nn.Module) -> nn.Module:
     """Copy the projection of queries over that of keys, in every attention layer of a fresh model.
 
     Attention then prefers similar positions from the first step on, which suits encoders that
-    compare sentences. After Trockman and Kolter (arXiv 2305.09828), who start ``W_q^T W_k`` near a
-    multiple of the identity.
+    compare sentences. After Trockman and Kolter (arXiv 2305.09828).
 
     Args:
         model: Attention layers are modules with children ``query`` and ``key``, ``q_proj`` and

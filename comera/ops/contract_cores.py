@@ -1,11 +1,9 @@
 """Contract the two factors of tensor-train matrices, those of all layers of one shape together.
 
-A batch multiplies by the factors: ``left`` and ``right`` with the bond between them padded to a
-multiple of eight, which matrix products are fastest at, and the bias as the last row of ``right``.
-Where the batch has a one in that column, products that run anyway add the bias and sum its
-gradient. In eager mode autograd differentiates the torch operations; a graph takes an operator,
-whose backward pass runs them again, or a kernel. The reference is
-:func:`~comera.ops.cores.contract_chain`.
+The bond between ``left`` and ``right`` is padded to a multiple of eight, for fast products. The
+bias is the last row of ``right``; the batch has a one in that column. In eager mode autograd
+differentiates the torch operations; a graph takes an operator, whose backward pass runs them again,
+or a kernel. The reference is :func:`~comera.ops.cores.contract_chain`.
 
 Shape suffixes: G = layers, I = input width, O = output width, R = padded bond between the factors.
 """

@@ -2,10 +2,7 @@
 
 An operator lists its ways at the end of its file; the last one takes everything. A call takes the
 first way that does not refuse. On a card, the ways are ordered fastest first, as ``comera
-calibrate`` has measured them on this device, so each must be right wherever it does not refuse.
-``comera doctor`` prints the table with reasons and times.
-
-Below the table are the conditions that operators check before sizes or values.
+calibrate`` has measured them on this device. ``comera doctor`` prints the table.
 """
 
 import contextlib
@@ -56,7 +53,7 @@ Case = tuple[Tensor, torch.dtype, tuple[int | str, ...]]
 
 
 class Ways:
-    """The ways of an operator; a call takes the first that does not refuse.
+    """The ways of an operator.
 
     Args:
         name: Name of the operator in the table.

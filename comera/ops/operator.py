@@ -1,8 +1,7 @@
 """Operators that ``torch.compile`` sees as one node and eager mode runs without a detour.
 
-``torch.library`` flattens and checks every argument in Python, which for the cores of one layer
-takes as long as contracting them. Eager mode runs a plain ``torch.autograd.Function`` around the
-same three functions.
+``torch.library`` is slow at many arguments; eager mode runs a plain ``torch.autograd.Function``
+around the same three functions.
 """
 
 from collections.abc import Callable, Sequence

@@ -518,8 +518,8 @@ def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: dict[st
 def quantized(values_bn: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize float32 values to codes ``(b, n)`` int8 and scales ``(b, k)`` float32.
 
-    Codes are linear, from -127 to 127. The scale is the largest magnitude in a block of 256, so
-    errors are at most 1/254 of it. A value that is not finite makes its whole block so.
+    Codes are linear, from -127 to 127; the scale is the largest magnitude in a block of 256. A
+    value that is not finite makes its whole block so.
     """
     blocks = _in_blocks(values_bn)
     batch, count, size = blocks.shape

@@ -23,10 +23,9 @@ class OptimizerInBackward:
 
     Gradients then need the memory of the largest layers instead of all. The wrapped optimizer
     stays what it was: schedulers, checkpoints and ``truncate_`` go on using it, and its steps are
-    the same, bit for bit on a CPU. Parameters that are not hooked, such as those of groups added
-    later, step in :meth:`step`, and so do gradients that only :meth:`accumulate` has seen.
-    Call :meth:`step` (or the optimizer's) once in each iteration all the same: it ends the
-    iteration, runs the optimizer's post hooks and is what schedulers look for.
+    the same, bit for bit on a CPU. Call :meth:`step` (or the optimizer's) once in each iteration
+    all the same: it ends the iteration, runs the optimizer's post hooks, and steps parameters
+    without a hook, such as those of groups added later.
 
     Args:
         optimizer: Any that updates each parameter from its own gradient and state.

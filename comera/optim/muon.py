@@ -2,8 +2,7 @@
 
 Muon (K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) replaces the averaged
 gradient by the nearest matrix whose singular values are all one. A core is taken as the matrix
-between its wider bond and all its other dimensions, which is how orthonormal cores start
-(``comera/nn/init.py``); one of a block tensor train as the matrices that its blocks are.
+between its wider bond and all its other dimensions, a core of a block tensor train as its blocks.
 """
 
 import logging

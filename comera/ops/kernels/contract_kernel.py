@@ -205,9 +205,7 @@ def contract(groups: Sequence[Chains]) -> list[Tensor]:
 def contract_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return gradients of all cores, one after the other in one tensor, and those of all gates.
 
-    Args:
-        groups: The groups that were contracted.
-        grads: Gradients of the factors, two for each group.
+    ``grads`` are gradients of the factors, two for each group.
     """
     like, dtype = groups[0].cores[0], groups[0].factor_dtype
     groups = list(map(_contiguous, groups))

@@ -1,9 +1,7 @@
 """The kernels of feed-forwards, plain and gated, whose hidden activations are never stored.
 
-``kernels/feed_forward.cuh`` has the plain ones, one launch forward, and backward three and two
-products of torch's. ``kernels/feed_forward_gated.cuh`` has the gated ones, between thin products of
-torch's. They take bfloat16, or float32 where products may be of tf32, and bonds up to 48, gated
-ones up to 32, whose numbers stay in registers from one product to the next.
+Sources: ``kernels/feed_forward.cuh`` and ``kernels/feed_forward_gated.cuh``. They take bfloat16, or
+float32 where products may be of tf32, and bonds up to 48, gated ones up to 32.
 """
 
 import ctypes

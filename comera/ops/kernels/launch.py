@@ -1,8 +1,7 @@
 """Launch a kernel on the card of its tensors, or on a CPU in the emulation.
 
-On a card CUDA's driver loads the machine code and launches it on torch's stream. The emulation
-compiles the same sources by g++ with ``kernels/emulation.h``, for tests: threads of a block run one
-after the other.
+A card launches on torch's stream. The emulation compiles the same sources by g++ with
+``kernels/emulation.h``, for tests: threads of a block run one after the other.
 """
 
 import ctypes

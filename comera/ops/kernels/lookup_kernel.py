@@ -1,12 +1,8 @@
 """The kernels that read rows of a table from its two factors, and sum the factors' gradients.
 
 ``kernels/ttm_lookup.cu`` takes rows and bags, hot rows and weights, a block of threads for each
-row. All sizes are fixed by the arguments, so that a CUDA graph can hold a lookup. Bags are summed
-in pieces of equally many entries, by as many blocks. The backward pass sums gradients of equal
-rows before they meet a factor, which frequent rows need.
-
-``kernels/ttm_warps.cu`` takes rows alone, in 16 bits, and multiplies by the tensor cores, a warp a
-row. Gradients are summed in one order, in pieces of equally many entries.
+row. ``kernels/ttm_warps.cu`` takes rows alone, in 16 bits, and multiplies by the tensor cores, a
+warp a row. All sizes are fixed by the arguments, so that a CUDA graph can hold a lookup.
 """
 
 import ctypes

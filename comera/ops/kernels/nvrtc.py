@@ -1,7 +1,7 @@
 """Compile kernels with NVRTC, each once for a card's architecture, and cache them on disk.
 
-The result is machine code (a cubin), never PTX: an older driver refuses the PTX of a newer NVRTC
-and takes its machine code. NVRTC needs neither a driver nor a card.
+The result is machine code (a cubin): an older driver refuses the PTX of a newer NVRTC. NVRTC needs
+neither a driver nor a card.
 """
 
 import functools

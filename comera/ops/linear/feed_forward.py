@@ -1,9 +1,8 @@
 """Feed-forward parts of tensor-train layers, plain and gated, that keep no hidden activation.
 
-The hidden activations are the largest tensors of a transformer block: one for a plain part, three
-for a gated one as LLaMA has it. Here they exist for a few hundred rows at a time, which stay in the
-processor's cache, and are computed once more in the backward pass from the narrow ``x @ left``. One
-operator computes all of a plain part, and of a gated one the steps between the narrow products.
+Hidden activations exist for a few hundred rows at a time, which stay in the processor's cache, and
+are computed once more in the backward pass from the narrow ``x @ left``. One operator computes all
+of a plain part, and of a gated one the steps between the narrow products.
 
 Shape suffixes: B = batch, I = input width, F = hidden width, O = output width, R = padded bonds.
 """
@@ -213,11 +212,7 @@ def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) 
 
 @operator("comera::gated_hidden")
 def _gated_hidden(given: Sequence[Tensor]) -> Tensor:
-    """Return ``(silu(t_gate @ right_gate) * (t_up @ right_up)) @ left2``.
-
-    Args:
-        given: ``t_gate``, ``t_up``, ``right_gate``, ``right_up`` and ``left2``.
-    """
+    """Return ``(silu(t_gate @ right_gate) * (t_up @ right_up)) @ left2``."""
     return _GATED_FORWARD(given)
 
 

@@ -2,8 +2,7 @@
 
 Values and weights are e4m3, up to 448; gradients are e5m2, up to 57344 (Micikevicius et al., FP8
 formats for deep learning, arXiv 2209.05433). The scale maps the largest entry of a matrix to the
-largest number of the format; products accumulate in float32. torchao calls this recipe tensorwise,
-dynamic, and has it for ``nn.Linear`` alone.
+largest number of the format; products accumulate in float32 (torchao: tensorwise, dynamic).
 """
 
 import functools

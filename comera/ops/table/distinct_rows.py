@@ -236,8 +236,7 @@ _PIECE = 1 << 19
 def _pieces(slots: Slots, given: Lookup) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
 
-    The right factor is transposed: small products are up to four times slower with rows as short as
-    Q.
+    The right factor is transposed, for fast products.
     """
     left_VPR, turned_WQR = given.left_VPR, given.right_WRQ.mT.contiguous()
     _, P, R = left_VPR.shape

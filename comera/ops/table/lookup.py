@@ -1,9 +1,7 @@
 """The operator that reads rows of a table from its two factors, and sums of rows over bags.
 
-Every distinct row is made once however often it is read, and cores are contracted to factors once
-for all rows (CoMERA, arXiv 2405.14377, section 4.2). Bags are summed from the distinct rows,
-without a row for each of their entries. Shape suffixes are those of
-:mod:`~comera.ops.table.distinct_rows`.
+Every distinct row is made once however often it is read (CoMERA, arXiv 2405.14377, section 4.2).
+Shape suffixes are those of :mod:`~comera.ops.table.distinct_rows`.
 """
 
 from collections.abc import Callable, Sequence

@@ -145,8 +145,7 @@ def _rows_first(contracted: Tensor, cores: Sequence[Tensor], *, turned: bool = F
 def read_factors(requests: Sequence[Request]) -> list[Lookup]:
     """Contract the factors of each table, or only the slices of them that its batch reads.
 
-    Indices of the lookups refer to these factors. Selecting slices, on a CPU, raises ``IndexError``
-    for an index out of range.
+    Selecting slices, on a CPU, raises ``IndexError`` for an index out of range.
     """
     in_part = [_in_part(request) for request in requests]
     whole = [r for r, part in zip(requests, in_part, strict=True) if part is None]
