@@ -58,9 +58,8 @@ class CheckpointChain:
     checkpoint, and the optimizer's moments. Small changes and their moments are pruned; the rest is
     quantized by a codebook for each tensor and entropy coded. Errors do not accumulate, since each
     change is relative to the decoded weights. Unlike the paper, a value may get a cheaper code than
-    the nearest, pruned second moments are read as the mean of their row and column, and every
-    ``key_every``-th checkpoint is complete. So is any tensor that changed by about its own size, or
-    lost many entries to zero.
+    the nearest, and pruned second moments are read as the mean of their row and column. Every
+    ``key_every``-th checkpoint is complete.
 
     Writing is atomic and damage is detected. Reading runs no code from the files.
 
@@ -206,11 +205,7 @@ class CheckpointChain:
                 self._pending = self._thread.submit(self._write, step, snapshot, copying)
 
     def lock(self) -> None:
-        """Lock the folder for this process, as the first save does.
-
-        Raises:
-            FolderInUseError: If another process writes to it. It is a RuntimeError.
-        """
+        """Lock the folder for this process, as the first save does; errors as in :meth:`save`."""
         with self._calls:
             self._archive.lock()
 
@@ -337,8 +332,7 @@ class CheckpointChain:
     def verify(self, checked: Callable[[int], None] | None = None) -> dict[int, str | None]:
         """Read all checkpoints; return the damage of each step, or None if it can be restored.
 
-        Args:
-            checked: Called with every step after its check.
+        ``checked`` is called with every step after its check.
         """
         self.wait()
         found: dict[int, str | None] = {}

@@ -1,8 +1,7 @@
 """Scalar quantization: one-dimensional k-means with a price on bits.
 
 A cluster of sorted values is an interval, whose sum is a difference of two prefix sums, so a pass
-of Lloyd's algorithm takes a binary search for each cluster. Everything is on the CPU; passes over
-long vectors use numpy, which is several times faster than torch.
+of Lloyd's algorithm takes a binary search for each cluster. Everything is on the CPU.
 """
 
 import math

@@ -167,8 +167,7 @@ def _part_of(name: str) -> str:
 def write_exact(streams: Streams, name: str, tensor: Tensor, base: Tensor | None = None) -> Record:
     """Write every bit of a tensor, or of its difference to a ``base`` of its dtype and shape.
 
-    The bits are taken as integers, whose difference is small where floats are near; each byte of
-    these has a stream of its own.
+    The bits are taken as integers; each byte of these has a stream of its own.
     """
     bits = _bits(tensor)
     if base is not None:
@@ -380,9 +379,8 @@ def write_moments(
 ) -> Record:
     """Write first moments, and second moments if there are, pruned together and quantised.
 
-    A first moment that is left out is read as zero. Its second moment is read as the product of its
-    row's and its column's mean among those left out: zero would make the next steps several times
-    as long. Roots of second moments are quantised, since updates are divided by them.
+    A first moment that is left out is read as zero, its second moment as the product of its row's
+    and its column's mean among those left out. Roots of second moments are quantised.
 
     Args:
         streams: The streams to write to.

@@ -1,8 +1,6 @@
 """Streams of bytes of one kind each, compressed by zstd.
 
-Gaps between kept entries, codes and the bytes of floats each have a distribution of their own, so
-each has its own stream. No more than one tensor is held uncompressed, and a reader takes no more
-memory than it asked for.
+No more than one tensor is held uncompressed, and a reader takes no more memory than it asked for.
 """
 
 import math

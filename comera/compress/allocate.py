@@ -1,7 +1,7 @@
 """The rank of each layer under one budget for all.
 
-The losses of layers' directions are comparable, so one price for a parameter decides everywhere:
-a direction stays if it saves more loss than its parameters cost. Bisection finds the price.
+A direction of any layer stays if it saves more loss than its parameters cost. Bisection finds the
+price of a parameter.
 """
 
 import re

@@ -1,8 +1,7 @@
 """Parts of a model compressed block by block: block inputs, parameters, finished blocks.
 
 A block's input is the previous block's output; its other arguments, such as masks and positions,
-do not depend on it, so :func:`record_calls` replaces blocks by identities. The model is on the
-``meta`` device; :class:`Filler` loads parts of it from files temporarily.
+do not depend on it. The model is on the ``meta`` device.
 """
 
 import json

@@ -286,8 +286,7 @@ def _watched(
 ) -> Iterator[list[Tensor]]:
     """Hook layers to add to their moments; yield the zero tensors that root the autograd graph.
 
-    Parameters require no gradient; zeros that do are added to the first layers' outputs. These are
-    then no leaves of the graph, so models may write into them.
+    These zeros are added to the first layers' outputs; parameters require no gradient.
     """
     first: list[Tensor] = []
     squares = _Squares()

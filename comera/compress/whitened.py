@@ -29,9 +29,6 @@ _DAMPING, _GRAD_DAMPING = 1e-4, 1e-3
 class WhitenedSVD:
     """SVD of a weight in whitened coordinates; its first r directions are the best rank-r weight.
 
-    Two matrices of the weight's smaller side are kept: the best weight of a rank is the weight
-    projected onto the first columns of one of them, along those of the other.
-
     Attributes:
         weight_OI: The weight, not copied.
         span_KK: Its first r columns span what rank r keeps.
@@ -67,9 +64,7 @@ def whitened_svd(
     damping: float = _DAMPING,
     grad_damping: float = _GRAD_DAMPING,
 ) -> WhitenedSVD:
-    """Compute the SVD of a weight in whitened coordinates.
-
-    Computed in float64: squares of singular values below 1e-16 of the largest are noise.
+    """Compute the SVD of a weight in whitened coordinates, in float64.
 
     Args:
         weight: ``(O, I)``.

@@ -1,8 +1,4 @@
-"""Files of click logs, and the encoder of their rows as inputs of the model.
-
-Files are tables with named columns (``.npz``, ``.csv``, ``.tsv``, ``.parquet``), the ``train.txt``
-of the Criteo challenges, and the ratings of MovieLens.
-"""
+"""Files of click logs, and the encoder of their rows as inputs of the model."""
 
 import contextlib
 import csv

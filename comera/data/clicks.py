@@ -1,8 +1,7 @@
 """Click logs: rows of categories and numbers with a label, for recommendation models.
 
-A file is read once and in chunks. Prepared rows are cached, and an interrupted preparation resumes
-with the chunk that is missing. Categories are numbered by falling frequency, so that the first
-rows of a table are the ones read most often.
+Prepared rows are cached, and an interrupted preparation resumes with the chunk that is missing.
+Categories are numbered by falling frequency.
 """
 
 import json

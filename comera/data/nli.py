@@ -111,8 +111,6 @@ class NliData:
     def digests(self) -> dict[str, str]:
         """Return digests of all files and data sets, as the settings name them.
 
-        The rows of a data set of Hugging Face are read, as its name does not identify them.
-
         Raises:
             FileNotFoundError: If a file is missing; the message describes the expected format.
             ValueError: If no file is named, or one cannot be decompressed.

@@ -1,7 +1,6 @@
 """Tokenizers, digests of content, and the cache of prepared data.
 
-Token numbers are sorted by frequency, special tokens first, so that the first rows of an embedding
-are the ones read most often. Data are identified by their content, not by names and times.
+Token numbers are sorted by frequency, special tokens first. Data are identified by their content.
 """
 
 import contextlib

@@ -277,7 +277,7 @@ def _factor_chain(
     """Multiply the cores from the outermost to the bond in the middle.
 
     From the left each product is ``(N, r) @ (r, n r')``, N being the modes so far; from the right
-    ``(r' n, r) @ (r, N)``. So each operand and each gradient lies as the matrix that it is.
+    ``(r' n, r) @ (r, N)``.
     """
     indices = dict(cores)
 

@@ -1,8 +1,7 @@
 """Contraction trees of tensor networks: the tree with the fewest operations.
 
-The best tree of the forward pass is also the best one for all gradients together. The gradient of
-one side of a product is the gradient of the product times its other side, so each product costs its
-multiply-adds once in the forward pass, and once more for each side that leads to a gradient.
+Each product costs its multiply-adds once in the forward pass, and once more for each side that
+leads to a gradient, so the best tree of the forward pass is the best one for both passes.
 
 Indices are single letters: ``b`` is the batch, other lower-case letters are modes, upper-case
 letters are bonds. The outer bonds, of size one, have no index.
@@ -84,8 +83,7 @@ class Search(NamedTuple):
     Attributes:
         forward: Multiply-adds of the forward pass.
         operations: Multiply-adds of both passes, every partial product computed once.
-        separate: Multiply-adds of the forward pass and each gradient by itself, nothing shared: the
-            best tree of a gradient is that of the forward pass with another root.
+        separate: Multiply-adds of the forward pass and each gradient by itself, nothing shared.
     """
 
     forward: int
@@ -94,11 +92,7 @@ class Search(NamedTuple):
 
 
 def search(network: Network, wanted: Collection[str]) -> Search:
-    """Search the tree of a network with the fewest multiply-adds; ``wanted`` get a gradient.
-
-    opt_einsum's dynamic programming counts multiply-adds as this package does; its ``optimal``
-    counts two where an index is summed.
-    """
+    """Search the tree of a network with the fewest multiply-adds; ``wanted`` get a gradient."""
     find = DynamicProgramming("flops", search_outer=len(network.tensors) <= _ALL_TREES_UP_TO)
     # The indices of each tensor or partial product, and whether it gets a gradient.
     nodes = [(frozenset(each), name in wanted) for name, each in network.tensors.items()]

@@ -1,8 +1,7 @@
 """The ways to compute a compressed linear layer, and the dense layer, as lists of steps.
 
-Factorized, the cores of each side are contracted to a factor, ``A (in, r)`` and ``B (r, out)``, and
-the batch is multiplied by one after the other. Reconstructed, it is multiplied by ``W = A B``.
-A block tensor train is two batched products and a shuffle.
+Factorized, the batch is multiplied by the contracted factors ``A (in, r)`` and ``B (r, out)`` in
+turn; reconstructed, by ``W = A B``. A block tensor train is two batched products and a shuffle.
 
 Letters of the equations of blocks: t = tokens, a and b = blocks of the input and the numbers in
 each, c and d = those of the output, r = rank of the blocks.
@@ -270,9 +269,6 @@ _MOST_TOKENS = 1 << 24
 @functools.lru_cache(maxsize=1024)
 def dense_from(layer: Layer, *, machine: Machine, dtype: str = "float32") -> int | None:
     """Find the number of tokens from which multiplying by the dense weight beats its two factors.
-
-    The dense weight is formed in each pass, a cost that does not depend on the batch; in return
-    each token is cheaper where ``r (in + out) > in * out``. The layer's own tokens do not count.
 
     Returns:
         The smallest such number, or None if dense is slower at any batch (up to 2**24 tokens), or

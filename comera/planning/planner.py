@@ -1,8 +1,7 @@
 """The plan of a layer at a batch: the ways to compute it, timed, and compared with the dense layer.
 
-:func:`break_even` compares one linear layer with ``nn.Linear``, and :func:`suggest` searches a rank
-at which it would be faster. Results are cached. All raise ValueError if the machine has no rate for
-``dtype``: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+Results are cached. All functions raise ValueError if the machine has no rate for ``dtype``:
+``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
 """
 
 import functools

@@ -34,9 +34,8 @@ _OBSERVED = 100
 class ImportanceScores:
     """Running mean, over training steps, of the square of gate times gradient, for every rank.
 
-    Gate times gradient is the loss of a batch without the rank, to first order; its mean nearly
-    vanishes where a model has converged, its mean square does not (Molchanov et al., arXiv
-    1906.10771, equation 8).
+    Gate times gradient is the change of a batch's loss without the rank, to first order (Molchanov
+    et al., arXiv 1906.10771, equation 8).
 
     Args:
         layers: The layers whose gates are observed, by name.
@@ -174,13 +173,8 @@ class ImportancePruning(RankLearning):
     """Train the loss alone for some steps, then prune to a target those ranks that matter least.
 
     The importance of a rank is the mean square of its gate times the gate's gradient, over about
-    fifty steps: the change of the loss without it, to first order (Molchanov et al., arXiv
-    1906.10771). Ranks are pruned by importance per entry, over all layers. Gates are not
-    regularised.
-
-    Call :meth:`objective` on each loss before its backward pass, :meth:`step` after each
-    optimizer step, and :meth:`finish_` once, when it is :attr:`due`; ``TrainStep`` makes the first
-    two calls. Training goes on afterwards, with the small model.
+    fifty steps (Molchanov et al., arXiv 1906.10771). Ranks are pruned by importance per entry, over
+    all layers. Gates are not regularised. Methods are called as those of :class:`~comera.TwoStage`.
 
     Args:
         model: As of :class:`~comera.TwoStage`.

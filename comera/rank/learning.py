@@ -57,7 +57,7 @@ def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
 
     Args:
         group: None for a process that is alone.
-        plan: Returns plain values, the same in all processes.
+        plan: Returns plain values.
 
     Raises:
         Exception: The error of the function in this process.
@@ -285,10 +285,7 @@ class RankLearning(ABC):
             self._live = None
 
     def discard_(self) -> None:
-        """Discard the objective of a step that is not taken.
-
-        Call it, with ``zero_grad``, after a step that raised an error.
-        """
+        """Discard the objective, as after a step that raised an error; call ``zero_grad`` too."""
         self._live = None
 
     @abstractmethod

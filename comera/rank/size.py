@@ -1,7 +1,6 @@
 """The size of a model's tensor trains as a function of their gates, exact and relaxed.
 
-All gates are concatenated, so that a handful of tensor operations suffice for any number of layers,
-without a transfer from the device.
+All gates are concatenated, so that a few tensor operations suffice for any number of layers.
 """
 
 from collections.abc import Sequence
@@ -99,8 +98,7 @@ class SizeOfRanks:
         """Reopen gates if too many closed in one step: a closed gate never opens by itself.
 
         A gate that has just closed is lifted to 1.5 times ``prune_below`` where its bond would else
-        have none, or where the size would fall below ``floor``. There it adds next to nothing, and
-        :func:`~comera.rank.prune.prune_to_` can choose among such gates later.
+        have none, or where the size would fall below ``floor``.
 
         Args:
             before: Whether each gate was open before the optimizer step.

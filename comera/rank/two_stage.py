@@ -9,9 +9,8 @@ with ``w1 = 1 / loss`` and ``w2 = 1 / size`` of each step; the goal is the runni
 at the end of the early stage. So the one that is further from its goal, in proportion, gets the
 step. The comparison uses the exact size, the gradient the relaxed one. Three things differ from the
 paper: the whole is multiplied by the present loss, so that the optimizer's moments stay valid; the
-size has no weight of its own beside the maximum, which would go on pruning below the target; and a
-size that has met its target is regularised no further, nor falls below it: under Adam many gates
-reach their threshold in the same few steps.
+size has no weight of its own beside the maximum; and a size that has met its target is regularised
+no further, nor falls below it.
 """
 
 import logging
@@ -211,11 +210,7 @@ class TwoStage(RankLearning):
         return outcome
 
     def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Warn if the gates cannot close in the remaining steps.
-
-        Under Adam a gate falls by at most its learning rate in a step, so none closes before
-        ``1 / lr`` steps.
-        """
+        """Warn if the gates cannot close in the remaining steps: under Adam it takes ``1 / lr``."""
         if self.forced is not None:
             return  # they need not
         gates = {id(gate) for gate in self.size.gates}

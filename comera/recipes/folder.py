@@ -1,8 +1,4 @@
-"""The folder of a run: its settings, the record of its data, and its result.
-
-:func:`begun_run` compares a started run with new settings, :func:`claim` writes the settings and
-:func:`lock` keeps other processes away.
-"""
+"""The folder of a run: its settings, the record of its data, and its result."""
 
 import contextlib
 import dataclasses

@@ -1,7 +1,6 @@
 """Settings from mappings, YAML files and the configurations that come with the package.
 
-:func:`parse_settings` makes a dataclass of a mapping and raises an error that names the first key
-which does not fit. Words of the command line are converted in the same way.
+Words of the command line are converted in the same way. Errors name the first key that is wrong.
 """
 
 import contextlib

@@ -1,9 +1,4 @@
-"""The settings of a run: ``RunConfig`` and its sections.
-
-The types of its fields say where a section is defined: data in ``comera.data``, optimizers in
-``comera.recipes.optimizers``, rank learning in ``comera.rank``, ``tensorize`` in
-``comera.nn.targets``.
-"""
+"""The settings of a run: ``RunConfig`` and its sections."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

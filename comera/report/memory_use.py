@@ -1,7 +1,6 @@
 """The memory of a model and its optimizer, counted before training.
 
-The optimizer's own step is run on copies of the parameters that hold no memory (torch's meta
-device), so the counted tensors are those that it will allocate, whichever optimizer it is.
+The optimizer's own step is run on copies of the parameters on torch's meta device.
 """
 
 import copy
@@ -152,9 +151,9 @@ def memory_report(
 
     Args:
         model: The model, on any device, ``meta`` too.
-        optimizer: The optimizer of its parameters. Its step is run on tensors without memory to see
-            its state; state that is there already is counted. Groups of one name share a line. With
-            updates in backward the gradients listed are never alive all at once.
+        optimizer: The optimizer of its parameters; state that is there already is counted. Groups
+            of one name share a line. With updates in backward the gradients listed are never alive
+            all at once.
         title: Title of the table.
 
     Raises:

@@ -85,10 +85,7 @@ class ModelPlan(Report):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that all layers keep for the backward pass, parameters not counted.
-
-        Layers that share an input or are fused (``comera.nn.fused``) keep less.
-        """
+        """Bytes that layers keep for backward, without parameters; fused layers keep less."""
         return sum(len(layer.names) * layer.plan.chosen.saved_bytes for layer in self.layers)
 
     @property

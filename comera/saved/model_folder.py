@@ -1,7 +1,7 @@
 """Save a model as a folder: tensors in ``model.safetensors``, description in ``comera.json``.
 
-The header of the tensor file repeats the description, so an interrupted save never separates
-them. ``comera.json`` is for people and other programs.
+The header of the tensor file repeats the description; ``comera.json`` is for people and other
+programs.
 """
 
 import json

@@ -107,7 +107,7 @@ def write_tensors(
 ) -> None:
     """Write a file of safetensors, with one tensor at a time in memory.
 
-    Equal tensors make equal bytes, which safetensors' own writer does not promise.
+    Equal tensors make equal bytes.
 
     Args:
         path: The file.

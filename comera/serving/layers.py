@@ -256,10 +256,7 @@ class FactoredHead(TableHead):
 
 @torch.no_grad()
 def thin_factors(layer: TTLinear | HotRows) -> tuple[Tensor, Tensor]:
-    """Return A ``(in, R)`` and B ``(R, out)`` of a layer ``x @ A @ B``, in the dtype of the cores.
-
-    R is the middle bond without pruned ranks, at least one.
-    """
+    """Return A ``(in, R)`` and B ``(R, out)`` of ``x @ A @ B``, in the dtype of the cores."""
     split, dtype = layer.shape.split, layer.cores[0].dtype
     # as the cores of a table whose columns are of width one
     cores = [core.unsqueeze(2) for core in _open_cores(layer)]

@@ -1,8 +1,7 @@
 """Canonical form of tensor trains: the ranks of a bond are singular vectors of the weight.
 
-A bond may be multiplied by any matrix and its inverse, so training spreads its content over all
-ranks. In canonical form no choice of as many ranks loses less of the weight (docs/experiments.md).
-After Vidal (quant-ph/0301063) and Oseledets (SIAM J. Sci. Comput. 33 (2011), algorithm 2).
+In canonical form no choice of as many ranks loses less of the weight (docs/experiments.md). After
+Vidal (quant-ph/0301063) and Oseledets (SIAM J. Sci. Comput. 33 (2011), algorithm 2).
 """
 
 from collections.abc import Sequence

@@ -133,8 +133,7 @@ def _set_rows_(
 def append_rows_(table: TTTable, rows: Tensor) -> None:
     """Append rows to a table and the tables tied to it, in place; before their optimizer is made.
 
-    New rows are hot ones, dense or as coordinates in the basis that hot rows share; earlier rows
-    are read as before, bit for bit.
+    New rows are hot ones; earlier rows are read as before, bit for bit.
 
     Args:
         table: The table. A ``row_order``, four bytes for each row, is stored with it.

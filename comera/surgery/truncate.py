@@ -1,7 +1,6 @@
 """Pruned ranks cut out of a model for good, with the optimizer's state and the DDP wrapper.
 
-A parameter that loses rows stays the same object, so that parameter groups, averages and wrappers
-still hold it; its gradient and its state are cut in the same way.
+A parameter that loses rows stays the same object.
 """
 
 import gc
@@ -46,10 +45,7 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def renew_(wrapper: DistributedDataParallel) -> None:
-    """Rebuild the buffers of a ``DistributedDataParallel`` for the present shapes of parameters.
-
-    Done as in its ``__setstate__``; all processes call this at the same step.
-    """
+    """Rebuild the buffers of a ``DistributedDataParallel``; all processes call this together."""
     # The old one first: accumulators of gradients live as long as it, on their old stream.
     del wrapper.reducer, wrapper.logger
     params, sparse = wrapper._build_params_for_reducer()

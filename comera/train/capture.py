@@ -1,9 +1,8 @@
 """A training step that runs as one CUDA graph as soon as it repeats itself.
 
-The first steps run eagerly on the stream that is captured later, where autograd's accumulators
-stay. Once nothing has changed for a few steps, the step is recorded and then replayed; a change
-drops the recording and starts over, so no state is ever rolled back. Batches that differ only in a
-plain value have a recording for each of the last few values.
+The first steps run eagerly on the stream that is captured later. Once nothing has changed for a few
+steps, the step is recorded and then replayed; a change drops the recording and starts over. Batches
+that differ only in a plain value have a recording for each of the last few values.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""CUDA graphs: the work that a function starts on a GPU, recorded once and replayed with one call.
-
-:class:`StaticBatch` is the batch at fixed addresses that a recording reads. Tests put another
-recorder in the place of :class:`CudaGraphs`.
-"""
+"""CUDA graphs: the work of a function on a GPU, recorded once and replayed with one call."""
 
 import collections
 import contextlib

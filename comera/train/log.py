@@ -236,10 +236,7 @@ def _parsed(path: Path) -> list[dict[str, Any]]:
 
 
 def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
-    """Return the last step that logged ``key``, and the value; None if there is none.
-
-    Reads only the end of the file.
-    """
+    """Return the last step that logged ``key``, and the value; None if there is none."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return None

@@ -175,8 +175,8 @@ def shard_dense_(model: nn.Module) -> nn.Module:
 class Sharded:
     """Averages and norms of gradients for a model with sharded parameters.
 
-    They are sharded by :func:`shard_dense_` or torch's ``parallelize_module``. Gradients of sharded
-    parameters need no averaging; those of whole ones are averaged here.
+    Parameters are sharded by :func:`shard_dense_` or torch's ``parallelize_module``; gradients of
+    whole ones are averaged here.
 
     Raises:
         ValueError: If the optimizer cannot step parts of matrices, or would step them together with
