@@ -1,7 +1,4 @@
-"""Handle Ctrl-C while the command ``comera`` starts. Imports nothing slow.
-
-Importing this package imports torch first; Ctrl-C in those seconds would print torch's traceback.
-"""
+"""Handle Ctrl-C while the command ``comera`` starts. Imports nothing slow."""
 
 import os
 import re

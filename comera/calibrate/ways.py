@@ -142,7 +142,6 @@ def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -
 def _in_turns(
     group: str, runs: Sequence[Run], device: torch.device, captured: bool, say: Say
 ) -> list[Timing]:
-    """Time the ways in alternating rounds."""
     samples: dict[str, Callable[[], float]] = {}
     cases: set[tuple[str, tuple[int | str, ...]]] = set()
     for way in ways_of(group):

@@ -198,10 +198,7 @@ def _logits(model: nn.Module, batch: Any) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """Mean Kullback-Leibler divergence of rows of logits from others, ``(*, V)``, in float32.
-
-    The gradient is computed with the value, some rows at a time, to save memory.
-    """
+    """Mean Kullback-Leibler divergence of rows of logits from others, ``(*, V)``, in float32."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, theirs: Tensor) -> Tensor:

@@ -130,10 +130,7 @@ class LayerMoments:
 
 
 def add_square_(total_KK: Tensor, rows_NK: Tensor, beta: float = 1.0, alpha: float = 1.0) -> None:
-    """Set ``total`` to the symmetric ``beta * total + alpha * rows^T rows``, in place.
-
-    Only blocks up to the diagonal are multiplied, saving up to half of the work.
-    """
+    """Set ``total`` to the symmetric ``beta * total + alpha * rows^T rows``, in place."""
     width = len(total_KK)
     blocks = max(1, min(4, width // _BLOCK))
     ends = [width * (k + 1) // blocks for k in range(blocks)]
@@ -284,10 +281,7 @@ def training_only(model: nn.Module, trained: Sequence[nn.Parameter] = ()) -> Ite
 def _watched(
     layers: Mapping[str, Layer], found: Mapping[str, LayerMoments]
 ) -> Iterator[list[Tensor]]:
-    """Hook layers to add to their moments; yield the zero tensors that root the autograd graph.
-
-    These zeros are added to the first layers' outputs; parameters require no gradient.
-    """
+    """Hook layers to add to their moments; yield zeros, the only leaves with a gradient."""
     first: list[Tensor] = []
     squares = _Squares()
 

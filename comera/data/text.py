@@ -1,7 +1,4 @@
-"""Files of text or source code as streams of tokens, and batches of them for language models.
-
-The default corpus is the Python source of the standard library of the running interpreter.
-"""
+"""Files of text or source code as streams of tokens, and batches of them for language models."""
 
 import codecs
 import functools

@@ -96,10 +96,7 @@ def tt_svd(
 
 
 def balance(cores: list[Tensor], sweeps: int = 2) -> list[Tensor]:
-    """Scale every rank to equal norm in the cores before and after its bond.
-
-    TT-SVD leaves all of the norm in the last core. The product of the cores is unchanged.
-    """
+    """Scale every rank to equal norm in the cores before and after its bond; keep the product."""
     cores = list(cores)
     for _ in range(sweeps):
         for k in range(len(cores) - 1):

@@ -268,7 +268,6 @@ def _inside(module: Any, name: str) -> Any:
 
 
 def _activation_of(found: Any) -> str | None:
-    """Return the name of a known activation function or module."""
     for name, function in _FUNCTIONS.items():
         if found is function:
             return name if getattr(F, name) is function else None  # it may be patched

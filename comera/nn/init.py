@@ -26,10 +26,7 @@ def init_(cores: Sequence[Tensor], split: int, std: float, init: Init) -> None:
 
 @torch.no_grad()
 def normal_(cores: Sequence[Tensor], std: float) -> None:
-    """Fill cores with normal numbers whose product has the standard deviation ``std``.
-
-    The variance of the product is ``prod(ranks) * var ** num_cores``, a sum over paths.
-    """
+    """Fill cores with normal numbers whose product has the standard deviation ``std``."""
     paths = max(1, math.prod(core.shape[-1] for core in cores))
     for core in cores:
         nn.init.normal_(core, std=(std**2 / paths) ** (0.5 / len(cores)))

@@ -82,10 +82,7 @@ class Gates(nn.ParameterList):
 
 
 def params_of(params: nn.ParameterList) -> list[Tensor]:
-    """List parameters, or the tensors that a wrapper such as FSDP has put in their place.
-
-    Faster than iteration, which looks up each name.
-    """
+    """List parameters, or the tensors that a wrapper such as FSDP has put in their place."""
     found = list(params._parameters.values())
     whole = len(found) == params._size and type(None) not in map(type, found)
     return found if whole else [params[k] for k in range(len(params))]  # type: ignore[return-value]

@@ -1,7 +1,4 @@
-"""An embedding table held as a tensor-train matrix, the base of lookups and of bags.
-
-The most frequent rows may be stored apart: dense, or as coordinates in one basis.
-"""
+"""An embedding table held as a tensor-train matrix, the base of lookups and of bags."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -393,8 +390,7 @@ class TTTable(TensorTrainModule):
 def _golden_step(rows: int) -> int:
     """Return a number near the golden section of ``rows`` that is coprime to it.
 
-    Multiples modulo ``rows`` visit each value once, far apart. The step is smaller above 3,037
-    million rows, so that multiples fit 64 bits.
+    Multiples modulo ``rows`` visit each value once, far apart, and fit 64 bits.
     """
     step = max(1, round(min(rows, (2**63 - 1) // rows) * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, rows) != 1:

@@ -1,9 +1,8 @@
 """Attention of several heads, the factors between factorized projections, and dropout.
 
 Heads may share keys and values. On a CPU, attention with dropout and dropout itself are written
-here: two tensors of scores are kept instead of torch's four, one of bytes, in pieces that stay in
-the cache. One random number of 64 bits serves eight elements; the probability is rounded at random
-to one of the two nearest multiples of 1/256, so its mean is exact.
+here, in less memory than torch's. One random number of 64 bits serves eight elements; the
+probability is rounded at random to one of the two nearest multiples of 1/256, so its mean is exact.
 
 Shape suffixes: B = batch, H = heads, G = heads of keys, H or 1, M = queries, T = keys, E = width of
 a head, N = batch times heads of keys, in pieces, D = width of all heads, R = padded bonds.
@@ -202,9 +201,8 @@ def head_factors(
     """Compute the products of factors between the factorized projections of an attention.
 
     With ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a head are
-    ``(x A_q) (B_q B_k^T) (x A_k)^T``. The batch meets ``A_q`` and then the small middle factors of
-    all heads side by side, which is a low-rank linear layer itself. The right factors are
-    ``(R, D)``, the left one ``(D, R)``, each of an R of its own; D has the heads side by side.
+    ``(x A_q) (B_q B_k^T) (x A_k)^T``. The right factors are ``(R, D)``, the left one ``(D, R)``,
+    each of an R of its own; D has the heads side by side.
 
     Returns:
         ``(R_q, H * R_k)``, each head's ``B_q B_k^T`` side by side, and ``(H * R_v, R_o)``, each

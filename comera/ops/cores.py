@@ -1,8 +1,7 @@
 """Cores of tensor trains: their gates, and the product of a chain of them.
 
-The chains of a layer are small next to its batch, so they are contracted first; the batch then
-meets narrow matrices only (CoMERA, arXiv 2405.14377, section 4). Chains of equal shape are
-contracted together.
+The chains of a layer are contracted before they meet the batch (CoMERA, arXiv 2405.14377, section
+4), chains of equal shape together.
 
 Shape suffixes: G = layers, L and R = left and right bond of a core, N = its mode, I = input width,
 O = output width.

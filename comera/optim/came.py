@@ -348,7 +348,6 @@ def _stack(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def _write(tensors: list[Tensor], stacked: Tensor) -> None:
-    """Write the stacked tensors back."""
     if len(tensors) > 1:
         torch._foreach_copy_(tensors, stacked.view(len(tensors), *tensors[0].shape).unbind())
     elif not tensors[0].is_contiguous():  # otherwise it was changed in place

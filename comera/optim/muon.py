@@ -189,7 +189,7 @@ def _check(settings: dict[str, Any]) -> None:
 
 
 def _steps(updates: Tensor, ns_steps: int) -> Tensor:
-    """Orthogonalize stacked updates; steps are in learning rates and ``STEP_SIZE``."""
+    """Orthogonalize stacked updates; return the steps divided by ``lr * STEP_SIZE``."""
     rows, cols = core_matrix(updates.shape[1:])
     steps = orthogonalize(updates.view(-1, rows, cols), ns_steps).view(updates.shape)
     return steps.mul_(math.sqrt(max(rows, cols)))
@@ -214,7 +214,7 @@ def block_matrix(shape: torch.Size) -> tuple[int, int]:
 
 
 def block_step(shape: torch.Size) -> float:
-    """Return the spectral norm of a block core's step over ``lr * STEP_SIZE``."""
+    """Return the spectral norm of a block core's step, divided by ``lr * STEP_SIZE``."""
     return math.sqrt(shape[1] * max(block_matrix(shape))) / 2
 
 

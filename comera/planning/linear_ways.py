@@ -299,10 +299,7 @@ def dense_from(layer: Layer, *, machine: Machine, dtype: str = "float32") -> int
 
 
 def first_where(holds: Callable[[int], bool], most: int) -> int:
-    """Find the smallest number up to ``most`` at which ``holds``, given that it does at ``most``.
-
-    Searches by doubling, then by bisection, so ``holds`` must be monotonic.
-    """
+    """Find the smallest number where the monotonic ``holds`` is true; it is at ``most``."""
     high = 1
     while high < most and not holds(high):
         high *= 2

@@ -71,10 +71,7 @@ def prune_to_(
     least = [alike * size for size in sizes]
 
     def cost_of(bond: _Bond) -> float:
-        """Return the loss for each entry saved by the next rank of a bond; infinite if none may go.
-
-        A share is relative to what is left, so the cost grows as equal ranks are closed.
-        """
+        """Return the loss per entry saved by the next rank of a bond; infinite if none may go."""
         live = ranks[bond.layer]
         if live[bond.position] <= min_rank or not bond.importance:
             return np.inf

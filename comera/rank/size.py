@@ -1,7 +1,4 @@
-"""The size of a model's tensor trains as a function of their gates, exact and relaxed.
-
-All gates are concatenated, so that a few tensor operations suffice for any number of layers.
-"""
+"""The size of a model's tensor trains as a function of their gates, exact and relaxed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

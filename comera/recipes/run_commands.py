@@ -159,7 +159,6 @@ def _is_option(word: str) -> bool:
 
 
 def _of_file(word: str) -> tuple[Path, dict[str, Any]]:
-    """Return the file that a word stands for, and its settings."""
     path = Path(word).expanduser() / "config.yaml"
     is_folder = path.is_file()
     path = path if is_folder else file_of(word)

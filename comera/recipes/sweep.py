@@ -1,7 +1,4 @@
-"""``comera sweep FILE``: variants of one run, over seeds, compared with one of them.
-
-The file is checked down to the settings of each variant before anything is trained.
-"""
+"""``comera sweep FILE``: variants of one run, over seeds, compared with one of them."""
 
 import contextlib
 import dataclasses

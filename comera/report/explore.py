@@ -232,7 +232,6 @@ def _evaluated(evaluate: Evaluate, model: nn.Module) -> dict[str, Any]:
 
 
 def _facts(model: nn.Module, small: nn.Module, tokens: int) -> dict[str, Any]:
-    """Return the size, shape, error and predicted time of a compressed model."""
     params, size = model_size(small)
     ratio = model_size(model).params / params
     facts: dict[str, Any] = {"params": params, "bytes": size, "ratio": ratio}

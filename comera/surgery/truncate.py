@@ -1,7 +1,4 @@
-"""Pruned ranks cut out of a model for good, with the optimizer's state and the DDP wrapper.
-
-A parameter that loses rows stays the same object.
-"""
+"""Pruned ranks cut out of a model for good, with the optimizer's state and the DDP wrapper."""
 
 import gc
 import logging

@@ -128,7 +128,7 @@ class Together(Alone):
     """Decisions that several processes take together; each call waits for all of them.
 
     NCCL needs a collective to be in a graph in every process or in none (NCCL user guide, "Using
-    NCCL with CUDA Graphs"). A group of its own on the CPU avoids waiting for a GPU.
+    NCCL with CUDA Graphs").
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

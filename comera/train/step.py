@@ -320,10 +320,7 @@ class TrainStep:
         ]
 
     def _check_finite(self, what: str, value: Tensor) -> None:
-        """Raise ``NonFiniteLossError`` for a value on the CPU that is not finite.
-
-        On a GPU the training loop checks when it logs, since that waits for the device.
-        """
+        """Raise ``NonFiniteLossError`` for a value on the CPU that is not finite."""
         if may_read_values(value) and not bool(torch.isfinite(value)):
             raise NonFiniteLossError(
                 f"the {what} is {float(value)} at step {self.steps_done + 1},{self.watch.advice()}"

@@ -101,10 +101,7 @@ def refuses(x: Tensor, factors: Sequence[Tensor], activation: str) -> str | None
 
 
 def _kernel(x: Tensor, factors: Sequence[Tensor], activation: str) -> tuple[str, int, int]:
-    """Return the source, the bond, padded, and the rows of a block.
-
-    Wide bonds take too many registers for more than 32 rows.
-    """
+    """Return the source, the bond, padded, and the rows of a block."""
     wide = max(factors[0].shape[1], factors[2].shape[1]) in WIDE_BONDS
     file = f"feed_forward_{activation}{ENDINGS[x.dtype]}{'_wide' if wide else ''}"
     return file, WIDE_BOND if wide else BOND, min(block_rows(x), 32) if wide else block_rows(x)

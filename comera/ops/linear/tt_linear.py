@@ -130,10 +130,7 @@ _rows: dict[tuple[Any, ...], Tensor] = {}
 
 
 def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
-    """Return zeros with a one at the end of each of these widths, cached in eager mode: only read.
-
-    Adding it to products of factors side by side does the same as :func:`set_ones_`.
-    """
+    """Return zeros with a one at the end of each of these widths; do not write to them."""
     is_cached, key = is_eager() and is_concrete(like), (*widths, like.dtype, like.device)
     row = _rows.get(key) if is_cached else None  # a captured graph may read an older one
     if row is not None:

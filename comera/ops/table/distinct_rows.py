@@ -234,10 +234,7 @@ _PIECE = 1 << 19
 
 
 def _pieces(slots: Slots, given: Lookup) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
-
-    The right factor is transposed, for fast products.
-    """
+    """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``."""
     left_VPR, turned_WQR = given.left_VPR, given.right_WRQ.mT.contiguous()
     _, P, R = left_VPR.shape
     count, tall = slots.right_T.shape[0], slots.group * P

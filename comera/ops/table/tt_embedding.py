@@ -1,9 +1,8 @@
 """Rows of embedding tables stored as tensor-train matrices, and sums of them over bags.
 
 The first cores contract to the left factor, the others to the right one, rows and columns apart; a
-row is the product of one slice of each. A factor has about as many slices as the root of the
-table's rows, and a small batch reads few of them. These slices are rows of a smaller table, whose
-factors are two parts of the chain, so that they are looked up like the rows of any table.
+row is the product of one slice of each. A small batch reads few slices of a factor; they are looked
+up like the rows of a smaller table, whose factors are two parts of the chain.
 
 Shape suffixes are those of :mod:`~comera.ops.table.distinct_rows`; U = slices that are read.
 """

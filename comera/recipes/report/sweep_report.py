@@ -375,7 +375,6 @@ def _differences(row: Row, comparison: Comparison) -> dict[str, Any]:
 
 
 def _charts(comparison: Comparison) -> list[Chart]:
-    """Draw the metric against the parameters, with the Pareto front, and against the time."""
     named, rows = _named(comparison), comparison.rows
     sizes = {row.variant: _point(row, comparison, row.params) for row in rows}
     times = {row.variant: _point(row, comparison, row.seconds) for row in rows}
