@@ -44,8 +44,7 @@ class Manifest:
 
     Attributes:
         step: Optimizer steps done.
-        previous: Step and checksum of the checkpoint whose weights these are changes of; None for
-            a key frame.
+        previous: Step and checksum of the base of the changes; None for a key frame.
         size: Bytes of the file of streams.
         sha256: Checksum of that file.
         raw_bytes: Bytes of all tensors in memory.

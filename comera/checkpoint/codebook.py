@@ -187,7 +187,7 @@ def _walls(centres: Tensor, prices: Tensor) -> Tensor:
 
 
 def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
-    """Return evenly spaced centres, float64, at the best distance for many expensive bits."""
+    """Return evenly spaced centres, float64, at the distance that suits a high price of bits."""
     distance = (12 * price / (2 * math.log(2))) ** 0.5
     middle = sorted_n[len(sorted_n) // 2].double()
     low, high = sorted_n[0].double() - middle, sorted_n[-1].double() - middle

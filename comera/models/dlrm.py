@@ -299,7 +299,7 @@ def replace_tables_(
         kind: ``hashed``, ``quotient_remainder`` or ``shared_array``.
         params: Parameters of all of them.
         rank: See :class:`HashedTable`.
-        own: Share of the rows of hashed tables that the first indices have alone.
+        own: Share of the rows of hashed tables for one index each, the first ones.
         block: See :class:`SharedArrayTable`.
 
     Raises:

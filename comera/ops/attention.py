@@ -181,7 +181,7 @@ _attend.register_autograd(_back_attend, setup_context=_setup_attend)
 
 
 def _drop(x: Tensor, keep: Tensor, n: slice) -> Tensor:
-    """Mask without the scale, which narrow results get, to save a pass over all scores."""
+    """Apply a dropout mask; the caller scales the narrower result instead."""
     return keep[n].to(x.dtype).mul_(x) if keep.numel() else x
 
 

@@ -210,7 +210,7 @@ class TwoStage(RankLearning):
         return outcome
 
     def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Warn if the gates cannot close in the remaining steps: under Adam it takes ``1 / lr``."""
+        """Warn if the gates cannot close in the remaining steps; Adam takes ``1 / lr`` steps."""
         if self.forced is not None:
             return  # they need not
         gates = {id(gate) for gate in self.size.gates}

@@ -224,7 +224,7 @@ def _contracted(
 
 
 class _Contraction:
-    """Maker of contracted layers; layers on shared cores share theirs.
+    """Maker of contracted layers; layers with shared cores get shared ones.
 
     ``dense`` lists the names of linear layers that became dense.
     """

@@ -59,7 +59,7 @@ class CudaGraphs:
     def record(
         self, run: Callable[[], Tensor], beside: "CudaRecording | None" = None
     ) -> "CudaRecording":
-        """Record a function, whose result is the output of each replay, without running it.
+        """Record the work of a function on the GPU, which does not run it; replays do.
 
         The recording ``beside`` shares its memory pool: never replay both at once.
 

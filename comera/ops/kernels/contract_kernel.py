@@ -45,10 +45,10 @@ class Walk:
         rows: Rows of the product of the first cores, up to each of them.
         blocks: Blocks that share out the columns of the last core.
         share: Numbers that a block leaves for the second backward launch.
-        room: Places of products of the first cores in shared memory, and the end of their room.
-            They lie at either end of it by turns: each is needed for the next one only.
-        room_back: The same for the second backward launch, which needs all of them. The gradient of
-            each takes the place of the next.
+        room: Offsets in shared memory of the products of the first cores, and the end of the last.
+            Products alternate between both ends, since each is needed for the next one only.
+        room_back: The same for the second backward launch, which needs all products. The gradient
+            of each takes the place of the next.
         at_once: Number of values of each inner core's mode that are staged at once.
         at_once_back: The same for the second backward launch, with a gradient beside them.
         shared: Bytes of shared memory of a block: forward, then backward.
@@ -121,7 +121,7 @@ class Walk:
 
 
 def walks(chains: Chains) -> tuple[Walk, Walk]:
-    """Return a kernel's order through the cores of the left and of the right factor."""
+    """Return the walk through the cores of the left and of the right factor."""
     return _walks(tuple(chains.modes), tuple(chains.bonds), chains.split)
 
 
