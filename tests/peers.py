@@ -32,10 +32,9 @@ PACKAGES = {
 
 
 def peer(module: str) -> ModuleType:
-    """Import a package, or part of one, or skip the test that asks for it.
+    """Import a package, or part of one; skip the test if it is not installed.
 
-    What it warns of is its own affair. One that is installed and cannot be imported is an error:
-    comparisons that silently stop are worth nothing.
+    An installed package that cannot be imported is an error.
     """
     package = module.split(".")[0]
     if find_spec(package) is None:
@@ -46,11 +45,7 @@ def peer(module: str) -> ModuleType:
 
 
 def _galore() -> ModuleType:
-    """galore-torch, without bitsandbytes if that is not there.
-
-    Of bitsandbytes it takes one class, under its optimizer in eight bits, with which nothing here
-    is compared.
-    """
+    """Import galore-torch, with a stand-in for bitsandbytes if that is not installed."""
     if "galore_torch" in sys.modules or find_spec("bitsandbytes") is not None:
         return importlib.import_module("galore_torch")
     importlib.import_module("transformers.utils.versions")  # which looks for the real one

@@ -61,8 +61,8 @@ def in_a_process(find, *given, **environment):
 def forking():
     """The context of processes that are forked from one that has imported what takes seconds.
 
-    That one has no thread of its own and has run nothing. Its environment is that of the first
-    call: what is started through :func:`start` and :func:`in_a_process` sees the one of now.
+    Its environment is that of the first call; processes of :func:`start` and :func:`in_a_process`
+    see the present one.
     """
     if sys.platform == "win32":
         return mp.get_context("spawn")

@@ -81,7 +81,7 @@ def record_calls(
     once, to see whether it returns a tensor or a tuple.
 
     Raises:
-        ValueError: If there is no batch, or the blocks do not follow each other so.
+        ValueError: If there is no batch, or a block's input is not the previous block's output.
     """
     found = Calls([], [[] for _ in blocks])
     tail: list[Any] = []  # what the first block returns besides its first output, once it ran

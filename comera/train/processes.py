@@ -239,9 +239,9 @@ def stop_with_parent() -> None:
 def on_stop_signals(heard: Callable[[int], None]) -> Iterator[Callable[[], None]]:
     """Call ``heard`` with the number of each SIGINT, SIGTERM and SIGHUP instead of ending.
 
-    An ignored SIGHUP, as under nohup, stays ignored. One after another signal does not count, as
-    system and shell both send it; after a SIGHUP terminal output is dropped. Yields a function that
-    restores the handlers of SIGINT and SIGTERM. Works in the main thread only.
+    An ignored SIGHUP, as under nohup, stays ignored; a SIGHUP after another signal does not count.
+    After a SIGHUP terminal output is dropped. Yields a function that restores the handlers of
+    SIGINT and SIGTERM. Works in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None

@@ -74,11 +74,7 @@ class Layers:
         return self._taken(y, torch.autograd.grad(y, wide, self.grad.cpu().double()))
 
     def _rounded(self, t):
-        """Round numbers as they enter a product, but no gradient.
-
-        Which side of its kink ReLU is on then follows from the same numbers: were it another one
-        for a thousandth of them, gradients would be off by a thirtieth.
-        """
+        """Round numbers as they enter a product, but no gradient; ReLU then has the same signs."""
         if self.activation != "relu":
             return t
         narrow = t.detach().float()

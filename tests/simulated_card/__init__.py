@@ -4,7 +4,6 @@
 
 Tensors lie in the memory of the CPU and say that they are on ``cuda:0``. What a card refuses is
 refused: tensors of two devices in one operation, values that are read back while a graph is
-captured. Kernels run in the emulator, so that arguments of launches meet their C signatures; graphs
-are recorded and replayed operation by operation. It shows neither races, nor speed, nor what only
-a card computes: compiled code, products in tf32, several processes.
+captured. Kernels run in the emulator; graphs are recorded and replayed operation by operation. Not
+shown are races, speed, compiled code, products in tf32 and several processes.
 """

@@ -37,14 +37,12 @@ class Launches:
 
     Each counts as one launch. An operation that only calls others counts as these.
 
-    Fused attention is counted as a GPU takes it, where a CPU has some twenty operations. With a
-    mask and dropout, in four dimensions and at widths that are multiples of eight, torch 2.11 to
-    2.13 take ``_scaled_dot_product_efficient_attention`` (``sdp_utils.cpp``; on some cards with
-    bfloat16 cuDNN's, which starts no more): one kernel forward, two more where the mask's rows do
-    not lie at multiples of eight and are padded; four backward (``attention_backward.cu``), the
-    product and the sum that make ``delta``, zeros for its workspace, and the kernel. The first
-    two are float32's alone, and the third is for keys that are split; they are counted always.
-    Attention in three dimensions has no fused kernel there, and counts as all its operations.
+    Fused attention is counted as a GPU takes it. With a mask and dropout, in four dimensions and at
+    widths that are multiples of eight, torch 2.11 to 2.13 take
+    ``_scaled_dot_product_efficient_attention`` (``sdp_utils.cpp``): one kernel forward, two more
+    where the mask's rows are padded to multiples of eight; at most four backward
+    (``attention_backward.cu``): product and sum for ``delta``, zeros, and the kernel. Attention in
+    three dimensions has no fused kernel there, and counts as all its operations.
 
     Attributes:
         log: Names of what was started.

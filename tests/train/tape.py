@@ -1,10 +1,9 @@
 """A stand-in for CUDA graphs on a CPU: it records the operations of a function and replays them.
 
-As with a CUDA graph, a replay runs no Python: every operation once more, on the tensors that were
-there when it was recorded, random ones drawing anew. Recording changes no tensor and no random
-state, and refuses what a capture refuses: values read back to the host, shapes that depend on
-values, tensors made of Python values. Nor does a capture talk to other processes: what goes over a
-group of them is only noted.
+A replay runs every operation once more, on the tensors of the recording, with new random numbers.
+Recording changes no tensor and no random state, and refuses what a capture refuses: values read
+back to the host, shapes that depend on values, tensors made of Python values. Collective operations
+are only noted.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """That a whole training step can be captured, shown without a GPU.
 
 The step runs on tensors without values: whatever would look at one, or needs one for a shape,
-raises. The operators of this package are entered, so nothing is taken on trust.
+raises. The operators of this package are entered.
 """
 
 import copy
