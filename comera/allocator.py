@@ -21,11 +21,11 @@ _enabled = False
 def reuse_freed_memory(reuse: bool = True) -> bool:
     """Enable the C library's cache of large freed buffers, for this whole process.
 
-    By default glibc returns every buffer above 32 MiB to the system and gets a new one for the
-    next tensor, and each first write to a page of it is a fault: on a CPU that can take longer
-    than all products of a tensor-train layer. :class:`~comera.TrainStep` on a CPU, trainers of
-    transformers and the command line enable the cache; call this in a loop of your own.
-    The process keeps up to 2 GiB of freed memory. Works on Linux with glibc, for CPU memory only.
+    By default glibc returns every buffer above 32 MiB to the system; on a CPU the page faults of
+    new ones can take longer than all products of a tensor-train layer. :class:`~comera.TrainStep`
+    on a CPU, trainers of transformers and the command line enable the cache; call this in a loop of
+    your own. The process keeps up to 2 GiB of freed memory. Works on Linux with glibc, for CPU
+    memory only.
 
     Args:
         reuse: False disables the cache. Called before the first ``TrainStep``, it stays disabled,

@@ -51,8 +51,7 @@ def naming_a_full_disk(
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success flush it to disk and rename it over.
 
-    On an exception ``path`` stays and the temporary file is removed. A full disk's error has a
-    remedy.
+    On an exception ``path`` stays and the temporary file is removed.
     """
     path = Path(path)
     with naming_a_full_disk(path):

@@ -396,9 +396,8 @@ class TTMShape(Shape):
         """Choose the modes and ranks of a table, as :meth:`TTShape.fit` does of a layer.
 
         A row count that does not factor well is rounded up: 30522 rows may become
-        ``(16, 20, 10, 10)``, that is 32000, of which the last 1478 are never read. The left half
-        of the cores gets more of the rows and less of the width, for fast lookups. ``shape`` is
-        ``(row_modes, col_modes)``, ``order`` the number of cores; a short table gets fewer.
+        ``(16, 20, 10, 10)``, that is 32000. ``shape`` is ``(row_modes, col_modes)``, ``order`` the
+        number of cores; a short table gets fewer.
         """
         check_whole_numbers(order=order)
 

@@ -89,7 +89,7 @@ def register_feed_forward(
         between: Names of ``nn.Dropout`` on the hidden activation; an active one runs layer by
             layer.
         after: Names of modules called on the result, such as dropout; None adds the input.
-        inside: Names and classes of the modules around these; their ``forward`` is not called.
+        inside: Names and classes of modules that hold some of these; their ``forward`` is skipped.
         method: The method that computes the part.
 
     Example::

@@ -216,7 +216,7 @@ def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Itera
     """Split fused experts of a model in place, so that their layers can be replaced.
 
     Without ``names`` of experts all are split, and fused again if their layers are all dense in the
-    end, or after an error. A name without fused experts raises ``ValueError``.
+    end. An error fuses all again. A name without fused experts raises ``ValueError``.
     """
     found = {name: module for name, module in model.named_modules() if name and is_fused(module)}
     lost = [name for name in names or () if name not in found]

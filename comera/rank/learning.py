@@ -160,7 +160,7 @@ def target_entries(
 
 
 class RankLearning(ABC):
-    """Learn the ranks of one model in one training run; each method is a subclass.
+    """Learn the ranks of one model in one training run; base of all methods.
 
     Attributes:
         method: The name of the class in states and errors.

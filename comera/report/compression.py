@@ -75,7 +75,7 @@ class CompressionReport(Report):
         tokens: Rows of the batch that operations and activations are predicted for.
         params: Parameters of the whole model, shared ones counted once.
         bytes: Bytes of these parameters.
-        frozen_bytes: The same after :func:`comera.freeze_`, if it makes no layer dense.
+        frozen_bytes: The same after :func:`comera.freeze_`, if it makes no layer dense for speed.
         dense_bytes: The same with all its layers dense.
         dense_params: Parameters of the model with all its layers dense.
         tt_params: Stored parameters of the tensor-train layers: cores, gates and dense rows.

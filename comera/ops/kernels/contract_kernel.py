@@ -45,8 +45,8 @@ class Walk:
         rows: Rows of the product of the first cores, up to each of them.
         blocks: Blocks that share out the columns of the last core.
         share: Numbers that a block leaves for the second backward launch.
-        room: Offsets in shared memory of the products of the first cores, and the end of the last.
-            Products alternate between both ends, since each is needed for the next one only.
+        room: Offsets in shared memory of the products of the first cores, and the end of their
+            room. Products alternate between both ends: each is needed for the next one only.
         room_back: The same for the second backward launch, which needs all products. The gradient
             of each takes the place of the next.
         at_once: Number of values of each inner core's mode that are staged at once.
