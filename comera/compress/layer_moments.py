@@ -157,8 +157,7 @@ def gather_moments(
         layers: By name.
         batches: One is held at a time.
         loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch.
-        keep: A file for the moments, written every two minutes and at the end. A call that finds it
-            skips as many batches as are in it, and all of them if it is complete.
+        keep: A file for the moments, as in :func:`~comera.compress_`.
         progress: Whether to show a bar.
 
     Returns:

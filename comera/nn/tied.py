@@ -46,11 +46,7 @@ class TableHead(WeightByAssignment):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None) -> Self:
-        """Make a layer on the table ``lead``, its bias on the ``meta`` device.
-
-        Raises:
-            ValueError: If ``lead`` is no such table.
-        """
+        """Make a layer on the table ``lead``, or raise ``ValueError``; a bias is on ``meta``."""
         if not isinstance(lead, cls._table_class):
             name = cls._table_class.__name__
             raise ValueError(

@@ -107,11 +107,7 @@ class GaLore(Optimizer):
         super().__init__(groups, dict(self._inner.defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as to any optimizer; one with the key ``rank`` is projected.
-
-        Raises:
-            ValueError: As the class; no group is added.
-        """
+        """Add a group as to any optimizer, or raise as the class; the key ``rank`` projects it."""
         group = {**param_group, "params": _as_list(param_group["params"])}
         inner, name = self._inner, type(self._inner).__name__
         known = {*inner.defaults, *COMMON_KEYS, *_KEYS}

@@ -55,9 +55,7 @@ def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
 def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
     """Check that a function returns the same in all processes.
 
-    Args:
-        group: None for a process that is alone.
-        plan: Returns plain values.
+    ``plan`` returns plain values; ``group`` is None for a process that is alone.
 
     Raises:
         Exception: The error of the function in this process.
@@ -133,13 +131,7 @@ def check_steps(name: str, steps: Any, least: int, why: str = "") -> None:
 def target_entries(
     layers: Collection[TensorTrainModule], target: float, start_size: int, min_rank: int
 ) -> int:
-    """Return how many entries a target leaves the cores of some layers.
-
-    Args:
-        layers: The layers whose ranks are learned.
-        target: The share of ``start_size`` to end at.
-        start_size: Entries of their cores at the start.
-        min_rank: Ranks that every bond keeps.
+    """Return how many entries a target, a share of ``start_size``, leaves the cores of some layers.
 
     Raises:
         ValueError: If the layers need more at ``min_rank``.
@@ -244,10 +236,7 @@ class RankLearning(ABC):
     def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
         """Return the objective; on the host it may branch only on values of :meth:`identity`.
 
-        Args:
-            loss: Loss of the batch, to be differentiated.
-            gates: All gates as they are now.
-            seen: The loss, or the mean of several processes', without a gradient.
+        ``seen`` is the loss, or the mean of several processes', without a gradient.
         """
 
     def step(self, loss: Tensor | float, optimizer: AnyOptimizer | None = None) -> None:

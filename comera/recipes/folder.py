@@ -109,9 +109,7 @@ def with_whole_paths(config: RunConfig) -> RunConfig:
 def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
     """Return the settings with other, absolute, paths to the data.
 
-    Args:
-        config: The run.
-        places: The new paths by the dotted names of settings.
+    ``places`` are the new paths by the dotted names of settings.
 
     Raises:
         ValueError: If a name is no path of the run's data, or a place is no path.
@@ -309,11 +307,7 @@ class Begun:
 
 @contextlib.contextmanager
 def lock(folder: Path, what: str = "run") -> Iterator[None]:
-    """Lock the folder of a run or a sweep for this process.
-
-    Args:
-        folder: The folder, which is made if it is not there.
-        what: Name of the other writer in errors.
+    """Lock the folder of a run or a sweep, made if need be, for this process.
 
     Raises:
         FolderInUseError: If another process holds the lock.

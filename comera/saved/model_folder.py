@@ -114,12 +114,9 @@ def write_folder(
 ) -> None:
     """Write the files of a model, with one tensor at a time in memory.
 
-    Args:
-        folder: The folder to write to.
-        described: The description of the model.
-        tensors: Tensors of the dtypes and shapes by name, possibly on the ``meta`` device.
-        read: Returns the tensor of a name, on the CPU; called twice for each.
-        check: Called before the files appear.
+    ``described`` is the description, ``tensors`` have the dtypes and shapes by name, ``read``
+    returns the tensor of a name on the CPU, twice for each. ``check`` is called before the files
+    appear.
     """
     described["tensors"] = {name: _note_of(read(name)) for name in tensors}
     text = json.dumps(described, indent=1)

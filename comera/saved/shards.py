@@ -107,13 +107,8 @@ def write_tensors(
 ) -> None:
     """Write a file of safetensors, with one tensor at a time in memory.
 
-    Equal tensors make equal bytes.
-
-    Args:
-        path: The file.
-        tensors: Tensors of the dtypes and shapes by name, possibly on the ``meta`` device.
-        read: Returns the tensor of a name, on the CPU.
-        metadata: Metadata of the header.
+    Equal tensors make equal bytes. ``tensors`` have the dtypes and shapes by name, possibly on the
+    ``meta`` device; ``read`` returns the tensor of a name, on the CPU.
 
     Raises:
         ValueError: If safetensors has no such dtype.

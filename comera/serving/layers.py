@@ -269,10 +269,7 @@ def thin_factors(layer: TTLinear | HotRows) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def table_factors(table: TTTable) -> tuple[Tensor, Tensor]:
-    """Return ``left (V, P, R)`` and ``right (W, R, Q)`` of the rows that are not hot.
-
-    Row ``v * W + w`` is ``left[v] @ right[w]``; the dtype is that of the cores.
-    """
+    """Return ``left (V, P, R)`` and ``right (W, R, Q)`` of the rows that are not hot."""
     split, dtype = table.shape.split, table.cores[0].dtype
     cores = _open_cores(table)
     left, right = _joined(cores[:split]).squeeze(0), _joined(cores[split:]).squeeze(-1)

@@ -127,11 +127,7 @@ def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Rotate the inner bonds of the left cores to singular vectors.
-
-    Returns:
-        The cores, and the singular values of the bonds between them from right to left.
-    """
+    """Rotate inner bonds to singular vectors; return cores, and singular values from the right."""
     cores, found = list(cores), []
     for k in range(len(cores) - 1, 0, -1):
         u, s, _ = torch.linalg.svd((cores[k] * s).flatten(1), full_matrices=False)

@@ -58,12 +58,7 @@ def mode() -> str:
 
 
 def kernel_refuses(file: str, like: Tensor) -> str | None:
-    """Return why kernels of a file do not take tensors such as ``like``, or None.
-
-    Args:
-        file: Name of the source in ``kernels/``, without its suffix.
-        like: A tensor of the dtype and device in question; it may hold no numbers.
-    """
+    """Return why kernels of ``kernels/<file>.cu`` do not take tensors like this, or None."""
     if mode() == "ref" and (like.is_cuda or like.is_cpu):
         return REF
     if not like.is_cuda and not (like.is_cpu and mode() == "emulate"):
