@@ -88,11 +88,7 @@ class FolderInUseError(RuntimeError):
 
 
 def take(lock: FileLock, folder: Path, advice: str) -> None:
-    """Acquire a lock in a folder, made if need be.
-
-    Raises:
-        FolderInUseError: If another process has it; the message ends with ``advice``.
-    """
+    """Acquire a lock in a folder, made if need be; ``FolderInUseError`` ends with ``advice``."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock.acquire()

@@ -223,11 +223,7 @@ def changed_meanwhile(what: object) -> ValueError:
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
-    """Yield a file's content in pieces, decompressed if its name ends in .gz or .xz.
-
-    Raises:
-        ValueError: If it cannot be decompressed.
-    """
+    """Yield a file's content in pieces, .gz and .xz decompressed; ``ValueError`` if damaged."""
     opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
         with opener(path, "rb") as file:

@@ -156,11 +156,7 @@ class Plan(Report):
 
 @functools.lru_cache(_CACHED)
 def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32") -> Plan:
-    """Plan a linear layer or the lookups of a table at a batch.
-
-    Returns:
-        The plan; on a GPU that of a captured step, with the plan of eager mode in it.
-    """
+    """Plan a layer or lookups at a batch; on a GPU a captured step, with eager mode in the plan."""
     machine.rate(dtype)
     if isinstance(layer, Lookup):
         made = lookup_ways.candidates(layer, machine, dtype)

@@ -31,8 +31,6 @@ Size = int | str
 class Timing:
     """Times of the ways of one group of operators at one size.
 
-    A group is chosen together, such as a forward and a backward pass.
-
     Attributes:
         captured: Whether measured in a CUDA graph, or in eager mode.
         sizes: Sizes that the times depend on, as the group lists them.

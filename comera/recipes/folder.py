@@ -42,11 +42,7 @@ class DataRecord:
 
 
 def read_record(folder: Path) -> DataRecord | None:
-    """Return the record of the data in the folder of a run; None if there is none.
-
-    Raises:
-        ValueError: If it cannot be read.
-    """
+    """Return the data record of a run's folder, if any; ``ValueError`` if it cannot be read."""
     path = folder / NAME
     if not path.is_file():
         return None

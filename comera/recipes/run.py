@@ -258,10 +258,7 @@ def planned_memory(config: RunConfig) -> list[MemoryReport]:
 def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
     """Return the models of a run by name with their optimizers, without memory.
 
-    ``tensorize_`` logs its remarks where the models are made.
-
-    Raises:
-        ValueError: As :func:`planned_memory` does.
+    Errors are those of :func:`planned_memory`.
     """
     name, other = ("dlrm", config.dlrm) if config.clicks is None else ("model", config.model)
     default = type(other)()

@@ -125,11 +125,7 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
 
 
 def changes_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return settings by their dotted names, as an option ``--set='[KEY=VALUE,...]'`` has them.
-
-    Raises:
-        ValueError: If a word is no such pair.
-    """
+    """Return settings by dotted names, of words ``KEY=VALUE``; ``ValueError`` for other words."""
     changes = {}
     for word in words:
         key, equals, text = word.partition("=")

@@ -172,11 +172,7 @@ def _tied_names(model: nn.Module, layers: Mapping[str, Entry]) -> dict[str, str]
 
 
 def check_description(described: Any, where: str) -> dict[str, Any]:
-    """Return a description that this version can read.
-
-    Raises:
-        ValueError: If it is damaged, of another format or later; names ``where``.
-    """
+    """Return a description that this version can read; else a ``ValueError`` names ``where``."""
     if not isinstance(described, dict) or described.get("format") != FORMAT:
         raise ValueError(f"{where} is no description of a model by comera.save_model")
     version = described.get("version")

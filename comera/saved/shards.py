@@ -73,11 +73,7 @@ class Shards:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Read one tensor of a file into its own memory.
-
-    Raises:
-        ValueError: If the file is damaged or does not hold it.
-    """
+    """Read one tensor into its own memory; ``ValueError`` if the file is damaged or lacks it."""
     with _opened(path) as file:
         try:
             return file.get_tensor(name).clone()  # a tensor mapped from a file ends with it

@@ -47,11 +47,7 @@ class KernelWarning(UserWarning):
 
 
 def mode() -> str:
-    """Return which of ``MODES`` is set, as it was when this module was imported.
-
-    Raises:
-        ValueError: If ``COMERA_KERNELS`` is something else.
-    """
+    """Return which of ``MODES`` was set at import; raise ``ValueError`` for anything else."""
     if SETTING not in MODES:
         raise ValueError(f"COMERA_KERNELS={SETTING!r} must be one of {', '.join(MODES)}")
     return SETTING

@@ -146,11 +146,7 @@ def start(
 
 
 def driver_version() -> int:
-    """Return the newest CUDA version that the driver knows, 13000 for 13.0.
-
-    Raises:
-        RuntimeError: If there is no driver, or no cuda-bindings.
-    """
+    """Return the driver's newest CUDA version, 13000 for 13.0; ``RuntimeError`` without any."""
     return checked(bindings("driver").cuDriverGetVersion(), "the driver's version")
 
 
