@@ -100,11 +100,7 @@ def to_gaps(positions_k: NDArray[np.int64]) -> Bytes:
 
 
 def from_gaps(gaps: Bytes, count: int, below: int) -> NDArray[np.int64]:
-    """Return the positions that :func:`to_gaps` turned into gaps.
-
-    Raises:
-        DamagedError: If there are not ``count`` of them, or one is not under ``below``.
-    """
+    """Undo :func:`to_gaps`; ``DamagedError`` unless ``count`` positions are under ``below``."""
     ends = np.flatnonzero(gaps != 255)
     if len(ends) != count:
         raise DamagedError(f"there are {len(ends)} kept entries where {count} are stated")

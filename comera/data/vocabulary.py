@@ -43,11 +43,7 @@ def check_vocab_size(size: int, name: str = "vocab_size") -> None:
 
 
 def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer; its first tokens are ``SPECIAL``.
-
-    Raises:
-        ValueError: If the vocabulary cannot hold those and one token for each byte.
-    """
+    """Train a byte-level BPE tokenizer, ``SPECIAL`` first; see :func:`check_vocab_size`."""
     check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

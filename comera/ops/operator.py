@@ -93,7 +93,7 @@ class _Eager(torch.autograd.Function):
 
 
 class _Transformed(_Eager):
-    """Rule for ``torch.func``; in plain calls autograd would inspect a signature each time."""
+    """The same for transforms of ``torch.func``, which need ``setup_context``; slower."""
 
     forward = staticmethod(_run)  # type: ignore[assignment]
     setup_context = staticmethod(_prepare)

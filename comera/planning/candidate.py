@@ -311,7 +311,7 @@ def _factor_chain(
 def gates(shape: Shape, operators: float, backward: bool = False) -> Step:
     """Return the step that multiplies each core by the gate of its right bond, or its backward.
 
-    Backward gates the cores again. The overhead of Python operators is included.
+    Backward gates the cores again.
     """
     bonds, moved = len(shape.ranks), shape.num_params * (6 if backward else 2)
     calls, name = (5 + 4 * bonds, "grad(gates)") if backward else (3 + bonds, "gates")
