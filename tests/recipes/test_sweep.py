@@ -343,7 +343,7 @@ def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(content, tmp_path):
     content["base"]["train"] |= {"steps": 100_000, "log_every": 5}
     content["seeds"] = [0, 1]
     del content["variants"]["tt"]
-    command = [sys.executable, "-m", "comera.recipes.cli", "sweep"]
+    command = [sys.executable, "-m", "comera", "sweep"]
     environment = {**os.environ, "PYTHONPATH": str(Path(comera.__file__).parents[1])}
     with subprocess.Popen(
         [*command, str(written(content, tmp_path)), "--jobs=2"],
