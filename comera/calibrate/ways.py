@@ -71,12 +71,11 @@ class Trial(NamedTuple):
 def measure_ways(device: torch.device, say: Say) -> None:
     """Time all ways of all operators and save the times, trial by trial; on a card only.
 
+    Raises ``ValueError`` if ``COMERA_KERNELS`` leaves no choice.
+
     Args:
         device: The card; on a CPU operators try their ways as they list them.
         say: Called with a line after each trial.
-
-    Raises:
-        ValueError: If ``COMERA_KERNELS`` leaves no choice.
     """
     check_choice()
     if device.type not in ORDERED:

@@ -283,9 +283,8 @@ def decode_model(
 ) -> dict[str, Tensor]:
     """Return the model's tensors; ``base`` are those of the checkpoint before.
 
-    Raises:
-        DamagedError: If the streams are not ones of :func:`encode`, or all tensors together would
-            take more than ``max_bytes``.
+    Raises ``DamagedError`` if the streams are not ones of :func:`encode`, or all tensors together
+    would take more than ``max_bytes``.
     """
     reader = StreamReader(blobs)
     _, records = _read_index(reader, max_bytes)

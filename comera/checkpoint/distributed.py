@@ -45,15 +45,12 @@ def scatter_(
 ) -> None:
     """Load a checkpoint of :func:`gathered` into every process; every rank must call it.
 
-    Tensor trains take the ranks that were saved.
+    Tensor trains take the ranks that were saved. Raises ``ValueError`` if rank 0 has no checkpoint.
 
     Args:
         model: A model like that of :func:`gathered`.
         optimizer: Its optimizer.
         saved: The result of ``chain.load`` on rank 0; ignored elsewhere.
-
-    Raises:
-        ValueError: If rank 0 has no checkpoint.
     """
     if _is_first() and saved is None:
         raise ValueError("rank 0 needs the checkpoint: scatter_(model, optimizer, chain.load())")

@@ -130,9 +130,8 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that :func:`take_apart` took apart.
 
-    Raises:
-        DamagedError: If the skeleton is not one of :func:`take_apart`, or names a missing tensor.
-        ValueError: If the class of a tensor is not installed.
+    Raises ``DamagedError`` if the skeleton is not one of :func:`take_apart`, or names a missing
+    tensor, and ``ValueError`` if the class of a tensor is not installed.
     """
     if skeleton is None or isinstance(skeleton, bool | str | int | float):
         return skeleton

@@ -78,10 +78,8 @@ def record_calls(
     """Run batches through a model without its blocks, and record how these are called.
 
     Modules outside the blocks are loaded. The context ``filled`` loads a block: the first one runs
-    once, to see whether it returns a tensor or a tuple.
-
-    Raises:
-        ValueError: If there is no batch, or a block's input is not the previous block's output.
+    once, to see whether it returns a tensor or a tuple. Raises ``ValueError`` if there is no batch,
+    or a block's input is not the previous block's output.
     """
     found = Calls([], [[] for _ in blocks])
     tail: list[Any] = []  # what the first block returns besides its first output, once it ran

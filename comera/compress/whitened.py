@@ -66,17 +66,14 @@ def whitened_svd(
 ) -> WhitenedSVD:
     """Compute the SVD of a weight in whitened coordinates, in float64.
 
+    Returns the decomposition, on the weight's device, in its dtype or float32, whichever is wider.
+    Raises ``ValueError`` if the weight or the moments have an entry that is not finite.
+
     Args:
         weight: ``(O, I)``.
         moments: Those of the layer; None weighs all entries alike, a plain SVD.
         damping: Share of their mean variance that is added to the moments of inputs.
         grad_damping: The same for gradients.
-
-    Returns:
-        The decomposition, on the weight's device, in its dtype or float32, whichever is wider.
-
-    Raises:
-        ValueError: If the weight or the moments have an entry that is not finite.
     """
     wide = weight.detach().double()
     if not bool(torch.isfinite(wide).all()):

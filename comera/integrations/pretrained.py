@@ -42,11 +42,9 @@ def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTraine
     ``comera.integrations.transformers`` is imported, and ``resize_token_embeddings`` appends rows
     to tensor-train tables. :func:`~comera.integrations.transformers.learn_ranks_` calls this.
 
-    ``config``, how it was compressed, is for readers of ``config.json``. Returns the model.
-
-    Raises:
-        TypeError: If it is no model of transformers.
-        ValueError: If its weights are quantized by another method.
+    ``config``, how it was compressed, is for readers of ``config.json``. Returns the model. Raises
+    ``TypeError`` if it is no model of transformers, and ``ValueError`` if its weights are quantized
+    by another method.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

@@ -292,7 +292,8 @@ def replace_tables_(
 ) -> nn.ModuleDict:
     """Replace dense tables by small ones of at most ``params`` parameters together, in place.
 
-    All tables get equally many rows; a table without more rows than that stays dense.
+    All tables get equally many rows; a table without more rows than that stays dense. Raises
+    ``ValueError`` if ``params`` is too small.
 
     Args:
         tables: :class:`torch.nn.EmbeddingBag` by name, of one width.
@@ -301,9 +302,6 @@ def replace_tables_(
         rank: See :class:`HashedTable`.
         own: Share of the rows of hashed tables for one index each, the first ones.
         block: See :class:`SharedArrayTable`.
-
-    Raises:
-        ValueError: If ``params`` is too small.
     """
     sizes = {name: int(table.num_embeddings) for name, table in tables.items()}  # type: ignore[arg-type]
     width = int(next(iter(tables.values())).embedding_dim)  # type: ignore[arg-type]

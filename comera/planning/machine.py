@@ -41,6 +41,8 @@ def item_size(dtype: str) -> int:
 class Machine:
     """One device, and for a CPU one number of threads.
 
+    Raises ``ValueError`` if a number is not positive and finite, or a dtype or kind is unknown.
+
     Args:
         name: Name of the device, e.g. ``"NVIDIA H200"``.
         kind: ``"cpu"`` or ``"cuda"``.
@@ -69,9 +71,6 @@ class Machine:
         module_overhead: ``eager_module`` in a machine that :attr:`eager` made.
         runs_ahead: Whether the host starts kernels while the device works: the longer of both
             counts, not the sum.
-
-    Raises:
-        ValueError: If a number is not positive and finite, or a dtype or kind is unknown.
     """
 
     name: str

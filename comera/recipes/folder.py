@@ -105,10 +105,8 @@ def with_whole_paths(config: RunConfig) -> RunConfig:
 def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
     """Return the settings with other, absolute, paths to the data.
 
-    ``places`` are the new paths by the dotted names of settings.
-
-    Raises:
-        ValueError: If a name is no path of the run's data, or a place is no path.
+    ``places`` are the new paths by the dotted names of settings. Raises ``ValueError`` if a name is
+    no path of the run's data, or a place is no path.
     """
     known = [f"{config.task}.{key}" for key in _path_keys(config)]
     values = asdict(config.data)
@@ -305,8 +303,7 @@ class Begun:
 def lock(folder: Path, what: str = "run") -> Iterator[None]:
     """Lock the folder of a run or a sweep, made if need be, for this process.
 
-    Raises:
-        FolderInUseError: If another process holds the lock.
+    Raises ``FolderInUseError`` if another process holds the lock.
     """
     file = FileLock(folder / ".lock", timeout=0)
     take(file, folder, f": let that {what} end, or choose another --out")

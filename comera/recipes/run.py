@@ -61,7 +61,9 @@ def run(
 ) -> list[Outcome]:
     """Train the models of a run, resuming what is unfinished in its folder.
 
-    Figures of a finished run are read from its folder, without its data.
+    Figures of a finished run are read from its folder, without its data. Returns the compressed
+    model (or the dense one, without a ``tensorize`` section), then its twin. Empty if the run was
+    interrupted; the same call resumes it.
 
     Args:
         config: The whole run.
@@ -69,10 +71,6 @@ def run(
         quiet: Whether to show no progress bars.
         processes: Those that train the models together, all of which call this; None for this one
             alone. Only the first one writes.
-
-    Returns:
-        The compressed model (or the dense one, without a ``tensorize`` section), then its twin.
-        Empty if the run was interrupted; the same call resumes it.
 
     Raises:
         ValueError: If the folder holds a run with other settings or of other data, or settings
@@ -244,9 +242,8 @@ def print_plan(config: RunConfig, console: Console) -> None:
 def planned_memory(config: RunConfig) -> list[MemoryReport]:
     """Count what a run's model and then its twin will keep in memory; nothing is allocated.
 
-    Raises:
-        ValueError: If settings contradict, or the optimizer or the target of rank learning does
-            not suit the models.
+    Raises ``ValueError`` if settings contradict, or the optimizer or the target of rank learning
+    does not suit the models.
     """
     config.check()
     return [
@@ -377,10 +374,7 @@ def _train_one(
 def find_device(name: str, processes: Processes | None = None) -> torch.device:
     """Return the device of a run's settings; ``auto`` is a GPU where there is one.
 
-    Each process takes its own GPU.
-
-    Raises:
-        ValueError: If it is not there.
+    Each process takes its own GPU. Raises ``ValueError`` if it is not there.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

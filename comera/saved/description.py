@@ -49,17 +49,14 @@ _DAMAGE = (
 def register_kind(name: str, layer_class: type[nn.Module]) -> None:
     """Register a class of layers with :func:`~comera.save_model` and :func:`~comera.load_model`.
 
-    Its method ``config()`` returns a dict for JSON. Its class method
-    ``from_config(config, lead)`` makes a layer on the ``meta`` device; ``lead`` is the layer whose
-    parameters it shares, or None. Subclasses of comera's layers inherit both, and extend them for
-    other arguments.
+    Its method ``config()`` returns a dict for JSON. Its class method ``from_config(config, lead)``
+    makes a layer on the ``meta`` device; ``lead`` is the layer whose parameters it shares, or None.
+    Subclasses of comera's layers inherit both, and extend them for other arguments. Raises
+    ``ValueError`` if the name is that of another class.
 
     Args:
         name: The name in files; it stays the same as long as files are to be read.
         layer_class: The class; derived classes are registered by themselves.
-
-    Raises:
-        ValueError: If the name is that of another class.
     """
     known = _CLASSES.setdefault(name, layer_class)
     if known is not layer_class:
@@ -86,6 +83,9 @@ def _kind_of(layer: nn.Module) -> str | None:
 def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]:
     """Describe a model so that its layers can be rebuilt without any setting.
 
+    Raises ``ValueError`` if a layer's class is not registered, or a layer works on the parameters
+    of a layer outside the model.
+
     Args:
         model: The model, compressed or not.
         config: How it was compressed, kept for people.
@@ -95,10 +95,6 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
         one (``tied``); the names of ``frozen`` parameters, of experts that were taken apart
         (``split_experts``) and of models given to :func:`~comera.freeze_` (``served``); and of the
         dense model its class and, from transformers, its configuration, as text.
-
-    Raises:
-        ValueError: If a layer's class is not registered, or a layer works on the parameters of a
-            layer outside the model.
     """
 
     def path_of(thing: Any) -> str:
@@ -200,12 +196,11 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
 def rebuild_(model: nn.Module, layers: Mapping[str, Entry]) -> nn.Module:
     """Replace layers of a dense model by those of a description, in place.
 
+    Returns the model, the new layers on the ``meta`` device; if it is itself replaced, its layer.
+
     Args:
         model: As it was before it was compressed; it may be on the ``meta`` device.
         layers: ``layers`` of :func:`describe`.
-
-    Returns:
-        The model, the new layers on the ``meta`` device; if it is itself replaced, its layer.
 
     Raises:
         ValueError: If an entry is damaged, or there is no such layer to replace; the message names

@@ -81,17 +81,14 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint into a training step, whose model takes its truncated ranks too.
 
+    Returns the ``extra`` of the checkpoint. Raises ``FileNotFoundError`` if there is no such
+    checkpoint, or none that is sound, and ``ValueError`` if it is damaged, not one of a training
+    step, or one of another model.
+
     Args:
         chain: The chain that it was saved to.
         step: A training step over the same model, optimizer and rank settings.
         at: Number of steps after which it was saved; ``latest`` is the last sound checkpoint.
-
-    Returns:
-        The ``extra`` of the checkpoint.
-
-    Raises:
-        FileNotFoundError: If there is no such checkpoint, or none that is sound.
-        ValueError: If it is damaged, not one of a training step, or one of another model.
     """
     return restore_(step, chain.load(at), chain.folder)
 
@@ -162,15 +159,13 @@ def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = Non
     """Write model, optimizer, schedules and rank learning, each process its part of them.
 
     For models that no process can hold whole. Every process calls this. The format is torch's; any
-    number of processes can load it, sharded or not.
+    number of processes can load it, sharded or not. Raises ``ValueError`` if the folder holds a
+    checkpoint already.
 
     Args:
         folder: A folder for this checkpoint alone, shared by all processes.
         step: The training step whose state is saved.
         extra: Tensors and plain values of the caller; those of the first process are saved.
-
-    Raises:
-        ValueError: If the folder holds a checkpoint already.
     """
     if (folder / _METADATA).exists():
         raise ValueError(f"{folder} holds a checkpoint: give each a folder of its own")
@@ -210,16 +205,14 @@ def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = Non
 def load_parts(folder: Path, step: TrainStep) -> dict[str, Any]:
     """Load a checkpoint of :func:`save_parts`, each process its part; return its ``extra``.
 
-    Torch reads the metadata by pickle, which can run code: load only what you trust.
+    Torch reads the metadata by pickle, which can run code: load only what you trust. Raises
+    ``FileNotFoundError`` if there is no whole checkpoint, and ``ValueError`` if it is not one of
+    :func:`save_parts`, or one of another model.
 
     Args:
         folder: The folder of the checkpoint, shared by all processes.
         step: A training step over the same model, optimizer and rank settings, with any ranks, in
             any number of processes.
-
-    Raises:
-        FileNotFoundError: If there is no whole checkpoint.
-        ValueError: If it is not one of :func:`save_parts`, or one of another model.
     """
     from torch.distributed import tensor as dtensor
 

@@ -72,12 +72,8 @@ def tt_embedding_reference(
 def tt_embedding(request: Request) -> Tensor:
     """Read rows, or sum them over bags, weighted; no row is laid out more than once.
 
-    Returns:
-        ``(*indices.shape, embedding_dim)``, or ``(B, embedding_dim)`` of bags, in the dtype of the
-        cores.
-
-    Raises:
-        IndexError: If an index is out of range (checked on the CPU).
+    Returns ``(*indices.shape, embedding_dim)``, or ``(B, embedding_dim)`` of bags, in the dtype of
+    the cores. Raises ``IndexError`` if an index is out of range (checked on the CPU).
     """
     indices, offsets_B = request.indices, request.offsets_B
     checked = request.checked or check_range(indices, request.num_embeddings)

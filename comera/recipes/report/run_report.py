@@ -113,9 +113,8 @@ class History:
 def read_histories(folder: Path) -> list[History]:
     """Return the model of a run and its dense twin, if there is one.
 
-    Raises:
-        FileNotFoundError: If the folder holds no run.
-        ValueError: If a file in it is damaged.
+    Raises ``FileNotFoundError`` if the folder holds no run, and ``ValueError`` if a file in it is
+    damaged.
     """
     lines, result = read_metrics(folder), _result(folder)
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
@@ -322,11 +321,9 @@ def _picked(series: Series) -> Series:
 def write_report(folder: Path, say: Callable[[str], object] = lambda text: None) -> Path:
     """Write ``report.html`` into the folder of a run, finished or not, and return its path.
 
-    ``say`` is called with a sentence for each file that is missing or damaged.
-
-    Raises:
-        FileNotFoundError: If the folder holds no run.
-        ValueError: If its settings or its result are damaged.
+    ``say`` is called with a sentence for each file that is missing or damaged. Raises
+    ``FileNotFoundError`` if the folder holds no run, and ``ValueError`` if its settings or its
+    result are damaged.
     """
     report = gather(folder)
     path = write_page(folder / "report.html", "run.html", report)
