@@ -283,12 +283,8 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
     """Mark the weights that have changed enough to be kept (ExCP, arXiv 2406.11257, section 3.3).
 
     Those with ``|change| > median|change| * min(2.5, alpha / sqrt(mean(second)))``: where
-    gradients are large, smaller changes are kept too.
-
-    Args:
-        change_n: Change of the weights since the last checkpoint, float32 (n,).
-        second: The second moments, of any shape; None if the optimizer keeps none.
-        alpha: Factor of the threshold; 0 keeps every change.
+    gradients are large, smaller changes are kept too. Changes are float32 (n,); ``second`` are the
+    second moments, of any shape, or None; an ``alpha`` of 0 keeps every change.
     """
     size = change_n.abs()
     root = 0.0 if second is None else float(second.mean(dtype=torch.float64)) ** 0.5

@@ -1,7 +1,6 @@
 """The rank of each layer under one budget for all.
 
-A direction of any layer stays if it saves more loss than its parameters cost. Bisection finds the
-price of a parameter.
+Bisection finds the price of a parameter. A direction of any layer stays if it saves more loss.
 """
 
 import re

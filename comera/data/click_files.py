@@ -188,8 +188,7 @@ def columns_of(
 ) -> Columns:
     """Return the columns by the settings, with defaults from the file.
 
-    Raises ``ValueError`` if a column is missing, named twice or both label and feature, or there is
-    no label.
+    Raises ``ValueError`` for no label, or a column missing, named twice or both label and feature.
     """
     if format == "criteo":
         return Columns("label", CRITEO_CONTINUOUS, CRITEO_FIELDS)

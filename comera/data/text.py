@@ -91,8 +91,7 @@ class TextData:
     def digests(self) -> dict[str, str]:
         """Return digests of the files that are read, by their names in the folder, in that order.
 
-        Raises ``FileNotFoundError`` if no file matches, and ``ValueError`` if one cannot be
-        decompressed.
+        Raises ``FileNotFoundError`` if no file matches, ``ValueError`` if decompression fails.
         """
         folder = _folder(self)
         found: dict[str, str] = {}

@@ -69,8 +69,7 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_word_pieces(path: str | Path) -> Tokenizer:
     """Load the WordPiece tokenizer of a ``vocab.txt``, one token a line.
 
-    Raises ``FileNotFoundError`` if there is no such file, and ``ValueError`` if the file lacks
-    BERT's special tokens.
+    Raises ``FileNotFoundError`` if it is missing, ``ValueError`` if it lacks BERT's special tokens.
     """
     path = find_vocabulary(path)
     with naming_what_is_no_text(path):

@@ -14,8 +14,7 @@ class DenseWeight(Tensor):
 
     Any write raises ``RuntimeError``: by a method, an ``out=`` argument, assignment to ``.data`` or
     a list function of an optimizer. Tensors that share its memory (``.data``, ``detach()``, views)
-    are read-only too; other results are ordinary tensors. An ``nn.Parameter`` made from it may be
-    written.
+    are read-only too; other results are ordinary, and an ``nn.Parameter`` of it may be written.
     """
 
     _remedy = ""
@@ -67,10 +66,7 @@ class WeightByAssignment(nn.Module):
 
 
 def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
-    """Compute a weight as a :class:`DenseWeight` whose error is ``remedy``.
-
-    Compiled graphs, ``torch.func`` and types of other libraries get an ordinary tensor.
-    """
+    """Compute a :class:`DenseWeight` of error ``remedy``; in graphs, an ordinary tensor."""
     if torch.is_inference_mode_enabled():  # where torch counts no versions
         with torch.inference_mode(False), torch.no_grad():
             weight = compute()

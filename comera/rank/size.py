@@ -30,10 +30,8 @@ class SizeOfRanks:
     Raises ``ValueError`` if the model holds no tensor-train layer, or none whose gates train.
 
     Args:
-        model: Its present tensor-train layers are counted, except those with a frozen gate, which
-            keep their ranks.
-        min_rank: Gates of a bond that has no more open ones than this get no gradient of the
-            relaxed size.
+        model: Its present tensor-train layers are counted, except those with a frozen gate.
+        min_rank: A bond with no more open gates than this gets no gradient of the relaxed size.
 
     Attributes:
         layers: Layers that are counted, by name.

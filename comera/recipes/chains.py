@@ -36,8 +36,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.pt")
 def find_series(path: Path) -> dict[int, Path]:
     """List files or folders of one checkpoint each, by the last number in their names.
 
-    Raises ``FileNotFoundError`` if there are none, and ``ValueError`` if two have the same number,
-    or one has none.
+    Raises ``FileNotFoundError`` for none, ``ValueError`` for a missing or repeated number.
     """
     found: dict[int, Path] = {}
     for entry in sorted(path.iterdir()) if path.is_dir() else []:

@@ -145,8 +145,7 @@ def make_launcher(
     """Make a launcher of runs below the folder ``out``, which other machines see by the same name.
 
     ``settings`` are those of all launchers, as in the sweep's file. Raises ``ValueError`` if there
-    is no such launcher, or it has no such settings, and ``MissingPackageError`` if its package is
-    not installed.
+    is no such launcher or setting of it, and ``MissingPackageError`` if its package is missing.
     """
     if name == "local":
         # Runs share the threads that torch would use.
@@ -169,8 +168,7 @@ def start_run(
 ) -> "subprocess.Popen[bytes]":
     """Start ``comera train`` by the settings beside a folder, as a child that ends with its parent.
 
-    Paths are relative to ``cwd``. ``threads`` is the default of torch's threads; None leaves it to
-    torch.
+    Paths are relative to ``cwd``. ``threads`` is the default of torch's; None leaves it alone.
     """
     words = [f"{folder}.yaml", *["--overwrite=true"] * overwrite]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), PARENT: str(os.getpid())}

@@ -123,8 +123,8 @@ class OptimizerConfig:
     def build(self, model: nn.Module) -> Optimizer:
         """Return the optimizer of a model, by settings that are filled in.
 
-        Raises ``ValueError`` if a setting is out of range, GaLore finds nothing to project, or a
-        package is missing.
+        Raises ``ValueError`` for a setting out of range, a missing package, or nothing for GaLore
+        to project.
         """
         self.check()
         try:

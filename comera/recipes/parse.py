@@ -256,8 +256,7 @@ def names() -> list[str]:
 def file_of(word: str, beside: Path = Path()) -> Path:
     """Return the file of a path, relative to ``beside``, or the configuration of that name.
 
-    A name is one of :func:`names`, or its last part. Raises ``FileNotFoundError`` if there is
-    neither.
+    A name is one of :func:`names`, or its last part. Raises ``FileNotFoundError`` for neither.
     """
     path = beside / Path(word).expanduser()
     if path.is_file():

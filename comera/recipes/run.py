@@ -253,10 +253,7 @@ def planned_memory(config: RunConfig) -> list[MemoryReport]:
 
 
 def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
-    """Return the models of a run by name with their optimizers, without memory.
-
-    Errors are those of :func:`planned_memory`.
-    """
+    """Return models by name with optimizers, on no memory; errors of :func:`planned_memory`."""
     name, other = ("dlrm", config.dlrm) if config.clicks is None else ("model", config.model)
     default = type(other)()
     unused = [f"{name}.{key}={v}" for key, v in vars(other).items() if v != getattr(default, key)]
@@ -412,10 +409,7 @@ def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module
 def build_step(
     model: nn.Module, config: RunConfig, task: Task, processes: Processes | None = None
 ) -> TrainStep:
-    """Return the training step of a run, with its optimizer and schedules.
-
-    Every process calls this, with equal weights.
-    """
+    """Return the training step of a run; every process calls this, with equal weights."""
     group = None if processes is None else processes.group
     is_sharded = group is not None and config.parallel.kind == "fsdp"
     if is_sharded:

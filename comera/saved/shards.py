@@ -24,17 +24,11 @@ _DTYPES = {
 
 
 class Shards:
-    """The tensors of a folder, read one at a time.
+    """The tensors of a folder, read one at a time; ``file_of`` is the file of each.
 
-    Raises ``FileNotFoundError`` if there is neither, or a file that the index names is missing, and
-    ``ValueError`` if the index or a file is damaged.
-
-    Args:
-        folder: Holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that
-            it names, as Hugging Face lays them out.
-
-    Attributes:
-        file_of: The file of each tensor.
+    The folder holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files in it,
+    as Hugging Face lays them out. Raises ``FileNotFoundError`` if there is neither, or a file of
+    the index is missing, and ``ValueError`` if the index or a file is damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:

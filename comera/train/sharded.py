@@ -34,13 +34,9 @@ class RowShardedBag(nn.EmbeddingBag):
     ) -> Tensor:
         """Return sums or means ``(bags, width)``; all processes call this, with as many bags each.
 
-        Raises ``ValueError`` for weights, missing offsets, or numbers of bags that differ, and
+        ``input`` are integers ``(bags, entries)``, or ``(N,)`` with ``offsets (bags,)``. Raises
+        ``ValueError`` for weights, missing offsets, or numbers of bags that differ, and
         ``IndexError`` if an index is no row.
-
-        Args:
-            input: ``(bags, entries)`` integers, or ``(N,)`` with offsets.
-            offsets: ``(bags,)``: where each bag begins.
-            per_sample_weights: Not for sharded tables.
         """
         if per_sample_weights is not None:
             raise ValueError("per_sample_weights are not for tables that are shared out by rows")

@@ -99,10 +99,7 @@ def check_width(x_BI: Tensor, width: int) -> None:
 
 
 def reconstructed_linear(x_BI: Tensor, factors: Factors) -> Tensor:
-    """Compute :func:`factorized_linears` of one pair, through the dense matrix.
-
-    Faster for large batches if ``R * (I + O) > I * O``.
-    """
+    """Compute one pair by the dense matrix: faster for large batches if ``R * (I + O) > I * O``."""
     left_IR, right_RO, has_bias = factors
     check_width(x_BI, left_IR.shape[0])
     weight_IO = affine(left_IR, right_RO)  # a bias' row of right meets a column of zeros in left

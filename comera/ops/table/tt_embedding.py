@@ -225,7 +225,7 @@ def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tenso
 
     Args:
         tables: Lookups of bags in tables of one width whose factors agree in P and Q, in dtype and
-            device, and whose hot rows are dense; bonds are padded to the largest R. Indices are
+            device, and whose hot rows are dense; bonds are padded to the largest. Indices are
             not checked.
         places_5T: The result of :func:`places`, on the device of the tables.
     """

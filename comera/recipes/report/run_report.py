@@ -113,8 +113,7 @@ class History:
 def read_histories(folder: Path) -> list[History]:
     """Return the model of a run and its dense twin, if there is one.
 
-    Raises ``FileNotFoundError`` if the folder holds no run, and ``ValueError`` if a file in it is
-    damaged.
+    Raises ``FileNotFoundError`` if there is no run, and ``ValueError`` if a file is damaged.
     """
     lines, result = read_metrics(folder), _result(folder)
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
@@ -322,8 +321,7 @@ def write_report(folder: Path, say: Callable[[str], object] = lambda text: None)
     """Write ``report.html`` into the folder of a run, finished or not, and return its path.
 
     ``say`` is called with a sentence for each file that is missing or damaged. Raises
-    ``FileNotFoundError`` if the folder holds no run, and ``ValueError`` if its settings or its
-    result are damaged.
+    ``FileNotFoundError`` without a run, and ``ValueError`` for damaged settings or results.
     """
     report = gather(folder)
     path = write_page(folder / "report.html", "run.html", report)
