@@ -45,7 +45,7 @@ def naming_a_full_disk(
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path; on success flush and rename it over ``path``, else remove it."""
+    """Yield a path beside ``path``; on success flush it and rename it over, else remove it."""
     path = Path(path)
     with naming_a_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -161,7 +161,10 @@ def _refined(
 
 
 def _walls(centres: Tensor, prices: Tensor) -> Tensor:
-    """Compute where the next centre becomes cheaper by squared distance plus price, float64."""
+    """Compute where the next centre becomes cheaper, as float64 ``(k - 1,)``.
+
+    Cost is squared distance plus price. A centre never cheapest has equal walls.
+    """
     at, costs = centres.tolist(), (centres.square() + prices).tolist()
     best: list[int] = []  # the centres that cost least somewhere
     begin: list[float] = []  # and from where on

@@ -288,7 +288,10 @@ def decode_model(
 def decode(
     blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return all parts by their names, and the model's tensors; else as :func:`decode_model`."""
+    """Return ``model``, ``optimizer``, ``extra``, ``parameters``, and the model's tensors.
+
+    Arguments and errors are those of :func:`decode_model`.
+    """
     reader = StreamReader(blobs)
     skeleton, records = _read_index(reader, max_bytes)
     weights, kept = _read_model(reader, records, base)

@@ -40,7 +40,7 @@ _SKIPPED = object()
 def parsed(raw: bytes) -> Any:
     """Return the value of a JSON text.
 
-    Raises ``ValueError`` or ``RecursionError`` if it is none, or nested more than ``DEEPEST`` deep.
+    Raises ``ValueError`` or ``RecursionError`` if it is no JSON, or nested over ``DEEPEST`` deep.
     """
     value = json.loads(raw)
     level = [value] if isinstance(value, dict | list) else []

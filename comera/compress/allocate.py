@@ -1,6 +1,7 @@
 """The rank of each layer under one budget for all.
 
-Bisection finds the price of a parameter. A direction of any layer stays if it saves more loss.
+A direction of any layer stays if it saves more loss than its parameters cost. Bisection finds the
+price of a parameter.
 """
 
 import re

@@ -205,7 +205,7 @@ def _save_pretrained(
 
 
 def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Entry]:
-    """Return the saved layers under this model's names, which lack or gain a head's prefix."""
+    """Return saved layers under this model's names, which may lack or gain a head's prefix."""
     new_name = _names_in(model, layers)
     if layers and not new_name:
         raise ValueError(

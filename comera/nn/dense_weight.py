@@ -66,7 +66,10 @@ class WeightByAssignment(nn.Module):
 
 
 def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
-    """Compute a :class:`DenseWeight` of error ``remedy``; in graphs, an ordinary tensor."""
+    """Compute a weight as a :class:`DenseWeight` whose error is ``remedy``.
+
+    Compiled graphs, ``torch.func`` and types of other libraries get an ordinary tensor.
+    """
     if torch.is_inference_mode_enabled():  # where torch counts no versions
         with torch.inference_mode(False), torch.no_grad():
             weight = compute()

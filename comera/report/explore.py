@@ -292,7 +292,10 @@ def _tries(
     configs: Sequence[TTConfig],
     each_layer: bool,
 ) -> list[tuple[str, str, Make]]:
-    """List settings in words, the layer of each, and the function that makes it."""
+    """List the settings in words, the layer of each, and the function that makes it.
+
+    ``which`` names the layers of budgets that are not for all.
+    """
     tries: list[tuple[str, str, Make]] = []
     if found is not None:
         for budget in budgets:

@@ -81,9 +81,9 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
     Returns a dict that JSON can hold: ``layers`` by name; the later names of tied tensors by the
     first one (``tied``); the names of ``frozen`` parameters, of experts that were taken apart
     (``split_experts``) and of models given to :func:`~comera.freeze_` (``served``); of the dense
-    model its class and, from transformers, its configuration, as text; and ``config``, for people.
-    Raises ``ValueError`` if a layer's class is not registered, or a layer works on the parameters
-    of a layer outside the model.
+    model its class and, from transformers, its configuration, as text; and ``config`` for people
+    (``tensorized``). Raises ``ValueError`` if a layer's class is not registered, or a layer works
+    on the parameters of a layer outside the model.
     """
 
     def path_of(thing: Any) -> str:

@@ -27,7 +27,10 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def cubin(file: str, arch: str) -> bytes:
-    """Return the machine code for, say, ``"sm_90"``; a ``KernelError`` names the compiler's log."""
+    """Return the machine code of ``kernels/<file>.cu`` for an architecture such as ``"sm_90"``.
+
+    A ``KernelError`` names the compiler's log.
+    """
     path = cubin_path(file, arch)
     if path.is_file():
         return path.read_bytes()

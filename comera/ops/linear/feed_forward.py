@@ -307,7 +307,10 @@ _gated_hidden.register_autograd(_back_gated, setup_context=_setup_gated)
 def _gradients_again(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor
 ) -> list[Tensor | None]:
-    """Return gradients that can be differentiated again, by autograd of the reference function."""
+    """Return gradients that can be differentiated again, by autograd of a reference.
+
+    ``function`` is the reference. Inputs that need no gradient get None.
+    """
     # Of views: one input may depend on another, as the second pass through a layer's factors does
     # on the first, and the gradient by way of that one does not belong here.
     inputs = [each.view_as(each) for each in inputs]
