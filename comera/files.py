@@ -22,13 +22,9 @@ def naming_a_full_disk(
 ) -> Iterator[None]:
     """Add the path and a remedy to the error of a full disk, an exhausted quota or a size limit.
 
-    Args:
-        path: The file that is being written.
-        otherwise: An alternative to freeing space.
-
-    Raises:
-        OSError: With the same ``errno`` and the path as ``filename``, in place of what Python,
-            safetensors or NumPy raised. Other exceptions pass.
+    Raises ``OSError`` with the same ``errno`` and the path as ``filename`` in place of what Python,
+    safetensors or NumPy raised; other exceptions pass. ``otherwise`` is an alternative to freeing
+    space.
     """
     try:
         yield
@@ -49,10 +45,7 @@ def naming_a_full_disk(
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; on success flush it to disk and rename it over.
-
-    On an exception ``path`` stays and the temporary file is removed.
-    """
+    """Yield a path beside ``path``; on success flush it and rename it over, else remove it."""
     path = Path(path)
     with naming_a_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)

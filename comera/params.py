@@ -32,11 +32,7 @@ def is_sharded(param: Tensor) -> bool:
 
 
 class Undisturbed:
-    """Check that tensors are not written to; writes through ``.data`` go unnoticed.
-
-    Args:
-        tensors: By name; other values than tensors are left out.
-    """
+    """Check that tensors by name are not written to; writes through ``.data`` go unnoticed."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._versions = {

@@ -27,16 +27,14 @@ _DEEP = 8  # layers in a row: a pass through all of them begins and ends once
 def calibrate(device: str = "cpu", say: Say = print) -> Machine:
     """Measure this machine: a profile for ``comera.plan``, and the fastest way of each operator.
 
-    Takes about half a minute on a CPU and a minute on a GPU; other work on the machine distorts
-    the times. Each result is saved at once, so an interrupt loses only the current measurement.
+    Takes about half a minute on a CPU and a minute on a GPU; other work on the machine distorts the
+    times. Each result is saved at once, so an interrupt loses only the current measurement. Raises
+    ``ValueError`` if the device is neither, there is no such GPU, or ``COMERA_KERNELS`` leaves no
+    choice.
 
     Args:
         device: ``"cpu"``, at the present number of threads, or ``"cuda"``.
         say: Called with a line after each measurement.
-
-    Raises:
-        ValueError: If the device is neither, there is no such GPU, or ``COMERA_KERNELS`` leaves
-            no choice.
     """
     rough = default_machine(device)  # raises for other devices
     if device == "cuda" and not torch.cuda.is_available():

@@ -57,11 +57,9 @@ _ROTATED, _MOST_COPIES = 128 << 20, 16
 
 
 class Trial(NamedTuple):
-    """One size at which the ways of a group of operators are timed.
+    """One size of the operator group ``group``.
 
-    Attributes:
-        group: The group, as :class:`~comera.ops.dispatch.Ways` names it.
-        make: Makes runs of equal size, each on inputs of its own, for a device and a dtype.
+    ``make`` returns runs of that size for a device and a dtype, each on inputs of its own.
     """
 
     group: str
@@ -69,14 +67,10 @@ class Trial(NamedTuple):
 
 
 def measure_ways(device: torch.device, say: Say) -> None:
-    """Time all ways of all operators and save the times, trial by trial; on a card only.
+    """Time all ways of all operators on a card and save the times trial by trial.
 
-    Args:
-        device: The card; on a CPU operators try their ways as they list them.
-        say: Called with a line after each trial.
-
-    Raises:
-        ValueError: If ``COMERA_KERNELS`` leaves no choice.
+    ``say`` is called with a line after each trial. A CPU has no trials: its operators try their
+    ways as listed. Raises ``ValueError`` if ``COMERA_KERNELS`` leaves no choice.
     """
     check_choice()
     if device.type not in ORDERED:

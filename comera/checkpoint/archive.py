@@ -40,16 +40,11 @@ _INSTEAD = "keep fewer checkpoints (keep_last), or choose another folder; earlie
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of one checkpoint.
+    """The description of a checkpoint after ``step`` steps, with size and SHA-256 of its file.
 
-    Attributes:
-        step: Optimizer steps done.
-        previous: Step and checksum of the base of the changes; None for a key frame.
-        size: Bytes of the file of streams.
-        sha256: Checksum of that file.
-        raw_bytes: Bytes of all tensors in memory.
-        streams: Bytes of every stream before and after its compression.
-        figures: Measurements that are not needed to read it.
+    ``previous`` is step and checksum of the base of the changes, None for a key frame;
+    ``raw_bytes`` are those of all tensors in memory, ``streams`` the bytes of each before and after
+    its compression, and ``figures`` measurements that are not needed to read it.
     """
 
     step: int
@@ -209,8 +204,7 @@ class Archive:
     ) -> Manifest:
         """Add a checkpoint, which appears in full or not at all; arguments as of :class:`Manifest`.
 
-        Raises:
-            OSError: If it cannot be written; the message has the way out if the disk is full.
+        Raises ``OSError`` if it cannot be written; the message has the way out if the disk is full.
         """
         sha256 = hashlib.sha256(file).hexdigest()
         manifest = Manifest(step, previous, len(file), sha256, raw_bytes, streams, figures)

@@ -222,7 +222,8 @@ def write_change(
     The base saves log2(|weight| / |change|) bits an entry. It is used if the squared norm of the
     change is at most half of the weight's, and at most one in 256 entries became zero: with a base
     these would not be read as zeros. The root mean square error is at most a quarter of the
-    weight's, and at most ``4 / 2**key_bits`` of it without a base. Other weights are exact.
+    weight's, and at most ``4 / 2**key_bits`` of it without a base. Other weights are exact. Returns
+    the record, where kept entries lie (k,), and the weight as it will be read.
 
     Args:
         streams: The streams to write to.
@@ -231,9 +232,6 @@ def write_change(
         base: The weight as the checkpoint before is read; same shape and dtype.
         second: The weight's second moments, for :func:`changed_weights`.
         quality: Precision: ``bits`` with a base, ``key_bits`` without, ``rate`` and ``alpha``.
-
-    Returns:
-        The record, where kept entries lie (k,), and the weight as it will be read.
     """
     quality, size = quality.of(name), norm(weight)
     flat = weight.detach().float().reshape(-1)
@@ -285,12 +283,8 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
     """Mark the weights that have changed enough to be kept (ExCP, arXiv 2406.11257, section 3.3).
 
     Those with ``|change| > median|change| * min(2.5, alpha / sqrt(mean(second)))``: where
-    gradients are large, smaller changes are kept too.
-
-    Args:
-        change_n: Change of the weights since the last checkpoint, float32 (n,).
-        second: The second moments, of any shape; None if the optimizer keeps none.
-        alpha: Factor of the threshold; 0 keeps every change.
+    gradients are large, smaller changes are kept too. Changes are float32 (n,); ``second`` are the
+    second moments, of any shape, or None; an ``alpha`` of 0 keeps every change.
     """
     size = change_n.abs()
     root = 0.0 if second is None else float(second.mean(dtype=torch.float64)) ** 0.5

@@ -66,13 +66,9 @@ class Policy:
 
 @dataclass
 class Snapshot:
-    """Tensors by name, in the order in which they are written.
+    """Tensors by name, in the order of writing; a chain holds changes of those of ``model``.
 
-    Attributes:
-        skeleton: Everything but the tensors.
-        model: The model's tensors; a chain holds the changes of these.
-        rest: All other tensors.
-        lossy: Names of tensors that may be changed a little.
+    ``skeleton`` is everything but the tensors; ``lossy`` names those that may change a little.
     """
 
     skeleton: Any = None
@@ -96,10 +92,8 @@ def take_snapshot(
     """Copy the state of a model, an optimizer and the caller to the CPU.
 
     Arguments are those of :meth:`CheckpointChain.save`, and ``policy`` the treatment of tensors.
-
-    Raises:
-        TypeError: If something is neither a tensor nor a plain value; the message has its name.
-        RuntimeError: If another thread trains the model meanwhile.
+    Raises ``TypeError`` with the name of anything but tensors and plain values, and
+    ``RuntimeError`` if another thread trains the model meanwhile.
     """
     if not isinstance(model, nn.Module | Mapping):
         raise TypeError(
@@ -283,9 +277,8 @@ def decode_model(
 ) -> dict[str, Tensor]:
     """Return the model's tensors; ``base`` are those of the checkpoint before.
 
-    Raises:
-        DamagedError: If the streams are not ones of :func:`encode`, or all tensors together would
-            take more than ``max_bytes``.
+    Raises ``DamagedError`` if the streams are not ones of :func:`encode`, or all tensors together
+    would take more than ``max_bytes``.
     """
     reader = StreamReader(blobs)
     _, records = _read_index(reader, max_bytes)
@@ -295,7 +288,7 @@ def decode_model(
 def decode(
     blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return ``model``, ``optimizer``, ``extra`` and ``parameters``, and the model's tensors.
+    """Return ``model``, ``optimizer``, ``extra``, ``parameters``, and the model's tensors.
 
     Arguments and errors are those of :func:`decode_model`.
     """

@@ -45,15 +45,8 @@ def scatter_(
 ) -> None:
     """Load a checkpoint of :func:`gathered` into every process; every rank must call it.
 
-    Tensor trains take the ranks that were saved.
-
-    Args:
-        model: A model like that of :func:`gathered`.
-        optimizer: Its optimizer.
-        saved: The result of ``chain.load`` on rank 0; ignored elsewhere.
-
-    Raises:
-        ValueError: If rank 0 has no checkpoint.
+    Tensor trains take the ranks that were saved. ``saved`` is the result of ``chain.load`` on rank
+    0, ignored elsewhere; rank 0 without it raises ``ValueError``.
     """
     if _is_first() and saved is None:
         raise ValueError("rank 0 needs the checkpoint: scatter_(model, optimizer, chain.load())")

@@ -40,8 +40,7 @@ _SKIPPED = object()
 def parsed(raw: bytes) -> Any:
     """Return the value of a JSON text.
 
-    Raises:
-        ValueError, RecursionError: If it is not JSON, or nested more than ``DEEPEST`` deep.
+    Raises ``ValueError`` or ``RecursionError`` if it is no JSON, or nested over ``DEEPEST`` deep.
     """
     value = json.loads(raw)
     level = [value] if isinstance(value, dict | list) else []
@@ -62,16 +61,11 @@ def take_apart(
 ) -> Any:
     """Return the skeleton of a value: plain JSON, with names in place of tensors.
 
-    Args:
-        value: Tensors, numbers, strings, None, and dicts, lists and tuples of them.
-        take: Called with the dotted name of each tensor; returns the name to write in its place,
-            or None to skip the entry of the dict that holds it.
-        name: Dotted name of the value.
-        depth: Number of containers around the value.
-
-    Raises:
-        TypeError: If the value holds anything else; the message has its name.
-        ValueError: If it is nested too deep, or a list holds a tensor to skip.
+    The value is of tensors, numbers, strings, None, and dicts, lists and tuples of them; anything
+    else raises ``TypeError`` with its name. ``take`` gets the dotted name of each tensor and
+    returns the name to write, or None to skip the entry of its dict; ``name`` is that of the value,
+    ``depth`` the number of containers around it. Raises ``ValueError`` if it is nested too deep, or
+    a list holds a tensor to skip.
     """
     if depth > DEEPEST_STATE:
         raise ValueError(
@@ -130,9 +124,8 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that :func:`take_apart` took apart.
 
-    Raises:
-        DamagedError: If the skeleton is not one of :func:`take_apart`, or names a missing tensor.
-        ValueError: If the class of a tensor is not installed.
+    Raises ``DamagedError`` if the skeleton is not one of :func:`take_apart`, or names a missing
+    tensor, and ``ValueError`` if the class of a tensor is not installed.
     """
     if skeleton is None or isinstance(skeleton, bool | str | int | float):
         return skeleton

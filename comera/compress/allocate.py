@@ -50,11 +50,8 @@ class Choice:
 def allocate(choices: Sequence[Choice], budget: int) -> list[int | None]:
     """Choose the ranks of least total loss within ``budget`` parameters.
 
-    Returns:
-        A rank for each choice, or None for a weight that stays dense.
-
-    Raises:
-        ValueError: If even the smallest ranks hold more.
+    Returns a rank for each choice, or None for a weight that stays dense. Raises ``ValueError`` if
+    even the smallest ranks hold more.
     """
 
     def size(ranks: Sequence[int | None]) -> int:

@@ -25,11 +25,9 @@ from comera.saved.shards import Shards, read_tensor
 
 @dataclass
 class Calls:
-    """Arguments of the blocks.
+    """Arguments of the blocks: ``states``, the first argument of the first block, for each batch.
 
-    Attributes:
-        states: First argument of the first block, for each batch.
-        others: For each block and batch the other arguments and the keywords.
+    ``others`` are the other arguments and the keywords, for each block and batch.
     """
 
     states: list[Tensor]
@@ -78,10 +76,8 @@ def record_calls(
     """Run batches through a model without its blocks, and record how these are called.
 
     Modules outside the blocks are loaded. The context ``filled`` loads a block: the first one runs
-    once, to see whether it returns a tensor or a tuple.
-
-    Raises:
-        ValueError: If there is no batch, or a block's input is not the previous block's output.
+    once, to see whether it returns a tensor or a tuple. Raises ``ValueError`` if there is no batch,
+    or a block's input is not the previous block's output.
     """
     found = Calls([], [[] for _ in blocks])
     tail: list[Any] = []  # what the first block returns besides its first output, once it ran
@@ -163,15 +159,10 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 class Filler:
-    """Fills parts of a model on the ``meta`` device from files.
+    """Fills parts of a model on the ``meta`` device from the files of ``shards``, by name.
 
-    Args:
-        model: Its parameters, and buffers on ``meta``, are looked up by name. Other buffers are
-            overwritten with those of the files at once.
-        shards: The files.
-
-    Raises:
-        ValueError: If a tensor is missing or of another shape, or a buffer has numbers nowhere.
+    Buffers outside ``meta`` are overwritten at once. Raises ``ValueError`` if a tensor is missing
+    or of another shape, or a buffer has numbers nowhere.
     """
 
     def __init__(self, model: nn.Module, shards: Shards) -> None:
@@ -275,9 +266,7 @@ _KEY = "comera_blocks"
 class UnfinishedBlocks:
     """A folder with a file for each compressed block, and the inputs of the next one.
 
-    Args:
-        folder: Made when the first block is added.
-        about: Settings on which the blocks depend, as JSON can hold them.
+    It is made with the first block; ``about`` are settings on which blocks depend, as plain JSON.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:

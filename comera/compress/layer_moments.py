@@ -50,8 +50,7 @@ def linear_targets(
 ) -> dict[str, Layer]:
     """Find the layers to compress; others are logged under the name ``caller``, if any.
 
-    Raises:
-        ValueError: If no layer is left, or the model is itself one.
+    Raises ``ValueError`` if no layer is left, or the model is itself one.
     """
     config = TTConfig(target_modules=targets, exclude_modules=exclude, init="svd")
     found: dict[str, Layer] = {}
@@ -151,21 +150,10 @@ def gather_moments(
     """Run batches forward and backward and collect :class:`LayerMoments` of layers, batch by batch.
 
     The model is in evaluation mode meanwhile; the gradients of its parameters stay as they are.
-
-    Args:
-        model: Holds the layers.
-        layers: By name.
-        batches: One is held at a time.
-        loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch.
-        keep: A file for the moments, as in :func:`~comera.compress_`.
-        progress: Whether to show a bar.
-
-    Returns:
-        Moments in float32 or wider, by name.
-
-    Raises:
-        ValueError: If there is no batch, a loss is no finite number or has no gradient, a layer is
-            never called, or the file is of other layers or weights.
+    ``loss_fn(model, batch)`` returns the mean loss over the batch; one batch is held at a time.
+    ``keep`` is a file for the moments, as in :func:`~comera.compress_`. Returns moments in float32
+    or wider, by name. Raises ``ValueError`` if there is no batch, a loss is no finite number or has
+    no gradient, a layer is never called, or the file is of other layers or weights.
     """
     found = {}
     for name, layer in layers.items():

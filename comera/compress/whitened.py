@@ -64,19 +64,12 @@ def whitened_svd(
     damping: float = _DAMPING,
     grad_damping: float = _GRAD_DAMPING,
 ) -> WhitenedSVD:
-    """Compute the SVD of a weight in whitened coordinates, in float64.
+    """Compute the SVD of a weight ``(O, I)`` in whitened coordinates, in float64.
 
-    Args:
-        weight: ``(O, I)``.
-        moments: Those of the layer; None weighs all entries alike, a plain SVD.
-        damping: Share of their mean variance that is added to the moments of inputs.
-        grad_damping: The same for gradients.
-
-    Returns:
-        The decomposition, on the weight's device, in its dtype or float32, whichever is wider.
-
-    Raises:
-        ValueError: If the weight or the moments have an entry that is not finite.
+    Moments None weigh all entries alike. ``damping`` is the share of their mean variance that is
+    added to the moments of inputs, ``grad_damping`` that of gradients. Returns the decomposition on
+    the weight's device, in its dtype or float32, whichever is wider. Raises ``ValueError`` if the
+    weight or the moments have an entry that is not finite.
     """
     wide = weight.detach().double()
     if not bool(torch.isfinite(wide).all()):

@@ -79,10 +79,8 @@ class ClickRows:
         """Return inputs ``(n, C)`` float32 and ``(n, F)`` int64, and each row's unknown columns.
 
         Rows are values by column; a number may be missing or null, a category null, an empty cell.
-        Unknown are categories that no or few training rows have; they share a row.
-
-        Raises:
-            ValueError: If a column is missing, unknown, or has a wrong value.
+        Unknown are categories that no or few training rows have; they share a row. Raises
+        ``ValueError`` if a column is missing, unknown, or has a wrong value.
         """
         numbers = np.full((len(rows), len(self.continuous)), np.nan, np.float32)  # as in training
         codes = np.zeros((len(rows), len(self.fields)), np.uint64)
@@ -190,9 +188,7 @@ def columns_of(
 ) -> Columns:
     """Return the columns by the settings, with defaults from the file.
 
-    Raises:
-        ValueError: If a column is missing, named twice or both label and feature, or there is no
-            label.
+    Raises ``ValueError`` for no label, or a column missing, named twice or both label and feature.
     """
     if format == "criteo":
         return Columns("label", CRITEO_CONTINUOUS, CRITEO_FIELDS)

@@ -132,11 +132,9 @@ class Clicks:
     def prepare(cls, settings: ClickData, digests: Mapping[str, str] | None = None) -> "Clicks":
         """Read and number the categories, or load that from the cache.
 
-        ``digests`` are those of ``settings.digests()``, if they are known already.
-
-        Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If a column is missing, a line malformed, or a share leaves no rows.
+        ``digests`` are those of ``settings.digests()``, if they are known already. Raises
+        ``FileNotFoundError`` if there is no such file, and ``ValueError`` if a column is missing, a
+        line malformed, or a share leaves no rows.
         """
         settings.check()
         path = find_file(settings.file, EXPECTED)

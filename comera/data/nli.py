@@ -111,9 +111,8 @@ class NliData:
     def digests(self) -> dict[str, str]:
         """Return digests of all files and data sets, as the settings name them.
 
-        Raises:
-            FileNotFoundError: If a file is missing; the message describes the expected format.
-            ValueError: If no file is named, or one cannot be decompressed.
+        Raises ``FileNotFoundError``, which describes the expected format, if a file is missing, and
+        ``ValueError`` if no file is named, or one cannot be decompressed.
         """
         self.find()
         found = {s: _digest(s) for sources in self.splits.values() for s in sources}
@@ -150,13 +149,10 @@ class NliPairs:
 
     @classmethod
     def prepare(cls, settings: NliData, digests: Mapping[str, str] | None = None) -> "NliPairs":
-        """Read and encode, or load that from the cache.
+        """Read and encode, or load that from the cache; ``digests`` may be known already.
 
-        ``digests`` are those of ``settings.digests()``, if they are known already.
-
-        Raises:
-            FileNotFoundError: If a file is missing; the message describes the expected format.
-            ValueError: If a row has no label or sentence, or no file is named.
+        Raises ``FileNotFoundError``, which describes the expected format, if a file is missing, and
+        ``ValueError`` if a row has no label or sentence, or no file is named.
         """
         digests = settings.digests() if digests is None else digests
         first: dict[str, tuple[str, str]] = {}
@@ -264,10 +260,7 @@ def _digest(source: str) -> str:
 
 
 def read_pairs(source: str) -> Iterator[tuple[str, str, int]]:
-    """Yield premise, hypothesis and label number of every row of a file or data set.
-
-    Rows whose annotators did not agree (label ``-`` or -1) are left out.
-    """
+    """Yield premise, hypothesis and label number of each row that has a label (not ``-`` or -1)."""
     number = 0
     for number, row in enumerate(_rows(source), start=1):
         found = {

@@ -91,9 +91,7 @@ class TextData:
     def digests(self) -> dict[str, str]:
         """Return digests of the files that are read, by their names in the folder, in that order.
 
-        Raises:
-            FileNotFoundError: If no file matches.
-            ValueError: If one cannot be decompressed.
+        Raises ``FileNotFoundError`` if no file matches, ``ValueError`` if decompression fails.
         """
         folder = _folder(self)
         found: dict[str, str] = {}
@@ -134,11 +132,8 @@ class TextStreams:
     def prepare(cls, settings: TextData, digests: Mapping[str, str] | None = None) -> "TextStreams":
         """Read, train the tokenizer and encode, or load all that from the cache.
 
-        ``digests`` are those of ``settings.digests()``, if they are known already.
-
-        Raises:
-            FileNotFoundError: If no file matches.
-            ValueError: If there is too little text.
+        ``digests`` are those of ``settings.digests()``, if they are known already. Raises
+        ``FileNotFoundError`` if no file matches, and ``ValueError`` if there is too little text.
         """
         folder = _folder(settings)
         digests = settings.digests() if digests is None else digests

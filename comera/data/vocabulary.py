@@ -69,9 +69,7 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_word_pieces(path: str | Path) -> Tokenizer:
     """Load the WordPiece tokenizer of a ``vocab.txt``, one token a line.
 
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file lacks BERT's special tokens.
+    Raises ``FileNotFoundError`` if it is missing, ``ValueError`` if it lacks BERT's special tokens.
     """
     path = find_vocabulary(path)
     with naming_what_is_no_text(path):
@@ -163,9 +161,7 @@ def content_digest(path: Path) -> str:
     """Return the SHA-256 of a file's content, decompressed if its name ends in .gz or .xz.
 
     The digest of a file of ``LARGE`` bytes or more is cached until its :func:`signature` changes.
-
-    Raises:
-        ValueError: If the file cannot be decompressed, or changes meanwhile.
+    Raises ``ValueError`` if the file cannot be decompressed, or changes meanwhile.
     """
     before = signature(path)
     large = path.stat().st_size >= LARGE

@@ -42,11 +42,8 @@ def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTraine
     ``comera.integrations.transformers`` is imported, and ``resize_token_embeddings`` appends rows
     to tensor-train tables. :func:`~comera.integrations.transformers.learn_ranks_` calls this.
 
-    ``config``, how it was compressed, is for readers of ``config.json``. Returns the model.
-
-    Raises:
-        TypeError: If it is no model of transformers.
-        ValueError: If its weights are quantized by another method.
+    ``config``, how it was compressed, is for readers of ``config.json``. Returns the model. Raises
+    ``TypeError`` for other models, and ``ValueError`` for weights quantized by another method.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -208,10 +205,7 @@ def _save_pretrained(
 
 
 def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Entry]:
-    """Return the saved layers under the names of this model.
-
-    Names may lack or gain the prefix of a head: ``bert.encoder`` is ``encoder`` without one.
-    """
+    """Return saved layers under this model's names, which may lack or gain a head's prefix."""
     new_name = _names_in(model, layers)
     if layers and not new_name:
         raise ValueError(

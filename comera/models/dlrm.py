@@ -136,10 +136,9 @@ def _layers(widths: Sequence[int]) -> nn.Sequential:
 def click_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     """Compute the metrics of logits and labels 0 or 1, ``(n,)`` each.
 
-    Returns:
-        ``loss``, mean cross entropy; ``auc``, area under the ROC curve; ``accuracy`` at a
-        probability of one half; ``nce``, normalised cross entropy: the loss over that of always
-        predicting the share of clicks. AUC and NCE are NaN for labels of one kind.
+    Returns ``loss``, mean cross entropy; ``auc``; ``accuracy`` at a probability of one half; and
+    ``nce``, the loss over that of always predicting the share of clicks. AUC and NCE are NaN for
+    labels of one kind.
     """
     logits, labels = logits.double(), labels.double()
     loss = float(F.binary_cross_entropy_with_logits(logits, labels))
@@ -196,13 +195,11 @@ class SmallTable(nn.Module):
 
 
 class HashedTable(SmallTable):
-    """Rows shared by the remainder of their index (arXiv 0902.2206).
+    """Rows of width D shared by the remainder of their index (arXiv 0902.2206).
 
     Args:
         num_embeddings: Number of indices, the most frequent ones first.
-        embedding_dim: Width D of a row.
-        kept: Number of stored rows.
-        own: Number of stored rows for one index each, the first ones.
+        kept: Number of stored rows; the first ``own`` of them have one index each.
         rank: Width R of stored rows, which a matrix ``(R, D)`` brings to D; None for D.
     """
 
@@ -251,11 +248,9 @@ class QuotientRemainderTable(SmallTable):
 
 
 class SharedArrayTable(SmallTable):
-    """Rows cut in blocks from one array that all tables share (ROBE, arXiv 2108.02191).
+    """Rows of width D cut in blocks from one array that all tables share (ROBE, arXiv 2108.02191).
 
     Args:
-        num_embeddings: Number of indices.
-        embedding_dim: Width D of a row.
         array: Module whose parameter ``(M,)`` is the array.
         block: Consecutive numbers of a block; divides D.
         number: Number of this table, which seeds its hash.
@@ -292,18 +287,11 @@ def replace_tables_(
 ) -> nn.ModuleDict:
     """Replace dense tables by small ones of at most ``params`` parameters together, in place.
 
-    All tables get equally many rows; a table without more rows than that stays dense.
-
-    Args:
-        tables: :class:`torch.nn.EmbeddingBag` by name, of one width.
-        kind: ``hashed``, ``quotient_remainder`` or ``shared_array``.
-        params: Parameters of all of them.
-        rank: See :class:`HashedTable`.
-        own: Share of the rows of hashed tables for one index each, the first ones.
-        block: See :class:`SharedArrayTable`.
-
-    Raises:
-        ValueError: If ``params`` is too small.
+    All tables get equally many rows; a table without more rows than that stays dense. ``tables``
+    are :class:`torch.nn.EmbeddingBag` of one width by name; ``kind`` is ``hashed``,
+    ``quotient_remainder`` or ``shared_array``. ``own`` is the share of the rows of hashed tables
+    for one index each, the first ones; ``rank`` is that of a :class:`HashedTable`, ``block`` that
+    of a :class:`SharedArrayTable`. Raises ``ValueError`` if ``params`` is too small.
     """
     sizes = {name: int(table.num_embeddings) for name, table in tables.items()}  # type: ignore[arg-type]
     width = int(next(iter(tables.values())).embedding_dim)  # type: ignore[arg-type]

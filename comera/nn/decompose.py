@@ -64,14 +64,13 @@ def tt_svd(
 ) -> list[Tensor]:
     """Split a tensor into a train of 3-d cores, one a dimension, in float32 or better.
 
+    Raises ``ValueError`` if an entry is not finite.
+
     Args:
         tensor: Any number of dimensions.
         ranks: The inner bonds; cut where a factor has fewer columns.
         tolerance: Instead of ranks: bound on the relative Frobenius error of the whole train, at
             least the precision of the dtype, so that 0 finds the numerical ranks.
-
-    Raises:
-        ValueError: If an entry is not finite.
     """
     check_tolerance(tolerance)
     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))

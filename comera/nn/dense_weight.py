@@ -14,8 +14,7 @@ class DenseWeight(Tensor):
 
     Any write raises ``RuntimeError``: by a method, an ``out=`` argument, assignment to ``.data`` or
     a list function of an optimizer. Tensors that share its memory (``.data``, ``detach()``, views)
-    are read-only too; other results are ordinary tensors. An ``nn.Parameter`` made from it may be
-    written.
+    are read-only too; other results are ordinary, and an ``nn.Parameter`` of it may be written.
     """
 
     _remedy = ""

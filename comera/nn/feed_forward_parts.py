@@ -86,8 +86,7 @@ def register_feed_forward(
         activation: Name of the module or function; or one of ``F.gelu``, ``F.relu`` and ``F.silu``
             if the method calls it directly. Others run layer by layer.
         before: Names of modules called on the input, such as a norm.
-        between: Names of ``nn.Dropout`` on the hidden activation; an active one runs layer by
-            layer.
+        between: Names of ``nn.Dropout`` on the hidden activation; if active, layer by layer.
         after: Names of modules called on the result, such as dropout; None adds the input.
         inside: Names and classes of modules that hold some of these; their ``forward`` is skipped.
         method: The method that computes the part.

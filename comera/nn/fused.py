@@ -85,10 +85,8 @@ def self_attention(
     a head, attention stays in that bond and takes fewer operations: with ``q = x A_q B_q`` and
     ``k = x A_k B_k`` the scores of a head are ``(x A_q) (B_q B_k^T) (x A_k)^T``. ``keep_BT`` are
     the positions to attend to, or the bias of :func:`~comera.ops.attention.score_bias`; None: all.
-
-    Raises:
-        ValueError: If ``num_heads`` does not divide the width, ``keep_BT`` has another shape than
-            the sequences, or ``dropout`` is no probability.
+    Raises ``ValueError`` if ``num_heads`` does not divide the width, ``keep_BT`` has another shape
+    than the sequences, or ``dropout`` is no probability.
     """
     batch, length, width = x_BTD.shape
     if num_heads < 1 or width % num_heads:

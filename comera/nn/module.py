@@ -96,8 +96,7 @@ class TensorTrainModule(WeightByAssignment):
         gates: ``gates[k]`` of width ``shape.ranks[k]`` scales the bond after ``cores[k]``. Ones at
             the start; a gate at or below ``prune_below`` is a pruned rank.
         start_ranks: The bonds before any truncation.
-        dense_form: Class of the layer that it replaced, if :func:`~comera.register_layer` was given
-            one.
+        dense_form: Class of the replaced layer if given to :func:`~comera.register_layer`.
     """
 
     cores: nn.ParameterList

@@ -69,10 +69,7 @@ def _is_patched_train(kind: Any) -> bool:
 
 
 def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) -> Any:
-    """Replace layers inside an attribute: all but tuples in place.
-
-    ``seen`` collects the ``id`` of each container, which may hold itself.
-    """
+    """Replace layers inside an attribute, all but tuples in place; ``seen`` has container ids."""
     if id(value) in replacements:
         return replacements[id(value)]
     if isinstance(value, MethodType) and id(value.__self__) in replacements:

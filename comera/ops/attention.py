@@ -43,6 +43,9 @@ def attend(
 ) -> Tensor:
     """Compute ``softmax(scale * q @ k.T) @ v``, with dropout on the softmax.
 
+    Returns ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width of v)`` in memory. On
+    a CPU it can be differentiated once. Raises ``ValueError`` if ``dropout`` is no probability.
+
     Args:
         q_BHME: Queries; a view of ``(B, M, H, E)`` in memory is not copied on a GPU.
         k_BGTE: Keys, of every head or one for all.
@@ -52,13 +55,6 @@ def attend(
             keys, which takes a GPU less time.
         scale: Factor of the scores.
         dropout: Probability of dropping an attention weight.
-
-    Returns:
-        ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width of v)`` in memory. On a
-        CPU it can be differentiated once.
-
-    Raises:
-        ValueError: If ``dropout`` is no probability.
     """
     check_probability(dropout)
     if keep_BT is not None and keep_BT.dtype != q_BHME.dtype:
@@ -202,11 +198,9 @@ def head_factors(
 
     With ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a head are
     ``(x A_q) (B_q B_k^T) (x A_k)^T``. The right factors are ``(R, D)``, the left one ``(D, R)``,
-    each of an R of its own; D has the heads side by side.
-
-    Returns:
-        ``(R_q, H * R_k)``, each head's ``B_q B_k^T`` side by side, and ``(H * R_v, R_o)``, each
-        head's ``B_v A_o`` below the other. They can be differentiated once.
+    each of an R of its own; D has the heads side by side. Returns ``(R_q, H * R_k)``, each head's
+    ``B_q B_k^T`` side by side, and ``(H * R_v, R_o)``, each head's ``B_v A_o`` below the other.
+    They can be differentiated once.
     """
     q, k, v, o = _by_head([right_q, right_k, right_v, left_o], num_heads)
     scores = q.new_empty(q.shape[1], num_heads, k.shape[1])

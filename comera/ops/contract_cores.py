@@ -35,11 +35,9 @@ def contract_layer(
     """Contract the cores of one layer to its factors; the bond between them is not padded.
 
     Cores, gates, which are float32 or wider, split and threshold are those of
-    :class:`~comera.ops.cores.Chains`; padding beyond the widths of the layer is cut.
-
-    Returns:
-        ``(in_features, R)`` and ``(R, out_features)`` of the cores' dtype, rounded once from the
-        dtype of the gates. They can be differentiated any number of times.
+    :class:`~comera.ops.cores.Chains`; padding beyond the widths of the layer is cut. Returns
+    ``(in_features, R)`` and ``(R, out_features)`` of the cores' dtype, rounded once from the dtype
+    of the gates. They can be differentiated any number of times.
     """
     if is_autocast_on(cores[0]):
         with without_autocast(cores[0]):
@@ -146,11 +144,9 @@ stacked, and multiplied by gates."""
 def contract_groups(groups: Sequence[Chains]) -> list[Tensor]:
     """Contract the first ``split`` cores of each layer, and the others, of several groups.
 
-    Factors are rounded to their dtype once, from sums in float32.
-
-    Returns:
-        ``left (G, I, R)`` and ``right (G, R, O)`` of each group. The padding of the bond is zero,
-        except the last row of ``right``, which holds the bias.
+    Factors are rounded to their dtype once, from sums in float32. Returns ``left (G, I, R)`` and
+    ``right (G, R, O)`` of each group. The padding of the bond is zero, except the last row of
+    ``right``, which holds the bias.
     """
     core = groups[0].cores[0]
     numbers = sum(core.numel() for group in groups for core in group.cores)

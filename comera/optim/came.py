@@ -413,8 +413,7 @@ def _factored_step_(
         square_bf: Row and column means of the squared gradients.
         residual_bf: Row and column means of ``(u - mean of u)^2``.
         settings: Settings of the group, ``lr`` a float or a tensor ``()``.
-        corrections: Factors ``(b, 1)`` of u and of the step, which undo the start of the means at
-            zero; None for none.
+        corrections: Factors ``(b, 1)`` of u and the step for means that started at zero; or None.
     """
     beta1, beta2, beta3 = settings["betas"]
     batch, rows, columns = grad_brc.shape

@@ -66,11 +66,9 @@ def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
 def step_param(optimizer: Optimizer, param: Tensor, position: int) -> None:
     """Step one parameter, of group number ``position``, as ``optimizer.step()`` steps all.
 
-    Hooks on the optimizer's step do not run. An optimizer may have a ``step_param_(param,
-    position)`` of its own.
-
-    Raises:
-        TypeError: If the optimizer counts in its groups: it would count every parameter.
+    Hooks on the optimizer's step do not run. An optimizer may have a
+    ``step_param_(param, position)`` of its own. Raises ``TypeError`` if the optimizer counts in its
+    groups: it would count every parameter.
     """
     own = getattr(optimizer, "step_param_", None)
     if own is not None:

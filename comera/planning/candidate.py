@@ -22,8 +22,7 @@ class Step:
         size: Numbers in the result.
         operations: Multiply-adds.
         moved: Numbers read or written in the order in which they lie in memory.
-        copied: Numbers that are rearranged (permuted, gathered, scattered): read once, written
-            once.
+        copied: Numbers that are permuted, gathered or scattered: read once, written once.
         calls: Kernels started; a fraction where layers share them.
         operators: Python operators entered; a fraction where layers share them.
         modules: Layers of torch's that are called; a half in each of both passes.
@@ -246,13 +245,10 @@ def _peak(
 
 
 class FactorChain(NamedTuple):
-    """The contraction of one factor from its cores, outermost first.
+    """The contraction of the factor ``name`` (``A``, ``B`` or its only core), outermost core first.
 
-    Attributes:
-        name: The factor: ``A`` or ``B``, or the name of its only core.
-        forward: The products.
-        backward: The gradients of the cores, from that of the factor; small partial products are
-            computed again.
+    ``forward`` are the products, ``backward`` the gradients of the cores, from that of the factor;
+    small partial products are computed again.
     """
 
     name: str
@@ -309,10 +305,7 @@ def _factor_chain(
 
 
 def gates(shape: Shape, operators: float, backward: bool = False) -> Step:
-    """Return the step that multiplies each core by the gate of its right bond, or its backward.
-
-    Backward gates the cores again.
-    """
+    """Return the step that gates the right bonds of cores, or its backward, which gates again."""
     bonds, moved = len(shape.ranks), shape.num_params * (6 if backward else 2)
     calls, name = (5 + 4 * bonds, "grad(gates)") if backward else (3 + bonds, "gates")
     return Step(name, (), "gates, dispatch", 0, moved=moved, calls=calls, operators=operators)

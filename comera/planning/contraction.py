@@ -80,10 +80,8 @@ def _letter(alphabet: str, k: int) -> str:
 class Search(NamedTuple):
     """The multiply-adds of the best contraction tree.
 
-    Attributes:
-        forward: Multiply-adds of the forward pass.
-        operations: Multiply-adds of both passes, every partial product computed once.
-        separate: Multiply-adds of the forward pass and each gradient by itself, nothing shared.
+    ``forward`` are those of the forward pass, ``operations`` of both passes with each partial
+    product computed once, ``separate`` of the forward pass and each gradient with nothing shared.
     """
 
     forward: int

@@ -268,11 +268,9 @@ _MOST_TOKENS = 1 << 24
 
 @functools.lru_cache(maxsize=1024)
 def dense_from(layer: Layer, *, machine: Machine, dtype: str = "float32") -> int | None:
-    """Find the number of tokens from which multiplying by the dense weight beats its two factors.
+    """Return the number of tokens from which multiplying by the dense weight beats its two factors.
 
-    Returns:
-        The smallest such number, or None if dense is slower at any batch (up to 2**24 tokens), or
-        if the layer's weight has vanished.
+    None if dense is slower at any batch (up to 2**24 tokens), or the layer's weight has vanished.
     """
     machine.rate(dtype)
     if 0 in layer.shape.ranks:

@@ -28,15 +28,10 @@ _OPERATORS = 3
 
 @dataclass(frozen=True)
 class Lookup(Work):
-    """One batch of lookups in a table.
+    """One batch of ``tokens`` lookups in a table of ``shape``; ``train`` adds a backward pass.
 
-    Args:
-        shape: Modes and ranks.
-        tokens: Indices in the batch.
-        distinct: Number of different indices to expect; as many as there can be if None.
-        num_embeddings: Rows of the table if the modes multiply to more.
-        embedding_dim: Width of the table if the modes multiply to more.
-        train: Whether a backward pass follows.
+    ``distinct`` is the number of different indices to expect, None for the most that there can be.
+    ``num_embeddings`` and ``embedding_dim`` are those of the table if the modes multiply to more.
     """
 
     shape: TTMShape

@@ -41,6 +41,8 @@ def item_size(dtype: str) -> int:
 class Machine:
     """One device, and for a CPU one number of threads.
 
+    Raises ``ValueError`` if a number is not positive and finite, or a dtype or kind is unknown.
+
     Args:
         name: Name of the device, e.g. ``"NVIDIA H200"``.
         kind: ``"cpu"`` or ``"cuda"``.
@@ -51,27 +53,20 @@ class Machine:
         cache_bandwidth: The same for a tensor that stays in the last cache.
         cache_bytes: Size of that cache.
         call_overhead: Seconds to start one kernel; on a GPU as a node of a CUDA graph.
-        operator_overhead: Seconds to enter one Python operator, on top; zero on a GPU, where a
-            graph holds no Python.
+        operator_overhead: Seconds to enter one Python operator, on top; zero on a GPU (in a graph).
         tile: Columns that the kernels of matrix products work on at once.
         whole_tiles: Whether a remainder costs one tile more, as on a GPU, or as many as it has
             powers of two (14 = 8 + 4 + 2: three), as in the kernels of CPU libraries.
-        half_width: Narrower side of the result, in whole tiles, at which a product reaches half
-            its peak rate.
+        half_width: Narrower side of a product, in whole tiles, at half the peak rate.
         half_depth: The same for the side that is summed over.
-        onednn: Speed of oneDNN at float32 products, in units of torch's default library, whose
-            rate is in ``flops``.
+        onednn: Speed of oneDNN at float32 products, in units of torch's default (``flops``).
         threads: Threads that the numbers hold for; None on a GPU.
         measured: False for the rough defaults.
         eager_call: On a GPU, seconds of the host to start one kernel in eager mode.
         eager_operator: On a GPU, seconds of the host to enter one Python operator, on top.
         eager_module: On a GPU, seconds of the host for a layer of torch's beyond its calls.
         module_overhead: ``eager_module`` in a machine that :attr:`eager` made.
-        runs_ahead: Whether the host starts kernels while the device works: the longer of both
-            counts, not the sum.
-
-    Raises:
-        ValueError: If a number is not positive and finite, or a dtype or kind is unknown.
+        runs_ahead: Whether host and device overlap: the longer of both counts, not the sum.
     """
 
     name: str

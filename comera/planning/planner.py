@@ -249,10 +249,8 @@ def suggest(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Sugges
     """Find the largest rank at which a tensor train beats nn.Linear at a batch.
 
     First the modes of ``shape`` with one bound on all bonds; if no rank of these is fast enough,
-    the balanced modes of other orders, fewest cores first.
-
-    Returns:
-        The suggestion, or None if nn.Linear is faster than any of them.
+    the balanced modes of other orders, fewest cores first. Returns the suggestion, or None if
+    nn.Linear is faster than any of them.
     """
     machine.rate(dtype)
     shape = layer.shape

@@ -29,12 +29,9 @@ Size = int | str
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of the ways of one group of operators at one size.
+    """Times of one group of operators at ``sizes``: ``seconds`` of both passes, by way.
 
-    Attributes:
-        captured: Whether measured in a CUDA graph, or in eager mode.
-        sizes: Sizes that the times depend on, as the group lists them.
-        seconds: Both passes, by the name of the way.
+    ``captured``: whether measured in a CUDA graph, or in eager mode.
     """
 
     group: str
@@ -67,13 +64,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class WayTimes:
-    """All known times of a device.
+    """All known ``timings`` of a device, one a case; ``origin`` is their source, for people.
 
-    Attributes:
-        origin: Their source, for people.
-        timings: One entry a case.
-        measured: Whether they were measured on this device.
-        least: Sizes by group below which there are no times.
+    ``measured``: whether measured on this device. ``least``: sizes by group below which there are
+    no times.
     """
 
     origin: str
@@ -142,14 +136,10 @@ NONE = WayTimes("built-in order: never measured here")
 
 @dataclass(frozen=True)
 class Setting:
-    """Device and versions for which times are valid.
+    """Device and versions for which times are valid; ``kind`` is ``"cpu"`` or ``"cuda"``.
 
-    Attributes:
-        kind: ``"cpu"`` or ``"cuda"``.
-        name: Name of the device.
-        threads: Threads in use on a CPU; None on a card.
-        torch: Version of torch.
-        kernels: Digest of the sources of the kernels; empty on a CPU.
+    ``threads`` are those in use on a CPU, None on a card; ``kernels`` is the digest of the sources
+    of the kernels, empty on a CPU.
     """
 
     kind: str

@@ -41,8 +41,7 @@ class ImportanceScores:
         layers: The layers whose gates are observed, by name.
 
     Attributes:
-        mean: Running mean of all gates, one after the other, ``(all ranks,)``; None before the
-            first step.
+        mean: Running mean of all gates in turn, ``(all ranks,)``; None before the first step.
     """
 
     def __init__(self, layers: Mapping[str, TensorTrainModule]) -> None:

@@ -133,8 +133,7 @@ def target_entries(
 ) -> int:
     """Return how many entries a target, a share of ``start_size``, leaves the cores of some layers.
 
-    Raises:
-        ValueError: If the layers need more at ``min_rank``.
+    Raises ``ValueError`` if the layers need more at ``min_rank``.
     """
     allowed = math.floor(target * start_size)
     smallest = sum(

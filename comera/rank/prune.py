@@ -37,6 +37,9 @@ def prune_to_(
     Ranks are closed by importance per entry, the least first, over all layers. If a large last rank
     leaves room, earlier ones that still fit stay open, except in layers that have vanished. Gates
     become zero; no core is cut. Sizes are those that :func:`truncate_` leaves at this ``min_rank``.
+    Returns the values of the gates that were closed. Raises ``ValueError`` if the smallest ranks
+    allowed are still above the budget, the importance of a gate is not given or not finite, or a
+    core or gate is not finite.
 
     Args:
         named: Layers to prune, by name.
@@ -47,13 +50,6 @@ def prune_to_(
             still carries.
         min_keep: Share of what it would keep if all layers shrank alike that every layer keeps at
             least, in ``[0, 1]``; as far as its ranks can be divided so.
-
-    Returns:
-        The values of the gates that were closed.
-
-    Raises:
-        ValueError: If the smallest ranks allowed are still above the budget, the importance of a
-            gate is not given or not finite, or a core or gate is not finite.
     """
     check_min_rank(min_rank)
     check_min_keep(min_keep)

@@ -24,22 +24,18 @@ class SizeOfRanks:
     """Entries in the cores of a model, counted through its gates.
 
     With bonds ``d_k`` and ``n_k`` entries per pair of ranks, the size of a layer is
-    ``sum_k n_k d_{k-1} d_k`` (CoMERA, arXiv 2405.14377, equation 5). Exactly, ``d_k`` is the
-    number of open gates, those above ``prune_below``, and a layer with an empty bond has size zero.
+    ``sum_k n_k d_{k-1} d_k`` (CoMERA, arXiv 2405.14377, equation 5). Exactly, ``d_k`` is the number
+    of open gates, those above ``prune_below``, and a layer with an empty bond has size zero.
     Relaxed, ``d_k`` is the sum of those gates, which has a gradient; at gates of one both agree.
+    Raises ``ValueError`` if the model holds no tensor-train layer, or none whose gates train.
 
     Args:
-        model: Its present tensor-train layers are counted, except those with a frozen gate, which
-            keep their ranks.
-        min_rank: Gates of a bond that has no more open ones than this get no gradient of the
-            relaxed size.
+        model: Its present tensor-train layers are counted, except those with a frozen gate.
+        min_rank: A bond with no more open gates than this gets no gradient of the relaxed size.
 
     Attributes:
         layers: Layers that are counted, by name.
         frozen: Names of the others.
-
-    Raises:
-        ValueError: If the model holds no tensor-train layer, or none whose gates train.
     """
 
     def __init__(self, model: nn.Module, min_rank: int = 1) -> None:
@@ -95,14 +91,12 @@ class SizeOfRanks:
         """Reopen gates if too many closed in one step: a closed gate never opens by itself.
 
         A gate that has just closed is lifted to 1.5 times ``prune_below`` where its bond would else
-        have none, or where the size would fall below ``floor``.
+        have none, or where the size would fall below ``floor``. Returns whether the floor was
+        reached, a boolean on the device.
 
         Args:
             before: Whether each gate was open before the optimizer step.
             floor: Entries that the size may not fall below.
-
-        Returns:
-            Whether the floor was reached, a boolean on the device.
         """
         values, live, counts = self.read()
         reached = self._size_at(counts) < floor

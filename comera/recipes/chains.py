@@ -36,9 +36,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.pt")
 def find_series(path: Path) -> dict[int, Path]:
     """List files or folders of one checkpoint each, by the last number in their names.
 
-    Raises:
-        FileNotFoundError: If there are none.
-        ValueError: If two have the same number, or one has none.
+    Raises ``FileNotFoundError`` for none, ``ValueError`` for a missing or repeated number.
     """
     found: dict[int, Path] = {}
     for entry in sorted(path.iterdir()) if path.is_dir() else []:
@@ -62,8 +60,7 @@ def find_series(path: Path) -> dict[int, Path]:
 def read_foreign(path: Path) -> dict[str, Any]:
     """Read the arguments of :meth:`CheckpointChain.save` from another program's file; runs no code.
 
-    Raises:
-        ValueError: If it is not readable, or holds no model.
+    Raises ``ValueError`` if it is not readable, or holds no model.
     """
     if path.is_dir():
         weights = next(path / name for name in _WEIGHTS if (path / name).is_file())

@@ -57,10 +57,7 @@ def read_record(folder: Path) -> DataRecord | None:
 
 
 def changed_data(there: DataRecord, here: DataRecord) -> str | None:
-    """Return how data differ from those recorded, as ``2 files: a.py changed, b.py new``, or None.
-
-    Moved files are the same files.
-    """
+    """Return how data differ: None or ``2 files: a.py changed, b.py new``; moves do not count."""
     new = {(Path(k).name, digest): k for k, digest in here.files.items() if k not in there.files}
     recorded = {
         name if name in here.files else new.get((Path(name).name, digest), name): digest
@@ -105,10 +102,8 @@ def with_whole_paths(config: RunConfig) -> RunConfig:
 def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
     """Return the settings with other, absolute, paths to the data.
 
-    ``places`` are the new paths by the dotted names of settings.
-
-    Raises:
-        ValueError: If a name is no path of the run's data, or a place is no path.
+    ``places`` are the new paths by the dotted names of settings. Raises ``ValueError`` if a name is
+    no path of the run's data, or a place is no path.
     """
     known = [f"{config.task}.{key}" for key in _path_keys(config)]
     values = asdict(config.data)
@@ -210,10 +205,7 @@ def read_outcome(folder: Path) -> Outcome:
 
 
 def outcome_cells(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table of finished models, given as in ``result.json``.
-
-    With two models a last column has their ratio.
-    """
+    """Return header and rows of a table of models in ``result.json``; of two with their ratio."""
     two = len(results) == 2
     rows: list[list[str]] = []
 
@@ -303,11 +295,7 @@ class Begun:
 
 @contextlib.contextmanager
 def lock(folder: Path, what: str = "run") -> Iterator[None]:
-    """Lock the folder of a run or a sweep, made if need be, for this process.
-
-    Raises:
-        FolderInUseError: If another process holds the lock.
-    """
+    """Lock the folder of a run or sweep, or raise ``FolderInUseError``; make it if need be."""
     file = FileLock(folder / ".lock", timeout=0)
     take(file, folder, f": let that {what} end, or choose another --out")
     try:

@@ -92,12 +92,10 @@ def why_failed(printed: str) -> str | None:
 def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
     """Mark the jobs that are finished, and check that the others can begin.
 
-    Finished runs must have used the same data as the waiting runs. Only data of waiting runs
-    are read. With ``overwrite`` a run with other settings or data restarts.
-
-    Raises:
-        ValueError: If settings or data differ and ``overwrite`` is False.
-        FileNotFoundError: If the data of a started run are missing.
+    Finished runs must have used the same data as the waiting runs. Only data of waiting runs are
+    read. With ``overwrite`` a run with other settings or data restarts. Raises ``ValueError`` if
+    settings or data differ and ``overwrite`` is False, and ``FileNotFoundError`` if the data of a
+    started run are missing.
     """
 
     def begin_anew(job: Job, what: str) -> None:
@@ -146,11 +144,8 @@ def make_launcher(
 ) -> Launcher:
     """Make a launcher of runs below the folder ``out``, which other machines see by the same name.
 
-    ``settings`` are those of all launchers, as in the sweep's file.
-
-    Raises:
-        ValueError: If there is no such launcher, or it has no such settings.
-        MissingPackageError: If its package is not installed.
+    ``settings`` are those of all launchers, as in the sweep's file. Raises ``ValueError`` if there
+    is no such launcher or setting of it, and ``MissingPackageError`` if its package is missing.
     """
     if name == "local":
         # Runs share the threads that torch would use.
@@ -173,8 +168,7 @@ def start_run(
 ) -> "subprocess.Popen[bytes]":
     """Start ``comera train`` by the settings beside a folder, as a child that ends with its parent.
 
-    Paths are relative to ``cwd``. ``threads`` is the default of torch's threads; None leaves it to
-    torch.
+    Paths are relative to ``cwd``. ``threads`` is the default of torch's; None leaves it alone.
     """
     words = [f"{folder}.yaml", *["--overwrite=true"] * overwrite]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), PARENT: str(os.getpid())}

@@ -68,12 +68,11 @@ class OptimizerConfig:
     ) -> tuple[type["OptimizerConfig"], dict[str, Any]]:
         """Return the dataclass of a section, and its settings without nulls of other optimizers.
 
+        Raises ``ValueError`` if the name is unknown, or a key belongs to another optimizer.
+
         Args:
             given: The section as it was given.
             run: All sections of the run: without a name, ``tensorize`` decides.
-
-        Raises:
-            ValueError: If the name is unknown, or a key belongs to another optimizer.
         """
         name = given.get("name")
         chosen = str(name or default_name(run.get("tensorize") is not None))
@@ -124,9 +123,8 @@ class OptimizerConfig:
     def build(self, model: nn.Module) -> Optimizer:
         """Return the optimizer of a model, by settings that are filled in.
 
-        Raises:
-            ValueError: If a setting is out of range, GaLore finds nothing to project, or a package
-                is missing.
+        Raises ``ValueError`` for a setting out of range, a missing package, or nothing for GaLore
+        to project.
         """
         self.check()
         try:

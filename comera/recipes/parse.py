@@ -25,15 +25,13 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
     """Return a dataclass of settings, such as ``RunConfig``.
 
     Sections are fields that are dataclasses themselves. A section with a function ``choose`` is one
-    of several dataclasses, by the values in it.
+    of several dataclasses, by the values in it. Raises ``ValueError`` if a key is no field, or a
+    value of another type.
 
     Args:
         kind: The dataclass.
         values: Values by field, and mappings for sections; other fields keep their defaults.
         within: Prefix of the keys in errors, such as ``train.``.
-
-    Raises:
-        ValueError: If a key is no field, or a value of another type.
     """
     hints = hints_of(kind)
     suited = f" for {name}" if (name := getattr(kind, "name", None)) else ""
@@ -137,9 +135,7 @@ def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
     """Turn dotted keys into mappings: ``tensorize.rank: 16`` into ``tensorize: {rank: 16}``.
 
     Only on the outermost level: further in, ``rank_pattern`` has regular expressions for keys.
-
-    Raises:
-        ValueError: If a key is given twice, or inside of what is no mapping.
+    Raises ``ValueError`` if a key is given twice, or inside of what is no mapping.
     """
     out: dict[str, Any] = {}
     for key, value in spelled_out(settings).items():
@@ -163,9 +159,8 @@ def _add(place: dict[str, Any], more: Mapping[str, Any], within: str) -> None:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
-    Raises:
-        FileNotFoundError: If there is no file.
-        ValueError: If it cannot be read, holds no mapping, or one that has a key twice.
+    Raises ``FileNotFoundError`` if there is no file, and ``ValueError`` if it cannot be read, holds
+    no mapping, or one that has a key twice.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -261,10 +256,7 @@ def names() -> list[str]:
 def file_of(word: str, beside: Path = Path()) -> Path:
     """Return the file of a path, relative to ``beside``, or the configuration of that name.
 
-    A name is one of :func:`names`, or its last part.
-
-    Raises:
-        FileNotFoundError: If there is neither.
+    A name is one of :func:`names`, or its last part. Raises ``FileNotFoundError`` for neither.
     """
     path = beside / Path(word).expanduser()
     if path.is_file():

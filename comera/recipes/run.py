@@ -61,7 +61,9 @@ def run(
 ) -> list[Outcome]:
     """Train the models of a run, resuming what is unfinished in its folder.
 
-    Figures of a finished run are read from its folder, without its data.
+    Figures of a finished run are read from its folder, without its data. Returns the compressed
+    model (or the dense one, without a ``tensorize`` section), then its twin. Empty if the run was
+    interrupted; the same call resumes it.
 
     Args:
         config: The whole run.
@@ -69,10 +71,6 @@ def run(
         quiet: Whether to show no progress bars.
         processes: Those that train the models together, all of which call this; None for this one
             alone. Only the first one writes.
-
-    Returns:
-        The compressed model (or the dense one, without a ``tensorize`` section), then its twin.
-        Empty if the run was interrupted; the same call resumes it.
 
     Raises:
         ValueError: If the folder holds a run with other settings or of other data, or settings
@@ -244,9 +242,8 @@ def print_plan(config: RunConfig, console: Console) -> None:
 def planned_memory(config: RunConfig) -> list[MemoryReport]:
     """Count what a run's model and then its twin will keep in memory; nothing is allocated.
 
-    Raises:
-        ValueError: If settings contradict, or the optimizer or the target of rank learning does
-            not suit the models.
+    Raises ``ValueError`` if settings contradict, or the optimizer or the target of rank learning
+    does not suit the models.
     """
     config.check()
     return [
@@ -256,10 +253,7 @@ def planned_memory(config: RunConfig) -> list[MemoryReport]:
 
 
 def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
-    """Return the models of a run by name with their optimizers, without memory.
-
-    Errors are those of :func:`planned_memory`.
-    """
+    """Return models by name with optimizers, on no memory; errors of :func:`planned_memory`."""
     name, other = ("dlrm", config.dlrm) if config.clicks is None else ("model", config.model)
     default = type(other)()
     unused = [f"{name}.{key}={v}" for key, v in vars(other).items() if v != getattr(default, key)]
@@ -377,10 +371,7 @@ def _train_one(
 def find_device(name: str, processes: Processes | None = None) -> torch.device:
     """Return the device of a run's settings; ``auto`` is a GPU where there is one.
 
-    Each process takes its own GPU.
-
-    Raises:
-        ValueError: If it is not there.
+    Each process takes its own GPU. Raises ``ValueError`` if it is not there.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -418,10 +409,7 @@ def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module
 def build_step(
     model: nn.Module, config: RunConfig, task: Task, processes: Processes | None = None
 ) -> TrainStep:
-    """Return the training step of a run, with its optimizer and schedules.
-
-    Every process calls this, with equal weights.
-    """
+    """Return the training step of a run; every process calls this, with equal weights."""
     group = None if processes is None else processes.group
     is_sharded = group is not None and config.parallel.kind == "fsdp"
     if is_sharded:

@@ -95,8 +95,9 @@ def extremes(distribution: Any) -> list[Any]:
 class Search:
     """Trials of a search, each a variant of the sweep with a run for every seed.
 
-    Proposals depend only on the seed and on earlier results, so a stopped search resumes exactly
-    if runs are sequential.
+    Proposals depend only on the seed and on earlier results, so a stopped search resumes exactly if
+    runs are sequential. Raises ``ValueError`` if there is one, without ``anew``, and
+    ``MissingPackageError`` if Optuna is not installed.
 
     Args:
         config: The search.
@@ -106,10 +107,6 @@ class Search:
         make_jobs: Makes the jobs of a trial of its name and settings; raises ``ValueError`` for
             settings that do not go together.
         anew: Discard an earlier search with other settings in the folder.
-
-    Raises:
-        ValueError: If there is one, without ``anew``.
-        MissingPackageError: If Optuna is not installed.
     """
 
     def __init__(

@@ -243,10 +243,8 @@ def run_sweep(
     """Train the unfinished runs of a sweep, and compare the finished ones; see :func:`sweep`.
 
     ``changes`` are settings by dotted names for every run. ``skip`` lists variants, or runs as
-    ``VARIANT/seed-K``, not to train this time; finished ones are still compared.
-
-    Returns:
-        Exit status: 0, 1 if a run failed, 130 after Ctrl-C.
+    ``VARIANT/seed-K``, not to train this time; finished ones are still compared. Returns exit
+    status: 0, 1 if a run failed, 130 after Ctrl-C.
 
     Raises:
         ValueError: If the file is wrong, or a folder holds a run with other settings or of other

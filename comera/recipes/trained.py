@@ -176,14 +176,9 @@ def export(run: TrainedRun, path: Path) -> str:
     """Write the model of a run to a file, in the format of its suffix.
 
     ``.pt2`` and ``.onnx`` hold the compressed model, its cores contracted, and take any number of
-    rows; ``.safetensors`` holds the weights of the dense model by their names.
-
-    Returns:
-        A sentence about the file.
-
-    Raises:
-        ValueError: If the suffix is another one.
-        MissingPackageError: If ONNX is asked for and not installed.
+    rows; ``.safetensors`` holds the weights of the dense model by their names. Returns a sentence
+    about the file. Raises ``ValueError`` if the suffix is another one, and ``MissingPackageError``
+    if ONNX is asked for and not installed.
     """
     if path.suffix not in _FORMS:
         known = ", ".join(f"{suffix} ({form})" for suffix, form in _FORMS.items())

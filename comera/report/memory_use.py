@@ -23,8 +23,7 @@ from comera.planning.printing import Report, Table, show_bytes
 def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
     """Count the bytes of every parameter's state, or of what its first step will make.
 
-    Raises:
-        ValueError: If the step does not run without numbers, so that it can only be counted later.
+    Raises ``ValueError`` if the step does not run without numbers; count the state later then.
     """
     counted = _bytes(optimizer)
     params = list(counted)

@@ -47,19 +47,12 @@ _DAMAGE = (
 
 
 def register_kind(name: str, layer_class: type[nn.Module]) -> None:
-    """Register a class of layers with :func:`~comera.save_model` and :func:`~comera.load_model`.
+    """Register a class of layers, and its name in files, for ``save_model`` and ``load_model``.
 
-    Its method ``config()`` returns a dict for JSON. Its class method
-    ``from_config(config, lead)`` makes a layer on the ``meta`` device; ``lead`` is the layer whose
-    parameters it shares, or None. Subclasses of comera's layers inherit both, and extend them for
-    other arguments.
-
-    Args:
-        name: The name in files; it stays the same as long as files are to be read.
-        layer_class: The class; derived classes are registered by themselves.
-
-    Raises:
-        ValueError: If the name is that of another class.
+    Its method ``config()`` returns a dict for JSON. Its class method ``from_config(config, lead)``
+    makes a layer on the ``meta`` device; ``lead`` is the layer whose parameters it shares, or None.
+    Subclasses of comera's layers inherit both, and extend them for other arguments. The name stays
+    the same as long as files are to be read; one of another class raises ``ValueError``.
     """
     known = _CLASSES.setdefault(name, layer_class)
     if known is not layer_class:
@@ -69,8 +62,7 @@ def register_kind(name: str, layer_class: type[nn.Module]) -> None:
 def _kind_of(layer: nn.Module) -> str | None:
     """Return the name of a layer's class in files; None for a layer that needs no description.
 
-    Raises:
-        ValueError: If its class is not registered, and derived from one that needs a description.
+    Raises ``ValueError`` for an unregistered class, derived from one that needs a description.
     """
     for name, layer_class in _CLASSES.items():
         if type(layer) is layer_class:
@@ -84,21 +76,14 @@ def _kind_of(layer: nn.Module) -> str | None:
 
 
 def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]:
-    """Describe a model so that its layers can be rebuilt without any setting.
+    """Describe a model, compressed or not, so that its layers can be rebuilt without any setting.
 
-    Args:
-        model: The model, compressed or not.
-        config: How it was compressed, kept for people.
-
-    Returns:
-        A dict that JSON can hold: ``layers`` by name; the later names of tied tensors by the first
-        one (``tied``); the names of ``frozen`` parameters, of experts that were taken apart
-        (``split_experts``) and of models given to :func:`~comera.freeze_` (``served``); and of the
-        dense model its class and, from transformers, its configuration, as text.
-
-    Raises:
-        ValueError: If a layer's class is not registered, or a layer works on the parameters of a
-            layer outside the model.
+    Returns a dict that JSON can hold: ``layers`` by name; the later names of tied tensors by the
+    first one (``tied``); the names of ``frozen`` parameters, of experts that were taken apart
+    (``split_experts``) and of models given to :func:`~comera.freeze_` (``served``); of the dense
+    model its class and, from transformers, its configuration, as text; and ``config`` for people
+    (``tensorized``). Raises ``ValueError`` if a layer's class is not registered, or a layer works
+    on the parameters of a layer outside the model.
     """
 
     def path_of(thing: Any) -> str:
@@ -198,18 +183,11 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
 
 
 def rebuild_(model: nn.Module, layers: Mapping[str, Entry]) -> nn.Module:
-    """Replace layers of a dense model by those of a description, in place.
+    """Replace layers of a dense model by ``layers`` of :func:`describe`, in place.
 
-    Args:
-        model: As it was before it was compressed; it may be on the ``meta`` device.
-        layers: ``layers`` of :func:`describe`.
-
-    Returns:
-        The model, the new layers on the ``meta`` device; if it is itself replaced, its layer.
-
-    Raises:
-        ValueError: If an entry is damaged, or there is no such layer to replace; the message names
-            it. The model is then unchanged.
+    The model, possibly on ``meta``, is as it was before it was compressed. Returns it, or the layer
+    that replaces it; new layers are on ``meta``. Raises ``ValueError`` if an entry is damaged, or
+    there is no such layer to replace; the message names it, and the model is unchanged.
     """
     made = build_layers(layers)
     check_places(model, made)
@@ -334,13 +312,9 @@ def fill_(
     tied: Mapping[str, str],
     frozen: Iterable[str],
 ) -> None:
-    """Assign a whole state dict to a model, dtypes included, in place.
+    """Assign a whole state dict to a model as new parameters, dtypes included, in place.
 
-    Args:
-        model: Its parameters become new ones.
-        tensors: The state dict.
-        tied: The first name of each tied tensor by the later names.
-        frozen: Names of parameters that are not trained; all others are.
+    ``tied``: first name of each tied tensor by the later names; only ``frozen`` ones do not train.
     """
     model.load_state_dict(dict(tensors), strict=True, assign=True)
     for name, first in tied.items():

@@ -1,7 +1,6 @@
 """Save a model as a folder: tensors in ``model.safetensors``, description in ``comera.json``.
 
-The header of the tensor file repeats the description; ``comera.json`` is for people and other
-programs.
+The header of the tensor file repeats the description; ``comera.json`` is for other readers.
 """
 
 import json
@@ -115,8 +114,7 @@ def write_folder(
     """Write the files of a model, with one tensor at a time in memory.
 
     ``described`` is the description, ``tensors`` have the dtypes and shapes by name, ``read``
-    returns the tensor of a name on the CPU, twice for each. ``check`` is called before the files
-    appear.
+    returns the tensor of a name on the CPU, twice for each. ``check`` runs before the files appear.
     """
     described["tensors"] = {name: _note_of(read(name)) for name in tensors}
     text = json.dumps(described, indent=1)

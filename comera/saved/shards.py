@@ -24,18 +24,11 @@ _DTYPES = {
 
 
 class Shards:
-    """The tensors of a folder, read one at a time.
+    """The tensors of a folder, read one at a time; ``file_of`` is the file of each.
 
-    Args:
-        folder: Holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that
-            it names, as Hugging Face lays them out.
-
-    Attributes:
-        file_of: The file of each tensor.
-
-    Raises:
-        FileNotFoundError: If there is neither, or a file that the index names is missing.
-        ValueError: If the index or a file is damaged.
+    The folder holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files in it,
+    as Hugging Face lays them out. Raises ``FileNotFoundError`` if there is neither, or a file of
+    the index is missing, and ``ValueError`` if the index or a file is damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -104,11 +97,8 @@ def write_tensors(
     """Write a file of safetensors, with one tensor at a time in memory.
 
     Equal tensors make equal bytes. ``tensors`` have the dtypes and shapes by name, possibly on the
-    ``meta`` device; ``read`` returns the tensor of a name, on the CPU.
-
-    Raises:
-        ValueError: If safetensors has no such dtype.
-        OSError: If the disk is full.
+    ``meta`` device; ``read`` returns the tensor of a name, on the CPU. Raises ``ValueError`` if
+    safetensors has no such dtype, and ``OSError`` if the disk is full.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0

@@ -197,11 +197,8 @@ def _contracted(
 ) -> dict[int, nn.Module]:
     """Make the contracted layers of a model, by the ``id`` of the layers they replace.
 
-    Args:
-        model: The model, not changed.
-        batch: Rows for which they should be fast; None for the smallest layers.
-        keep_forms: Whether dense layers of other packages, such as Conv1D of transformers, have
-            their class; else they are ``nn.Linear``.
+    They are fast for ``batch`` rows, smallest for None. ``keep_forms``: dense layers of other
+    packages, such as Conv1D of transformers, keep their class; else they are ``nn.Linear``.
     """
     try:
         enough = batch is None or whole_number(batch) >= 1
@@ -224,10 +221,7 @@ def _contracted(
 
 
 class _Contraction:
-    """Maker of contracted layers; layers with shared cores get shared ones.
-
-    ``dense`` lists the names of linear layers that became dense.
-    """
+    """Maker of contracted layers, shared where cores are; ``dense`` lists those made dense."""
 
     def __init__(self, batch: int | None, keep_forms: bool) -> None:
         self.dense: list[str] = []

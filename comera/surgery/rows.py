@@ -137,12 +137,10 @@ def append_rows_(table: TTTable, rows: Tensor) -> None:
 
     Args:
         table: The table. A ``row_order``, four bytes for each row, is stored with it.
-        rows: ``(more, embedding_dim)``. Where hot rows have a ``hot_rank``, their projections on
-            the basis are kept.
+        rows: ``(more, embedding_dim)``; with a ``hot_rank`` their projections on the basis stay.
 
     Raises:
-        ValueError: If the rows have another width, or the table has a basis whose ranks were all
-            cut.
+        ValueError: If the rows have another width, or all ranks of the table's basis were cut.
 
     Example::
 

@@ -61,14 +61,10 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class StepDescription:
-    """Report on a training step.
+    """Report on a training step: whether it is ``captured`` as one CUDA graph, and why.
 
-    Attributes:
-        captured: Whether it runs as one CUDA graph.
-        why: The reason in words.
-        captures: Number of graphs captured so far.
-        replays: Steps of all of them.
-        contents: Nodes, kernels by name and bytes of the present one.
+    ``captures`` is the number of graphs captured so far, ``replays`` the steps of all of them,
+    ``contents`` the nodes, kernels by name and bytes of the present one.
     """
 
     captured: bool
@@ -101,8 +97,6 @@ class Capture:
     Args:
         update: The whole update for a batch; returns its loss. Nothing of it may depend on values.
         host: The other state that a recording depends on.
-        graphs: Recorder of the device.
-        device: The device of the model.
         warm_up: Steps alike before one is recorded.
         together: Decisions of all processes, which make the same calls.
     """

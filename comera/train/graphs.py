@@ -14,13 +14,10 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 @dataclass(frozen=True)
 class Contents:
-    """The nodes, kernels and memory of a recording.
+    """``nodes`` by kind and ``kernels`` by name of a recording; None where they cannot be counted.
 
-    Attributes:
-        nodes: Number of nodes by kind; None where they cannot be counted.
-        kernels: Launches of kernels by name; None likewise.
-        pool_bytes: Memory of the recording, and of those beside it.
-        peak_bytes: That memory and all tensors outside of it; None where it is not known.
+    ``pool_bytes``: memory of the recording, and of those beside it. ``peak_bytes``: that memory and
+    all tensors outside of it; None where it is not known.
     """
 
     nodes: dict[str, int] | None
@@ -61,10 +58,8 @@ class CudaGraphs:
     ) -> "CudaRecording":
         """Record the work of a function on the GPU, which does not run it; replays do.
 
-        The recording ``beside`` shares its memory pool: never replay both at once.
-
-        Raises:
-            Exception: Any error of the function, or the reason why it cannot be recorded.
+        The recording ``beside`` shares its memory pool: never replay both at once. Raises any error
+        of the function, or the reason why it cannot be recorded.
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool()

@@ -31,8 +31,7 @@ class LoopResult:
 
     Attributes:
         steps: Optimizer steps in all, earlier sessions included.
-        seconds: Seconds of training steps, without evaluation and saving; on a GPU the time that
-            it worked on them.
+        seconds: Time of training steps, without evaluation and saving; on a GPU the time it worked.
         interrupted: Whether it was stopped by a signal; it is then saved and can be resumed.
         metrics: Result of the last evaluation.
         ranks: Result of ``finish_`` of rank learning, if it ran.
@@ -46,12 +45,9 @@ class LoopResult:
 
 
 class RunUnderWay:
-    """A session of a run: its counts, its figures and its checkpoints.
+    """A session of a run: its ``result`` so far, the ``clock`` of its steps and its checkpoints.
 
-    Attributes:
-        log: Receives the figures; to be set before the first of them.
-        clock: Seconds of the steps so far.
-        result: State of the run so far.
+    ``log`` receives the figures; it is to be set before the first of them.
     """
 
     log: RunLog | SilentLog

@@ -29,8 +29,7 @@ class OtherProcessError(RuntimeError):
 class Processes:
     """The processes that train one model; by default this one alone.
 
-    They agree over the CPU, so that nothing waits for a GPU. Every process makes the same calls in
-    the same order.
+    They agree over the CPU, so that nothing waits for a GPU, by the same calls in the same order.
 
     Attributes:
         rank: The number of this process, counted from 0.
@@ -172,14 +171,10 @@ def rank_started(environment: Mapping[str, str]) -> int:
 def joined(cuda: bool, minutes: float) -> Iterator[Processes]:
     """Join the processes that torchrun has started, over gloo, and over NCCL between GPUs.
 
-    Args:
-        cuda: Whether they train on GPUs; each takes the one of its local number.
-        minutes: How long a process waits for the others.
-
-    Raises:
-        ConnectionError: If inside the connection to another process is lost.
-        ValueError: If there are fewer GPUs than processes on this machine, or processes of several
-            machines have been started again and could not find each other.
+    ``cuda``: each takes the GPU of its local number; ``minutes``: how long a process waits for the
+    others. Raises ``ConnectionError`` if inside the connection to another process is lost, and
+    ``ValueError`` if this machine has fewer GPUs than processes, or processes of several machines
+    have been started again and could not find each other.
     """
     local_rank = int(os.environ.get("LOCAL_RANK") or 0)
     if cuda:

@@ -39,11 +39,9 @@ _NORMS = ("query_norm", "q_norm")
 class Seen:
     """Result of one check of the weights.
 
-    Args:
-        change: Largest relative change of a weight in a step, its cores' added up; 0 for none.
-        weight: Name of the layer or parameter that has it.
-        score: Largest standard deviation of attention scores; 0 where there is no attention.
-        attention: Name of the attention that has it.
+    ``change`` is the largest relative change of a weight in a step, its cores' added up, or 0;
+    ``weight`` names it. ``score`` is the largest standard deviation of attention scores, or 0
+    without attention; ``attention`` names it.
     """
 
     change: float
@@ -55,14 +53,9 @@ class Seen:
 class RateWatch:
     """Checks the weights that an optimizer holds; warns once of each sign.
 
-    Args:
-        model: The model that is trained.
-        optimizer: Its optimizer.
-        every: Steps between two checks, after the first ones; 0 for none at all.
-        warns: Whether to warn: of several processes one is enough.
-
-    Attributes:
-        last: Result of the last check; None before the first.
+    ``every`` is the number of steps between checks after the first ones, 0 for none at all;
+    ``warns`` whether to warn: of several processes one is enough. ``last`` is the result of the
+    last check, None before the first.
     """
 
     def __init__(

@@ -43,14 +43,9 @@ def save_checkpoint(
     """Add model, optimizer, schedules, rank learning and random states to a chain.
 
     Names and shapes are those of the model without ``DistributedDataParallel`` or ``fully_shard``,
-    so any number of processes can load the checkpoint.
-
-    Args:
-        chain: The chain; a run is resumed exactly from a lossless one.
-        step: The training step whose state is saved.
-        extra: Tensors and plain values of the caller.
-        writes: Whether this process writes. All processes call this, since each may hold a part of
-            the model.
+    so any number of processes can load the checkpoint. A lossless chain resumes exactly. ``extra``
+    are tensors and plain values of the caller. All processes call this, since each may hold a part
+    of the model; ``writes`` marks the one that writes.
     """
     model, state = unwrapped_model(step.model), _state_besides(step, extra)
     if not has_shared_parts(model):
@@ -81,17 +76,10 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint into a training step, whose model takes its truncated ranks too.
 
-    Args:
-        chain: The chain that it was saved to.
-        step: A training step over the same model, optimizer and rank settings.
-        at: Number of steps after which it was saved; ``latest`` is the last sound checkpoint.
-
-    Returns:
-        The ``extra`` of the checkpoint.
-
-    Raises:
-        FileNotFoundError: If there is no such checkpoint, or none that is sound.
-        ValueError: If it is damaged, not one of a training step, or one of another model.
+    The step is over the same model, optimizer and rank settings; ``at`` is the number of steps
+    after which it was saved, ``latest`` the last sound checkpoint. Returns its ``extra``. Raises
+    ``FileNotFoundError`` if there is no such checkpoint, or none that is sound, and ``ValueError``
+    if it is damaged, not one of a training step, or one of another model.
     """
     return restore_(step, chain.load(at), chain.folder)
 
@@ -161,16 +149,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = None) -> None:
     """Write model, optimizer, schedules and rank learning, each process its part of them.
 
-    For models that no process can hold whole. Every process calls this. The format is torch's; any
-    number of processes can load it, sharded or not.
-
-    Args:
-        folder: A folder for this checkpoint alone, shared by all processes.
-        step: The training step whose state is saved.
-        extra: Tensors and plain values of the caller; those of the first process are saved.
-
-    Raises:
-        ValueError: If the folder holds a checkpoint already.
+    For models that no process can hold whole. Every process calls this, with a shared folder for
+    this checkpoint alone. The format is torch's; any number of processes can load it, sharded or
+    not. ``extra`` of the first process is saved: tensors and plain values. Raises ``ValueError`` if
+    the folder holds a checkpoint already.
     """
     if (folder / _METADATA).exists():
         raise ValueError(f"{folder} holds a checkpoint: give each a folder of its own")
@@ -210,16 +192,10 @@ def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = Non
 def load_parts(folder: Path, step: TrainStep) -> dict[str, Any]:
     """Load a checkpoint of :func:`save_parts`, each process its part; return its ``extra``.
 
-    Torch reads the metadata by pickle, which can run code: load only what you trust.
-
-    Args:
-        folder: The folder of the checkpoint, shared by all processes.
-        step: A training step over the same model, optimizer and rank settings, with any ranks, in
-            any number of processes.
-
-    Raises:
-        FileNotFoundError: If there is no whole checkpoint.
-        ValueError: If it is not one of :func:`save_parts`, or one of another model.
+    The folder is shared by all processes; ``step`` is over the same model, optimizer and rank
+    settings, with any ranks, in any number of processes. Torch reads the metadata by pickle, which
+    can run code: load only what you trust. Raises ``FileNotFoundError`` if there is no whole
+    checkpoint, and ``ValueError`` if it is not one of :func:`save_parts`, or of another model.
     """
     from torch.distributed import tensor as dtensor
 

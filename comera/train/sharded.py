@@ -34,14 +34,9 @@ class RowShardedBag(nn.EmbeddingBag):
     ) -> Tensor:
         """Return sums or means ``(bags, width)``; all processes call this, with as many bags each.
 
-        Args:
-            input: ``(bags, entries)`` integers, or ``(N,)`` with offsets.
-            offsets: ``(bags,)``: where each bag begins.
-            per_sample_weights: Not for sharded tables.
-
-        Raises:
-            ValueError: For weights, missing offsets, or numbers of bags that differ.
-            IndexError: If an index is no row.
+        ``input`` are integers ``(bags, entries)``, or ``(N,)`` with ``offsets (bags,)``. Raises
+        ``ValueError`` for weights, missing offsets, or numbers of bags that differ, and
+        ``IndexError`` if an index is no row.
         """
         if per_sample_weights is not None:
             raise ValueError("per_sample_weights are not for tables that are shared out by rows")
@@ -124,10 +119,8 @@ def shard_dense_(model: nn.Module) -> nn.Module:
     Tensor trains, biases and norms stay whole in each process. Blocks of an ``nn.ModuleList``
     gather their matrices one after the other. Dense embedding bags become
     :class:`~comera.train.sharded.RowShardedBag`. Every process calls this, with equal weights,
-    before the optimizer is made.
-
-    Raises:
-        ValueError: If it has no dense matrices, or an embedding bag that cannot be sharded.
+    before the optimizer is made. Raises ``ValueError`` if it has no dense matrices, or an embedding
+    bag that cannot be sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -176,11 +169,8 @@ class Sharded:
     """Averages and norms of gradients for a model with sharded parameters.
 
     Parameters are sharded by :func:`shard_dense_` or torch's ``parallelize_module``; gradients of
-    whole ones are averaged here.
-
-    Raises:
-        ValueError: If the optimizer cannot step parts of matrices, or would step them together with
-            whole ones.
+    whole ones are averaged here. Raises ``ValueError`` if the optimizer cannot step parts of
+    matrices, or would step them together with whole ones.
     """
 
     def __init__(self, model: nn.Module, optimizer: AnyOptimizer) -> None:

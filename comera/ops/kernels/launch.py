@@ -49,8 +49,7 @@ def launch(
         grid: Blocks, in up to three dimensions; nothing is launched where there are none.
         threads: Threads of each block.
         shared: Bytes of dynamic shared memory.
-        arguments: Tensors and None as pointers, numbers as ``int`` or ``float``, structures by
-            value.
+        arguments: Tensors and None as pointers, ``int`` and ``float``, structures by value.
     """
     sizes = [grid] if isinstance(grid, int) else list(grid)
     sizes += [1] * (3 - len(sizes))

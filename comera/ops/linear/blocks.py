@@ -136,17 +136,14 @@ def split_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Approximate every block by its largest singular vectors: no blocks of that rank are nearer.
 
+    Returns cores ``(1, a, b, c, R)`` and ``(R, c, a, d, 1)``, in float32 or wider, of about one
+    norm. Raises ``ValueError`` if an entry is not finite.
+
     Args:
         blocks_acbd: ``(a, c, b, d)``.
         rank: The rank that each block gets, cut where a block is smaller.
         tolerance: Instead of the rank: bound on the relative Frobenius error of all blocks
             together, met by the smallest rank, at least one.
-
-    Returns:
-        Cores ``(1, a, b, c, R)`` and ``(R, c, a, d, 1)``, in float32 or wider, of about one norm.
-
-    Raises:
-        ValueError: If an entry is not finite.
     """
     wide = torch.promote_types(blocks_acbd.dtype, torch.float32)
     blocks = blocks_acbd.to(wide)

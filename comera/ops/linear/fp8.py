@@ -99,8 +99,7 @@ def fp8_linears(
 ) -> list[Tensor]:
     """Compute ``x @ left @ right`` of each pair in eight bits, arguments as ``factorized_linears``.
 
-    Returns:
-        ``(*, O)`` in the dtype of x for each pair. It can be differentiated once.
+    Returns ``(*, O)`` in the dtype of x for each pair. It can be differentiated once.
     """
     return _fp8_linears(x_BI, lefts, rights, bias)[: len(lefts)]
 

@@ -35,17 +35,14 @@ def factorized_linears(
 ) -> list[Tensor]:
     """Compute ``x @ left @ right`` for each pair of factors, all in one pass over x.
 
+    Returns ``(*, O)`` for each pair, at autocast's dtype where autocast is on, except of float64.
+    Raises ``ValueError`` if x has another width than the layer.
+
     Args:
         x_BI: ``(*, I)``.
         lefts: ``(I, R)`` each, as :func:`~comera.ops.contract_cores.contract_cores` makes them.
         rights: ``(R, O)`` each; O may differ.
         bias: Whether the last row of each right factor is a bias.
-
-    Returns:
-        ``(*, O)`` for each pair, at autocast's dtype where autocast is on, except of float64.
-
-    Raises:
-        ValueError: If x has another width than the layer.
     """
     check_width(x_BI, lefts[0].shape[0])
     x_BI, lefts, rights = autocast_together(x_BI, lefts, rights)
@@ -102,10 +99,7 @@ def check_width(x_BI: Tensor, width: int) -> None:
 
 
 def reconstructed_linear(x_BI: Tensor, factors: Factors) -> Tensor:
-    """Compute :func:`factorized_linears` of one pair, through the dense matrix.
-
-    Faster for large batches if ``R * (I + O) > I * O``.
-    """
+    """Compute one pair by the dense matrix: faster for large batches if ``R * (I + O) > I * O``."""
     left_IR, right_RO, has_bias = factors
     check_width(x_BI, left_IR.shape[0])
     weight_IO = affine(left_IR, right_RO)  # a bias' row of right meets a column of zeros in left

@@ -70,12 +70,9 @@ def lookup(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Read rows, or sums over bags of rows, from :meth:`Lookup.arguments`.
 
-    Returns:
-        ``(B, D)``; and for the backward pass keys and the entries that have them, ``(N,)`` each.
-        They are sorted where torch has read the rows, and not yet where a kernel has.
-
-    Raises:
-        IndexError: If an index is out of range (checked on the CPU, unless it was before).
+    Returns ``(B, D)``; and for the backward pass keys and the entries that have them, ``(N,)``
+    each. They are sorted where torch has read the rows, and not yet where a kernel has. Raises
+    ``IndexError`` if an index is out of range (checked on the CPU, unless it was before).
     """
     if not checked:
         check_range(tensors[0], num_embeddings)

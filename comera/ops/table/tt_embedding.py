@@ -72,12 +72,8 @@ def tt_embedding_reference(
 def tt_embedding(request: Request) -> Tensor:
     """Read rows, or sum them over bags, weighted; no row is laid out more than once.
 
-    Returns:
-        ``(*indices.shape, embedding_dim)``, or ``(B, embedding_dim)`` of bags, in the dtype of the
-        cores.
-
-    Raises:
-        IndexError: If an index is out of range (checked on the CPU).
+    Returns ``(*indices.shape, embedding_dim)``, or ``(B, embedding_dim)`` of bags, in the dtype of
+    the cores. Raises ``IndexError`` if an index is out of range (checked on the CPU).
     """
     indices, offsets_B = request.indices, request.offsets_B
     checked = request.checked or check_range(indices, request.num_embeddings)
@@ -229,7 +225,7 @@ def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tenso
 
     Args:
         tables: Lookups of bags in tables of one width whose factors agree in P and Q, in dtype and
-            device, and whose hot rows are dense; bonds are padded to the largest R. Indices are
+            device, and whose hot rows are dense; bonds are padded to the largest. Indices are
             not checked.
         places_5T: The result of :func:`places`, on the device of the tables.
     """

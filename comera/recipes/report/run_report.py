@@ -113,9 +113,7 @@ class History:
 def read_histories(folder: Path) -> list[History]:
     """Return the model of a run and its dense twin, if there is one.
 
-    Raises:
-        FileNotFoundError: If the folder holds no run.
-        ValueError: If a file in it is damaged.
+    Raises ``FileNotFoundError`` if there is no run, and ``ValueError`` if a file is damaged.
     """
     lines, result = read_metrics(folder), _result(folder)
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
@@ -322,11 +320,8 @@ def _picked(series: Series) -> Series:
 def write_report(folder: Path, say: Callable[[str], object] = lambda text: None) -> Path:
     """Write ``report.html`` into the folder of a run, finished or not, and return its path.
 
-    ``say`` is called with a sentence for each file that is missing or damaged.
-
-    Raises:
-        FileNotFoundError: If the folder holds no run.
-        ValueError: If its settings or its result are damaged.
+    ``say`` is called with a sentence for each file that is missing or damaged. Raises
+    ``FileNotFoundError`` without a run, and ``ValueError`` for damaged settings or results.
     """
     report = gather(folder)
     path = write_page(folder / "report.html", "run.html", report)

@@ -281,9 +281,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
 def read_comparison(folder: Path) -> Comparison:
     """Compare the runs of ``results.json`` in the folder of a sweep.
 
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is damaged.
+    Raises ``FileNotFoundError`` if there is none, and ``ValueError`` if it is damaged.
     """
     path = folder / "results.json"
     names = ("variant", "seed", *_FIGURES)
@@ -303,8 +301,7 @@ def read_comparison(folder: Path) -> Comparison:
 def write_sweep_report(folder: Path) -> Path:
     """Write ``report.html`` into the folder of a sweep, from its ``results.json``; return its path.
 
-    Raises:
-        FileNotFoundError: If there is no such file.
+    Raises ``FileNotFoundError`` if there is no such file.
     """
     content = gather_sweep(f"Sweep {folder.resolve().name}", read_comparison(folder))
     return write_page(folder / "report.html", "sweep.html", content)

@@ -80,10 +80,7 @@ class Task(ABC):
         test: Callable[[], Iterable[Batch]] | None,
         per_epoch: int | None = None,
     ) -> None:
-        """Set the attributes by the reader of the data and functions that return batches.
-
-        ``per_epoch`` is the number of steps of an epoch, None for data without an end.
-        """
+        """Set the attributes by the reader of the data; without an end ``per_epoch`` is None."""
         self.steps = self.count_steps(per_epoch)
         self.record = DataRecord(data.digests, data.prepared)
         self.get_batch = lambda step: self._to_device(self._processes.share_of(get_batch(step)))
