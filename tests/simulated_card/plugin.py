@@ -156,7 +156,11 @@ def _group_tensors_by_place() -> None:
     def group(lists, with_indices=False):
         found = {}
         for (device, dtype), value in grouped(lists, with_indices).items():
+            first, *others = value[0]
+            steps = [x for each in others for x in each if x is not None and not x.dim()]
             where = {on_card(x) for each in value[0] for x in each if x is not None}
+            if steps and not any(map(on_card, steps)):  # torch leaves counts of steps on the CPU
+                where = {on_card(x) for x in first}
             assert len(where) == 1, "tensors of one list are on several devices"
             found[CARD if where.pop() else device, dtype] = value
         return found
