@@ -21,7 +21,7 @@ from tests.processes import forking, in_a_process
 
 from .test_chain import chain_of
 
-KILLS = int(os.environ.get("COMERA_KILLS", "4"))
+KILLS = int(os.environ.get("COMERA_KILLS", "6"))
 """How often a writing process is killed; 200 takes some minutes."""
 
 
@@ -54,8 +54,6 @@ def test_every_byte_flipped_in_turn_is_found_and_the_chain_falls_back(chain, cap
     rng = random.Random(0)
     checked = 0
     for path in files(chain.folder):
-        if "step-000000002" in str(path):
-            continue  # the third is of the same kind
         sound = path.read_bytes()
         step = int(path.parent.name.removeprefix("step-"))
         for at in range(len(sound)):
@@ -76,7 +74,7 @@ def test_every_byte_flipped_in_turn_is_found_and_the_chain_falls_back(chain, cap
                 assert [s for s, problem in problems.items() if problem] == list(range(step, 4))
             checked += 1
         path.write_bytes(sound)
-    assert checked > 2000
+    assert checked > 3000
     assert set(chain.verify().values()) == {None}
 
 

@@ -19,7 +19,7 @@ from comera.checkpoint.chain import CheckpointChain
 from comera.nn.module import tensor_trains
 from tests.processes import forking
 
-KILLS = int(os.environ.get("COMERA_KILLS", "12"))
+KILLS = int(os.environ.get("COMERA_KILLS", "20"))
 """How often a training process is killed; 200 takes some minutes."""
 
 LARGEST_DEVIATION = 0.01
