@@ -14,7 +14,12 @@ from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import as_torch, experts_apart, form_of, from_torch, fuse_experts_
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model
-from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
+from comera.nn.swap import (
+    evaluation_mode,
+    every_layer_called,
+    rename_tied_weights_,
+    swap_layers_,
+)
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     TTConfig,
@@ -24,7 +29,7 @@ from comera.nn.targets import (
     other_holders,
     tied_groups,
 )
-from comera.nn.tied import TiedTTLinear, rename_tied_weights_
+from comera.nn.tied import TiedTTLinear
 from comera.planning.planner import break_even
 from comera.shapes import BTTShape
 

@@ -54,17 +54,6 @@ class DenseWeight(Tensor):
             return _guard_views(result, guarded)
 
 
-class WeightByAssignment(nn.Module):
-    """A module whose ``weight`` is a property: a parameter assigned to it sets the property."""
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Set the cores on ``layer.weight = nn.Parameter(...)``; register others as torch does."""
-        if name == "weight" and param is not None:
-            self.weight = param.detach()
-        else:
-            super().register_parameter(name, param)
-
-
 def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
     """Compute a weight as a :class:`DenseWeight` whose error is ``remedy``.
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import check_tolerance, decompose_matrix, widened
+from comera.nn.decompose import decompose_matrix, widened
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name, may_share, params_of
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
@@ -23,7 +23,7 @@ from comera.ops.linear.tt_linear import (
     tt_to_dense,
 )
 from comera.planning.linear_ways import Layer
-from comera.shapes import LinearShape, TTShape, only_one, padded_rank
+from comera.shapes import LinearShape, TTShape, check_tolerance, only_one, padded_rank
 
 
 class CompressedLinear(TensorTrainModule):

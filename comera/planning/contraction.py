@@ -3,30 +3,24 @@
 Each product costs its multiply-adds once in the forward pass, and once more for each side that
 leads to a gradient, so the best tree of the forward pass is the best one for both passes.
 
-Indices are single letters: ``b`` is the batch, other lower-case letters are modes, upper-case
-letters are bonds. The outer bonds, of size one, have no index.
+Indices are those of :func:`~comera.planning.candidate.chain_indices`, and ``b`` for the batch.
 """
 
 import math
-import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from opt_einsum import get_symbol
 from opt_einsum.paths import DynamicProgramming
 
-from comera.shapes import TTMShape, TTShape
-
-BATCH = "b"
-_MODES = string.ascii_lowercase.replace(BATCH, "")
-_BONDS = string.ascii_uppercase
+from comera.planning.candidate import BATCH, Indices, chain_indices
+from comera.planning.linear_ways import Layer
+from comera.planning.lookup_ways import Lookup
+from comera.shapes import BTTShape, TTMShape, TTShape
 
 _ALL_TREES_UP_TO = 9
 """Tensors of a network up to which every tree is considered. Beyond (more than 4 + 4 modes) trees
 with outer products are left out, which keeps the search below a tenth of a second."""
-
-Indices = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -56,27 +50,6 @@ def lookup_network(shape: TTMShape, rows: int) -> Network:
     return Network(tensors, {BATCH: rows, **sizes}, (BATCH, *modes))
 
 
-def chain_indices(
-    modes: Sequence[int], ranks: Sequence[int]
-) -> tuple[list[str], dict[str, Indices], dict[str, int]]:
-    """Return the letters of a chain's modes, the indices of each core, and the index sizes."""
-    mode_letters = [_letter(_MODES, k) for k in range(len(modes))]
-    bond_letters = [_letter(_BONDS, k) for k in range(len(ranks))]
-    cores = {
-        f"core{k}": (*bond_letters[max(0, k - 1) : k], mode, *bond_letters[k : k + 1])
-        for k, mode in enumerate(mode_letters)
-    }
-    sizes = dict(zip([*mode_letters, *bond_letters], [*modes, *ranks], strict=True))
-    return mode_letters, cores, sizes
-
-
-def _letter(alphabet: str, k: int) -> str:
-    """Return the k-th letter, or past the end a symbol that opt_einsum takes."""
-    if k < len(alphabet):
-        return alphabet[k]
-    return get_symbol(len(string.ascii_letters) + 2 * (k - len(alphabet)) + (alphabet is _BONDS))
-
-
 class Search(NamedTuple):
     """The multiply-adds of the best contraction tree.
 
@@ -87,6 +60,17 @@ class Search(NamedTuple):
     forward: int
     operations: int
     separate: int
+
+
+def best_tree(work: Layer | Lookup) -> Search | None:
+    """Return the best tree of a tensor train; None for blocks or a weight that has vanished."""
+    shape: Any = work.shape
+    if 0 in shape.ranks or isinstance(shape, BTTShape):
+        return None
+    of_kind = linear_network if isinstance(work, Layer) else lookup_network
+    network = of_kind(shape, work.tokens)
+    wanted = network.tensors.keys() - (set() if work.input_grad else {"x"})
+    return search(network, wanted if work.train else ())
 
 
 def search(network: Network, wanted: Collection[str]) -> Search:

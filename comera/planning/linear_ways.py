@@ -21,7 +21,6 @@ from comera.planning.candidate import (
     product,
     product_seconds,
 )
-from comera.planning.contraction import Search, linear_network, search
 from comera.planning.machine import Machine, item_size
 from comera.shapes import BTTShape, LinearShape, TTShape, padded_rank
 
@@ -98,15 +97,6 @@ def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
     if not isinstance(layer.shape, TTShape):
         raise TypeError(f"no candidates are known for a {type(layer.shape).__name__}")
     return [factorized(layer, machine, dtype), reconstructed(layer, machine, dtype)]
-
-
-def best_tree(layer: Layer) -> Search | None:
-    """Return the best tree of a tensor train; None for blocks or a weight that has vanished."""
-    if not isinstance(layer.shape, TTShape) or 0 in layer.shape.ranks:
-        return None
-    network = linear_network(layer.shape, layer.tokens)
-    wanted = set(network.tensors) - (set() if layer.input_grad else {"x"})
-    return search(network, wanted if layer.train else ())
 
 
 def _factorized_products(layer: Layer) -> tuple[Dims, ...]:

@@ -17,7 +17,6 @@ from comera.planning.candidate import (
     gates,
     product,
 )
-from comera.planning.contraction import Search, lookup_network, search
 from comera.planning.machine import Machine, item_size
 from comera.shapes import TTMShape
 
@@ -68,14 +67,6 @@ def candidates(lookup: Lookup, machine: Machine, dtype: str) -> list[Candidate]:
         return [only_zeros(lookup, machine, dtype)]
     factors = from_factors(lookup, machine, dtype, unique=False)
     return [from_factors(lookup, machine, dtype, unique=True), replace(factors, runs=False)]
-
-
-def best_tree(lookup: Lookup) -> Search | None:
-    """Return the best tree of a lookup row by row; None for a table that has vanished."""
-    if 0 in lookup.shape.ranks:
-        return None
-    network = lookup_network(lookup.shape, lookup.tokens)
-    return search(network, network.tensors if lookup.train else ())
 
 
 def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) -> Candidate:

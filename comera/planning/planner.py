@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
-from comera.planning.contraction import Search
+from comera.planning.contraction import Search, best_tree
 from comera.planning.linear_ways import Layer, first_where
 from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine
@@ -24,22 +24,17 @@ class Plan(Report):
     """Candidates to compute one layer at one batch size on one machine; prints as a table.
 
     Attributes:
-        title: The layer in words.
-        tokens: Rows or indices in the batch.
+        layer: The layer at its batch.
         candidates: The ways to compute the layer, fastest first by prediction.
         dense: The torch layer it replaces.
-        search: The contraction tree with the fewest operations, forward and backward. None for
-            blocks and for a layer of rank zero.
         eager: On a GPU the plan in eager mode (the rest is for a captured step); else None.
     """
 
-    title: str
-    tokens: int
+    layer: Layer | Lookup
     dtype: str
     machine: Machine
     candidates: tuple[Candidate, ...]
     dense: Candidate
-    search: Search | None
     eager: "Plan | None" = None
 
     @property
@@ -62,6 +57,11 @@ class Plan(Report):
         """Most memory held at once by the chosen candidate, in units of the dense layer's."""
         return self.chosen.peak_bytes / self.dense.peak_bytes
 
+    @functools.cached_property
+    def search(self) -> Search | None:
+        """The contraction tree with the fewest operations; None for blocks and at rank zero."""
+        return best_tree(self.layer)
+
     @property
     def excess(self) -> float:
         """Operations of the chosen candidate above those of the best tree, as a share of these.
@@ -82,7 +82,7 @@ class Plan(Report):
 
     @property
     def heading(self) -> str:  # type: ignore[override]
-        return f"{self.title}\n{self.tokens} tokens, {self.dtype}, {self.machine.title}"
+        return f"{self.layer}\n{self.layer.tokens} tokens, {self.dtype}, {self.machine.title}"
 
     def tables(self) -> list[Table]:
         """Return the steps of the chosen candidate, and all candidates."""
@@ -161,14 +161,12 @@ def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32
     if isinstance(layer, Lookup):
         made = lookup_ways.candidates(layer, machine, dtype)
         dense = lookup_ways.torch_embedding(layer, machine, dtype)
-        best = lookup_ways.best_tree(layer)
     else:
         made = linear_ways.candidates(layer, machine, dtype)
         dense = linear_ways.torch_linear(layer, machine, dtype)
-        best = linear_ways.best_tree(layer)
     eager = plan_layer(layer, machine=machine.eager, dtype=dtype) if machine.eager else None
     made.sort(key=lambda one: one.seconds)  # of equals the first listed
-    return Plan(str(layer), layer.tokens, dtype, machine, tuple(made), dense, best, eager)
+    return Plan(layer, dtype, machine, tuple(made), dense, eager)
 
 
 @dataclass(frozen=True)
@@ -221,8 +219,8 @@ class BreakEven:
 
     def __str__(self) -> str:
         kind = "block tensor train" if self.blocks else "tensor train"
-        text = f"at {self.plan.tokens} tokens this {kind} takes {self.time_ratio:.2g}x the time "
-        text += "of nn.Linear "
+        text = f"at {self.plan.layer.tokens} tokens this {kind} takes "
+        text += f"{self.time_ratio:.2g}x the time of nn.Linear "
         if self.eager_ratio is not None:
             text += f"in a captured step, {self.eager_ratio:.2g}x in eager mode, "
         text += f"and {self.plan.memory_ratio:.2g}x its memory"

@@ -13,11 +13,10 @@ from torch.utils.hooks import unserializable_hook
 
 from comera.nn.module import TensorTrainModule
 from comera.optim.state_layout import AnyOptimizer
-from comera.rank.learning import RankLearning, check_steps
+from comera.rank.learning import AllGates, RankLearning, check_steps
 from comera.rank.prune import check_min_keep
-from comera.rank.size import AllGates
+from comera.shapes import check_min_rank
 from comera.surgery.canonical import canonicalize_
-from comera.surgery.truncate import check_min_rank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -98,7 +98,7 @@ class ModelPlan(Report):
         rows = [
             (
                 layer.shown_names,
-                layer.plan.title,
+                str(layer.plan.layer),
                 layer.plan.chosen.name,
                 show_seconds(layer.plan.chosen.seconds),
                 f"{layer.plan.time_ratio:.2f}x",

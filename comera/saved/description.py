@@ -18,9 +18,9 @@ from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import as_torch, split_names
 from comera.nn.linear import TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
-from comera.nn.swap import swap_layers_
+from comera.nn.swap import rename_tied_weights_, swap_layers_
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TableHead, TiedTTLinear, rename_tied_weights_
+from comera.nn.tied import TableHead, TiedTTLinear
 from comera.serving.freeze import refuses_training
 from comera.serving.layers import FactoredHead, FactoredTable, ThinLinear
 

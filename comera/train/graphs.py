@@ -26,11 +26,6 @@ class Contents:
     peak_bytes: int | None = None
 
 
-def graphs_on(device: torch.device) -> "CudaGraphs | None":
-    """Return the recorder of a device; None where there is none."""
-    return CudaGraphs(device) if device.type == "cuda" else None
-
-
 class CudaGraphs:
     """Recorder of a GPU.
 
