@@ -30,7 +30,7 @@ from comera.nn.targets import (
     tied_groups,
 )
 from comera.nn.tied import TiedTTLinear
-from comera.planning.planner import break_even
+from comera.planning.planner import plan_layer
 from comera.shapes import BTTShape
 
 log = logging.getLogger("comera")
@@ -142,12 +142,13 @@ def _tensorized(
     for members in alike.values():
         layer = members[0][1]
         setting = layer.planner_setting()
-        found = break_even(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
-        if found.worst > _WORST_RATIO:
-            slower = found.loses_time or (found.eager_ratio or 0) > 1
+        plan = plan_layer(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
+        if plan.worst_ratio > _WORST_RATIO:
+            slower = max(plan.time_ratio, plan.eager_ratio or 0.0) > 1
             guess = "" if setting["machine"].measured else _GUESS
             which = listed([name for name, _ in members], most=2)
-            log.log(logging.WARNING if slower else logging.INFO, _LOSES, which, found, guess)
+            level = logging.WARNING if slower else logging.INFO
+            log.log(level, _LOSES, which, plan.sentence(), guess)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
     return cast(Model, converted)  # or the layer in its place

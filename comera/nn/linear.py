@@ -307,8 +307,9 @@ def _dense_from(shape: Any, layer: Any, dtype: str, device: str) -> int:
         return sys.maxsize
     from comera.planning.linear_ways import dense_from  # few layers have ranks so large
 
-    layer = Layer(TTShape(*shape), 1, *layer)
-    rows = dense_from(layer, dtype=dtype, machine=machine_of(torch.device(device)))
+    *layer, train = layer
+    machine = machine_of(torch.device(device))
+    rows = dense_from(Layer(TTShape(*shape), 1, *layer), machine=machine, dtype=dtype, train=train)
     return sys.maxsize if rows is None else rows
 
 

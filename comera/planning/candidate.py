@@ -125,8 +125,6 @@ class Work:
 
     shape: Shape
     tokens: int
-    train: bool
-    input_grad: bool = True
 
     def sizes(self, dtype: str) -> tuple[dict[str, int], int]:
         """Return the numbers in each input by name, and those in the output."""
@@ -193,11 +191,8 @@ def candidate(
 ) -> Candidate:
     """Make a candidate, and add up the time and memory of its steps.
 
-    ``parameters`` are sizes by name. The backward pass is left out without training, as is the
-    gradient of an input that needs none.
+    ``parameters`` are sizes by name.
     """
-    wanted = [step for step in backward if work.input_grad or step.result != "grad(x)"]
-    backward = wanted if work.train else []
     inputs, output = work.sizes(dtype)
     sizes = {**inputs, **{step.result: step.size for step in forward}}
     made, read_first = set[str](), set[str]()

@@ -1,13 +1,13 @@
 """Contraction trees of tensor networks: the tree with the fewest operations.
 
-Each product costs its multiply-adds once in the forward pass, and once more for each side that
-leads to a gradient, so the best tree of the forward pass is the best one for both passes.
+Each product costs its multiply-adds once in the forward pass, and once more for each of the two
+gradients, so the best tree of the forward pass is the best one for both passes.
 
 Indices are those of :func:`~comera.planning.candidate.chain_indices`, and ``b`` for the batch.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,25 +68,17 @@ def best_tree(work: Layer | Lookup) -> Search | None:
     if 0 in shape.ranks or isinstance(shape, BTTShape):
         return None
     of_kind = linear_network if isinstance(work, Layer) else lookup_network
-    network = of_kind(shape, work.tokens)
-    wanted = network.tensors.keys() - (set() if work.input_grad else {"x"})
-    return search(network, wanted if work.train else ())
+    return search(of_kind(shape, work.tokens))
 
 
-def search(network: Network, wanted: Collection[str]) -> Search:
-    """Search the tree of a network with the fewest multiply-adds; ``wanted`` get a gradient."""
+def search(network: Network) -> Search:
+    """Search the tree of a network with the fewest multiply-adds."""
     find = DynamicProgramming("flops", search_outer=len(network.tensors) <= _ALL_TREES_UP_TO)
-    # The indices of each tensor or partial product, and whether it gets a gradient.
-    nodes = [(frozenset(each), name in wanted) for name, each in network.tensors.items()]
-    gradients, output = sum(grad for _, grad in nodes), frozenset(network.output)
-    inputs = [indices for indices, _ in nodes]
-    path = find(inputs, output, dict(network.sizes)) if len(nodes) > 1 else []
-    forward = backward = 0
+    nodes, output = [*map(frozenset, network.tensors.values())], frozenset(network.output)
+    path = find(list(nodes), output, dict(network.sizes)) if len(nodes) > 1 else []
+    forward = 0
     for pair in path:
-        (one, one_grad), (two, two_grad) = (nodes.pop(k) for k in sorted(pair, reverse=True))
-        cost = math.prod(network.sizes[index] for index in one | two)
-        forward += cost
-        backward += cost * (one_grad + two_grad)
-        kept = (one | two) & output.union(*(indices for indices, _ in nodes))
-        nodes.append((kept, one_grad or two_grad))
-    return Search(forward, forward + backward, (1 + gradients) * forward)
+        one, two = (nodes.pop(k) for k in sorted(pair, reverse=True))
+        forward += math.prod(network.sizes[index] for index in one | two)
+        nodes.append((one | two) & output.union(*nodes))
+    return Search(forward, 3 * forward, (1 + len(network.tensors)) * forward)

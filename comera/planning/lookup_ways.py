@@ -27,7 +27,7 @@ _OPERATORS = 3
 
 @dataclass(frozen=True)
 class Lookup(Work):
-    """One batch of ``tokens`` lookups in a table of ``shape``; ``train`` adds a backward pass.
+    """One batch of ``tokens`` lookups in a table of ``shape``.
 
     ``distinct`` is the number of different indices to expect, None for the most that there can be.
     ``num_embeddings`` and ``embedding_dim`` are those of the table if the modes multiply to more.
@@ -38,7 +38,6 @@ class Lookup(Work):
     distinct: int = None  # type: ignore[assignment]  # filled in by __post_init__
     num_embeddings: int = None  # type: ignore[assignment]
     embedding_dim: int = None  # type: ignore[assignment]
-    train: bool = True
 
     def __post_init__(self) -> None:
         self.check_count("tokens")
