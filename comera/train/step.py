@@ -276,6 +276,7 @@ class TrainStep:
                 with warnings.catch_warnings():
                     # torch.compile looks at .grad of all it is given, shared factors included.
                     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
+                    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")
                     loss = self._loss_fn(self.model, part)
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

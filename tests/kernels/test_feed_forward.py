@@ -251,7 +251,9 @@ def test_kernels_equal_the_reference_on_a_card(activation, rows, dtype):
     else:
         layers = Layers("several blocks", activation, True, dtype, "cuda", torch.seed(), rows)
     found = layers.run()
-    assert_near([t.cpu() for t in found], layers.want(), layers.rounded, factor=2)
+    # Beside zero, a rounded argument of relu has the other derivative.
+    factor = 3 if activation == "relu" else 2
+    assert_near([t.cpu() for t in found], layers.want(), layers.rounded, factor)
     assert all(map(torch.equal, found, layers.run()))
 
 
