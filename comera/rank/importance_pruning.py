@@ -95,7 +95,7 @@ class ImportancePruning(RankLearning):
         self._canonical_from = steps - min(_OBSERVED, (steps + 1) // 2)
         self._mean: Tensor | None = None  # running mean, of all gates in turn
         self._lost: dict[int, Tensor] = {}  # gate times gradient since the last step
-        self._observed: dict[int, tuple[nn.Parameter, Any]] = {}  # gates with their hooks
+        self._observed: dict[int, tuple[Tensor, Any]] = {}  # gates with their hooks
         self._observe_()
 
     def __getstate__(self) -> dict[str, Any]:
