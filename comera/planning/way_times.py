@@ -1,7 +1,7 @@
-"""Measured times of the ways of operators on a card.
+"""Save and load measured times of the ways (implementations) of operators on a GPU.
 
-``comera calibrate`` saves them in one JSON file for each device and version of torch. Without one a
-card uses the figures of one H100 below (``docs/benchmarks/h100-operators.md``); on a CPU operators
+``comera calibrate`` saves the times in a JSON file for each device and version of torch. Without it
+a GPU uses the times of one H100 below (``docs/benchmarks/h100-operators.md``). On a CPU operators
 try their ways in the order in which they list them.
 """
 
@@ -29,9 +29,9 @@ Size = int | str
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one group of operators at ``sizes``: ``seconds`` of both passes, by way.
+    """Times of one group of operators at ``sizes``: each way's ``seconds`` for both passes.
 
-    ``captured``: whether measured in a CUDA graph, or in eager mode.
+    ``captured`` is whether they were measured in a CUDA graph rather than in eager mode.
     """
 
     group: str
@@ -49,11 +49,11 @@ class Timing:
 
     @property
     def case(self) -> tuple[object, ...]:
-        """Key of the measurement; a later one of the same key replaces it."""
+        """Key of the measurement; a later measurement with the same key replaces it."""
         return self.group, self.dtype, self.captured, self.sizes
 
     def order(self, names: Sequence[str]) -> list[str]:
-        """Sort the names that have times, fastest first; ties stay in the given order."""
+        """Return the names that have times, fastest first; near ties stay in the given order."""
         left, found = [name for name in names if name in self.seconds], list[str]()
         while left:
             enough = _EVEN * min(self.seconds[name] for name in left)
@@ -64,10 +64,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class WayTimes:
-    """All known ``timings`` of a device, one a case; ``origin`` is their source, for people.
+    """All known ``timings`` of a device, one for each case; ``origin`` says where they come from.
 
-    ``measured``: whether measured on this device. ``least``: sizes by group below which there are
-    no times.
+    ``measured`` is whether they were measured on this device. ``least`` has, by group, the sizes
+    below which no timing applies.
     """
 
     origin: str
@@ -78,7 +78,7 @@ class WayTimes:
     def nearest(
         self, group: str, dtype: str, captured: bool, sizes: Sequence[Size]
     ) -> Timing | None:
-        """Return the entry of nearest sizes, or None; eager and graph times may stand in."""
+        """Return the timing of nearest sizes, maybe with the other ``captured``; None without one."""
         least = self.least.get(group, ())
         if any(isinstance(n, int) and n < low for n, low in zip(sizes, least, strict=False)):
             return None
@@ -92,7 +92,7 @@ class WayTimes:
 
 
 def _distance(measured: Sequence[Size], asked: Sequence[Size]) -> float | None:
-    """Add up the ratios of numbers; None if words differ."""
+    """Return the sum of the sizes' log-ratios; None if the words among the sizes differ."""
     if len(measured) != len(asked):
         return None
     total = 0.0
