@@ -111,7 +111,7 @@ def _seconds(run: Run, device: str) -> float:
 
 
 def _onednn_gain(say: Say) -> float:
-    """Measure oneDNN's speed divided by torch's default library's; return the lower of two sizes."""
+    """Measure oneDNN's speed over that of torch's default library; return the lower of two."""
     if not has_onednn():
         return 1.0
     gains = []

@@ -206,7 +206,7 @@ def copies_of(device: torch.device, nbytes: float) -> int:
 
 
 def in_turn(runs: Sequence[Run], device: torch.device) -> Run:
-    """Return a function that calls all runs: on a GPU as one CUDA graph, so host time is left out."""
+    """Return a function that calls all runs: on a GPU as one CUDA graph, without host time."""
     if device.type != "cuda":
         return lambda: [run() for run in runs]
     stream = torch.cuda.Stream(device)

@@ -31,7 +31,7 @@ Indices = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Network:
-    """A tensor network: indices of its tensors and its output, and their sizes; others are summed."""
+    """A tensor network: indices of tensors and output, and their sizes; others are summed."""
 
     tensors: Mapping[str, Indices]
     sizes: Mapping[str, int]

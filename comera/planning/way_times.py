@@ -78,7 +78,7 @@ class WayTimes:
     def nearest(
         self, group: str, dtype: str, captured: bool, sizes: Sequence[Size]
     ) -> Timing | None:
-        """Return the timing of nearest sizes, maybe with the other ``captured``; None without one."""
+        """Return the timing of nearest sizes, at need with the other ``captured``; or None."""
         least = self.least.get(group, ())
         if any(isinstance(n, int) and n < low for n, low in zip(sizes, least, strict=False)):
             return None
