@@ -23,8 +23,7 @@ def naming_a_full_disk(
     """Add the path and a remedy to the error of a full disk, an exhausted quota or a size limit.
 
     Raises ``OSError`` with the same ``errno`` and the path as ``filename`` in place of what Python,
-    safetensors or NumPy raised; other exceptions pass. ``otherwise`` is the remedy named
-    besides freeing space.
+    safetensors or NumPy raised; other exceptions pass. ``otherwise`` is a second remedy to name.
     """
     try:
         yield

@@ -5,8 +5,7 @@
     folder/step-000001000/manifest.json        description, checksums, link to the one before
                           tensors.safetensors  compressed streams of bytes
 
-A manifest holds the checksums of the tensor file, of itself, and of the manifest of the checkpoint
-that it builds on.
+A manifest holds checksums of the tensor file, of itself, and of the manifest that it builds on.
 """
 
 import contextlib

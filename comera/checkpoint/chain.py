@@ -96,8 +96,7 @@ class CheckpointChain:
         Args:
             folder: Folder for the checkpoints and nothing else; made when the first one is saved.
             mode: ``lossless`` keeps every bit; files are about a sixth smaller than the tensors.
-            bits: 2 to 8; a change or a moment becomes one of ``2 ** bits - 1`` values or is left
-                out.
+            bits: 2 to 8; a change or moment becomes one of ``2 ** bits - 1`` values or is left out.
             rate: Price of a bit, as a share of the variance of the values: a larger price makes
                 smaller files and larger errors. The price is raised for changes that are small
                 beside their weights, and 5.5 times less for cores of tensor trains. 0 is the

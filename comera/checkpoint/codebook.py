@@ -163,8 +163,7 @@ def _refined(
 def _walls(centres: Tensor, prices: Tensor) -> Tensor:
     """Compute the values at which the next centre becomes cheaper, as float64 ``(k - 1,)``.
 
-    The cost of a centre is squared distance plus price. Both walls of a centre that is nowhere the
-    cheapest are equal.
+    Cost is squared distance plus price. A centre that is nowhere the cheapest has equal walls.
     """
     at, costs = centres.tolist(), (centres.square() + prices).tolist()
     best: list[int] = []  # the centres that cost least somewhere

@@ -69,8 +69,7 @@ class Policy:
 class Snapshot:
     """Tensors by name, in the order of writing; the tensors of ``model`` are written as changes.
 
-    ``skeleton`` is everything but the tensors; ``lossy`` has the names of tensors that may change a
-    little.
+    ``skeleton`` is everything but the tensors; ``lossy`` names tensors that may change a little.
     """
 
     skeleton: Any = None

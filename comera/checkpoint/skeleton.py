@@ -40,8 +40,7 @@ _SKIPPED = object()
 def parsed(raw: bytes) -> Any:
     """Return the value of a JSON text.
 
-    Raises ``ValueError`` or ``RecursionError`` if it is no JSON, or is nested deeper than
-    ``DEEPEST``.
+    Raises ``ValueError`` or ``RecursionError`` if it is no JSON, or nested deeper than ``DEEPEST``.
     """
     value = json.loads(raw)
     level = [value] if isinstance(value, dict | list) else []

@@ -101,8 +101,8 @@ def compress_(
         model: Any model with ``nn.Linear`` layers.
         calibration: Batches as ``loss_fn`` takes them, of the kind of data the model is for. Some
             ten thousand rows (tokens) are enough. Or the result of :func:`~comera.sensitivity` for
-            this model or the one it is a copy of; then give the arguments from ``loss_fn`` on to
-            that function instead.
+            this model or the one it is a copy of; then give that function the arguments from
+            ``loss_fn`` on.
         budget: Parameters of the whole model after compression, divided by those now, in (0, 1); or
             their bytes with a unit: ``"60MB"`` (10^6 bytes), ``"60MiB"`` (2^20 bytes).
         max_loss: Largest loss that ``evaluate`` may return; replaces ``budget``. Bisection tries

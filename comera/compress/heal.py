@@ -70,8 +70,8 @@ def heal_(
         model: The compressed model; its dropout is off.
         dense: The model before compression, or any other teacher with answers of the same shape.
         batches: The batches, read once, or again and again until ``seconds`` are over.
-        seconds: Time after which to stop. None stops after one pass over ``batches``, which then
-            need a length.
+        seconds: Time after which to stop. None stops after one pass over ``batches``, which need a
+            length.
         lr: Highest learning rate.
         outputs: Function ``outputs(model, batch)`` that returns the answers. If None, batches are
             mappings as models of Hugging Face take them, and the answers are ``logits``.

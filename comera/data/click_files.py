@@ -137,8 +137,7 @@ def transformed(
 ) -> np.ndarray:
     """Transform numbers ``(n, C)`` to inputs of the model, float32; non-finite ones are missing.
 
-    ``transform`` is a setting of ``ClickData``; ``standard`` uses ``mean`` and ``spread``,
-    ``(C,)``.
+    ``transform`` is that of ``ClickData``; ``standard`` uses ``mean`` and ``spread``, ``(C,)``.
     """
     missing = ~np.isfinite(values)
     if transform == "log":
@@ -190,7 +189,7 @@ def columns_of(
 ) -> Columns:
     """Return the columns that the settings name, with defaults from the file.
 
-    Raises ``ValueError`` without a label, or if a column is missing, named twice, or both label and
+    Raises ``ValueError`` without label, or if a column is missing, named twice or label and
     feature.
     """
     if format == "criteo":

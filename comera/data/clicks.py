@@ -163,8 +163,7 @@ class Clicks:
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
         """Return training batch number ``step``.
 
-        It has ``continuous`` float32 ``(B, C)``, ``fields`` int64 ``(B, F)``, ``labels`` float32
-        ``(B,)``.
+        ``continuous`` is float32 (B, C), ``fields`` is int64 (B, F), ``labels`` is float32 (B,).
         """
         per_epoch = self.steps_per_epoch(batch_size)
         if not per_epoch:

@@ -32,8 +32,7 @@ class RankCallback(Callback):
     before checkpoints of that step. Checkpoints hold the state of rank learning and the random
     state of host and GPUs, so ``trainer.fit(module, ckpt_path=...)`` resumes exactly if the data
     loader does. With ``strategy="ddp"`` each resumed process has the random state of the first.
-    ``configure_optimizers`` should use :func:`comera.param_groups`; the log warns of weight decay
-    of gates.
+    ``configure_optimizers`` should use :func:`comera.param_groups`; the log warns if gates decay.
 
     Args:
         ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of the module, or

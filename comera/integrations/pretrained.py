@@ -43,8 +43,7 @@ def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTraine
     to tensor-train tables. :func:`~comera.integrations.transformers.learn_ranks_` calls this.
 
     ``config`` says how the model was compressed, for readers of ``config.json``. Returns the model.
-    Raises ``TypeError`` for other models, and ``ValueError`` for weights quantized by another
-    method.
+    Raises ``TypeError`` for other models, and ``ValueError`` if another method quantized weights.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

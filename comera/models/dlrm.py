@@ -36,8 +36,8 @@ class DLRM(nn.Module):
 
     Shapes:
         continuous ``(B, C)``, or None if there are none; fields ``(B, F)`` integers, or for fields
-        of many values a pair ``(indices (N,), offsets (B,))`` for each; output ``(B,)``, the logit
-        of a click.
+        of many values a pair ``(indices (N,), offsets (B,))`` each; output ``(B,)``, logits of a
+        click.
 
     Raises:
         ValueError: If there is no table, a size is below one, or inputs do not fit the model.

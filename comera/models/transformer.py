@@ -95,8 +95,8 @@ class Encoder(nn.Module):
         norm: ``"pre"`` or ``"post"`` layer norm.
         qk_norm: Normalise the queries and keys of every head, which bounds attention scores at
             high learning rates. Tensor trains then attend by heads, not in the space of ranks.
-        position_std: Standard deviation of initial embeddings of positions and segments; token
-            embeddings have 0.02.
+        position_std: Standard deviation of initial position and segment embeddings; tokens have
+            0.02.
 
     Shapes:
         tokens ``(B, T)`` integers, segments likewise or None; output ``(B, T, D)``.

@@ -30,8 +30,8 @@ class TTEmbedding(TTTable):
             of 768, or a :class:`~comera.TTMShape`; if None, modes chosen for fast lookups.
         order: Number of cores if ``shape`` is None.
         compression: How many times fewer parameters than the dense rows; replaces ``rank``.
-        hot_rows: How many of the first rows to keep as a dense table beside the train; for indices
-            sorted by frequency.
+        hot_rows: How many of the first rows, the most frequent ones, to keep densely beside the
+            train.
         hot_rank: Hold each hot row as so many coordinates in a shared basis, instead of densely.
         scatter_rows: Whether to put neighbouring indices far apart in the train, as neighbouring
             rows share most parameters. Default: if there are no hot rows. Give False if

@@ -86,8 +86,8 @@ def self_attention(
     ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a head are
     ``(x A_q) (B_q B_k^T) (x A_k)^T``. ``keep_BT`` are the positions to attend to (None for all), or
     :func:`~comera.ops.attention.score_bias` of them. Raises ``ValueError`` if ``num_heads`` does
-    not divide the width, ``keep_BT`` has another shape than the sequences, or ``dropout`` is no
-    probability.
+    not divide the width, ``keep_BT`` has another shape than the sequences, or ``dropout`` is not in
+    [0, 1].
     """
     batch, length, width = x_BTD.shape
     if num_heads < 1 or width % num_heads:

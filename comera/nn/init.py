@@ -69,8 +69,8 @@ def init_keys_as_queries_(model: nn.Module) -> nn.Module:
 
     Args:
         model: Attention layers are modules with children ``query`` and ``key``, ``q_proj`` and
-            ``k_proj``, or ``q_lin`` and ``k_lin``. Call this after ``tensorize_``, which may draw
-            new cores.
+            ``k_proj``, or ``q_lin`` and ``k_lin``. Call this after ``tensorize_``, which draws
+            cores.
 
     Returns:
         The model.

@@ -257,8 +257,8 @@ class TTLinear(CompressedLinear):
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
 
         R is the padded bond between them; a bias is the last row of the right factor. Inside a
-        :class:`~comera.BatchedContraction` the factors are cached, in the dtype ``autocast`` of
-        that context if given.
+        :class:`~comera.BatchedContraction` the factors are cached, in its dtype ``autocast`` if
+        given.
         """
         shared = self.shared_factors
         if shared is not None:

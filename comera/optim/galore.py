@@ -257,8 +257,7 @@ class GaLore(Optimizer):
     def refresh_(self) -> None:
         """Count a step, and recompute the subspaces that are due, from the present gradients.
 
-        Call this after each replay of a CUDA graph. Subspaces are updated in place for the next
-        replay.
+        Call this after each replay of a CUDA graph, whose next replay uses the new subspaces.
         """
         for group in self.param_groups:
             for param in group["params"]:

@@ -24,8 +24,7 @@ class OptimizerInBackward:
     Gradients then need the memory of the largest layers instead of all. Schedulers, checkpoints and
     ``truncate_`` go on using the wrapped optimizer, and its steps are the same, bit for bit on a
     CPU. Still call :meth:`step` (or the optimizer's) once in each iteration: it ends the iteration,
-    runs the optimizer's post hooks, and steps parameters without a hook, such as those of groups
-    added later.
+    runs the optimizer's post hooks, and steps parameters without a hook, as of groups added later.
 
     Args:
         optimizer: Any optimizer that updates each parameter only from its own gradient and state.

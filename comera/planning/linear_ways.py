@@ -1,7 +1,7 @@
 """Plan the ways to compute a compressed linear layer, and the dense layer, as lists of steps.
 
 A factorized layer multiplies the batch by the contracted factors ``A (in, r)`` and ``B (r, out)``
-in turn, a reconstructed one by ``W = A B``. A block tensor train takes two batched products and a
+in turn, a reconstructed one by ``W = A B``. A block tensor train is two batched products and a
 shuffle.
 
 Letters of the equations of blocks: t = tokens, a and b = blocks of the input and the numbers in

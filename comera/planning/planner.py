@@ -249,8 +249,7 @@ def suggest(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Sugges
     """Find the largest rank at which a tensor train beats nn.Linear at a batch.
 
     The search tries the modes of ``shape`` with one bound on all bonds; if no rank is fast enough,
-    balanced modes of other orders, fewest cores first. Returns None if nn.Linear is faster than
-    all.
+    balanced modes of other orders, fewest cores first. Returns None if nn.Linear is fastest.
     """
     machine.rate(dtype)
     shape = layer.shape

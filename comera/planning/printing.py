@@ -67,8 +67,8 @@ class Table:
             words if room is scarce. All other columns are numbers, which are never broken.
         names: Index of the column of dotted names. If room is scarce, the prefix that most names
             share is written once, in the title.
-        spare: Names of the columns to leave out if there is no room, in that order. A line below
-            the table lists them.
+        spare: Names of the columns to leave out if there is no room, in order; a line below lists
+            them.
         total: Whether a line is drawn above the last row.
     """
 

@@ -123,7 +123,7 @@ def check_target(target: Any) -> None:
 
 
 def check_steps(name: str, steps: Any, least: int, why: str = "") -> None:
-    """Raise ``ValueError`` unless ``steps`` is a whole number from ``least``; ``why`` ends the text."""
+    """Raise ``ValueError`` unless ``steps`` is a whole number from ``least``; add ``why``."""
     if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < least:
         raise ValueError(f"{name}={steps!r} must be a whole number of steps, from {least}{why}")
 
@@ -156,8 +156,8 @@ class RankLearning(ABC):
     Attributes:
         method: The name of the class in states and errors.
         steps_done: Steps counted so far.
-        process_group: The group that was given, or the group of the ``DistributedDataParallel`` in
-            a ``TrainStep``.
+        process_group: The group that was given, or that of the ``DistributedDataParallel`` in
+            ``TrainStep``.
         forced: Number of gates above 0.1 that :meth:`finish_` has closed; None before it ran.
     """
 
@@ -290,8 +290,7 @@ class RankLearning(ABC):
 
         Raises:
             ValueError: If processes hold different gates or would cut different ranks; then no
-                process changes anything. If cores are not finite or the optimizer's state cannot be
-                cut.
+                process changes anything. If cores are not finite or optimizer state cannot be cut.
             RuntimeError: If another process cannot cut its ranks.
         """
 

@@ -27,8 +27,7 @@ class SizeOfRanks:
     ``sum_k n_k d_{k-1} d_k`` (CoMERA, arXiv 2405.14377, equation 5). In the exact size ``d_k`` is
     the number of open gates, which are above ``prune_below``; a layer with an empty bond has size
     zero. In the relaxed size ``d_k`` is the sum of the open gates, which has a gradient. Both agree
-    if open gates are one. Raises ``ValueError`` if the model has no tensor-train layer whose gates
-    train.
+    if open gates are one. Raises ``ValueError`` if the model has no tensor train whose gates train.
 
     Args:
         model: The model, whose present tensor-train layers count, except any with a frozen gate.

@@ -76,8 +76,7 @@ class TwoStage(RankLearning):
     two calls. Training then goes on with the small model.
 
     Args:
-        model: The model. Ranks of its tensor-train layers are learned, unless their gates are
-            frozen.
+        model: The model, whose tensor trains learn their ranks, unless their gates are frozen.
         target: Size of these layers' cores at the end, as a share of their size now, in (0, 1].
         early_steps: Steps before the late stage begins.
         late_steps: Steps of the late stage, at least one; afterwards the objective is the loss
@@ -195,8 +194,7 @@ class TwoStage(RankLearning):
         """Cut ranks, see :meth:`~comera.rank.learning.RankLearning.finish_`.
 
         If too many ranks are open, gates are closed greedily until the target is met, those with
-        the smallest share of their layer first. A warning counts closed gates above 0.1 if there
-        are many.
+        the smallest share of their layer first. A warning tells if many were above 0.1.
         """
         group = self._processes()
         live = int(self.size.read().live.sum())

@@ -80,8 +80,7 @@ class CompressionReport(Report):
         dense_bytes: Bytes of the parameters if all layers were dense.
         dense_params: Parameters of the model if all layers were dense.
         tt_params: Stored parameters of the tensor-train layers: cores, gates and dense rows.
-        live_params: Entries that the cores would keep after truncation now, which is the size that
-            rank learning counts.
+        live_params: Entries of the cores after truncation now: the size that rank learning counts.
         tt_dense_params: Entries of the tensor-train layers' dense weights.
     """
 

@@ -151,8 +151,7 @@ def memory_report(
     Args:
         model: The model, on any device, even ``meta``.
         optimizer: The optimizer of its parameters; state that exists already is counted. Groups of
-            one name share a line. With updates in backward, the listed gradients never exist all
-            at once.
+            one name share a line. With updates in backward, gradients never exist all at once.
         title: Title of the table.
 
     Raises:

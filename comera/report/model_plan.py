@@ -84,7 +84,7 @@ class ModelPlan(Report):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that tensor-train layers keep for backward, without parameters; fused ones keep less."""
+        """Bytes that these layers keep for backward, without parameters; fused ones keep less."""
         return sum(len(layer.names) * layer.plan.chosen.saved_bytes for layer in self.layers)
 
     @property

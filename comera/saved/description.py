@@ -188,8 +188,7 @@ def rebuild_(model: nn.Module, layers: Mapping[str, Entry]) -> nn.Module:
 
     The model, possibly on ``meta``, is made like the dense model before compression. Returns the
     model, or the layer that replaces it; new layers are on ``meta``. Raises ``ValueError``, with
-    the layer's name, if an entry is damaged or there is no such layer to replace; the model is then
-    unchanged.
+    the layer's name, if an entry is damaged or a layer is missing; the model is then unchanged.
     """
     made = build_layers(layers)
     check_places(model, made)

@@ -114,8 +114,7 @@ def write_folder(
     """Write the files of a model, with one tensor at a time in memory.
 
     ``described`` is the description; ``tensors`` have dtypes and shapes by name. ``read`` returns
-    the tensor of a name on the CPU and is called twice for each. ``check`` runs before the files
-    appear.
+    the tensor of a name on the CPU, twice for each. ``check`` runs before files appear.
     """
     described["tensors"] = {name: _note_of(read(name)) for name in tensors}
     text = json.dumps(described, indent=1)
@@ -150,10 +149,8 @@ def load_model(
     Args:
         folder: The folder of the model.
         model: The dense model, made like the saved model before compression, or a function or class
-            that makes it. Its numbers do not matter: it may be on the ``meta`` device. It is
-            changed in place.
-        device: Device of the result; by default that of the given model, or the CPU if that is
-            ``meta``.
+            that makes it. Its numbers do not matter: it may be on ``meta``. It is changed in place.
+        device: Device of the result; by default the given model's, or the CPU instead of ``meta``.
 
     Returns:
         The model; if it was itself a tensor-train layer, that layer. Parameters are trained or
@@ -163,8 +160,7 @@ def load_model(
         FileNotFoundError: If there is no such folder, or no model in it.
         ValueError: If a file is damaged, of another program or of a later version, or the given
             model differs from the saved one; the message says where. The model is then unchanged.
-        TypeError: If ``model`` is neither a module nor makes one, or if it is given before
-            ``folder``.
+        TypeError: If ``model`` is neither a module nor makes one, or is given first.
 
     Example::
 

@@ -43,8 +43,8 @@ def freeze_(
     A linear layer becomes two thin linear layers and a table two small tables, or either becomes
     one dense layer if that takes less memory. A linear layer also becomes dense if that measures
     over a tenth faster at ``batch``. All new layers have a ``weight``. A :class:`~comera.BTTLinear`
-    stays. The model is then in evaluation mode, and training steps raise; save it first if it is to
-    be trained further.
+    stays. The model is then in evaluation mode, and training steps raise; save it first to train it
+    further.
 
     Args:
         model: The model.
@@ -124,8 +124,8 @@ def to_plain_(model: nn.Module) -> nn.Module:
     of two thin convolutions, and a table a ``torch.fx.GraphModule`` on two small ``nn.Embedding``;
     each becomes one dense layer if that is smaller. A :class:`~comera.BTTLinear` stays and is
     logged. Ties and frozen weights are kept. The model computes the same, to rounding, and can be
-    trained further. ``torch.export``, ONNX, ``torch.jit.trace`` and AOTInductor make programs that
-    need no comera.
+    trained further. ``torch.export``, ONNX, ``torch.jit.trace`` and AOTInductor then need no
+    comera.
 
     Returns the model, or the layer that replaces it. Raises ``ValueError`` if a layer is sharded.
 

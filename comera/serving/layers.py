@@ -28,8 +28,7 @@ _WRITTEN = (
 class ThinLinear(nn.Sequential):
     """A linear layer as two thin ones, ``(in, rank)`` and ``(rank, out)``; the second has the bias.
 
-    ``dense_form`` names the class of both, if they are of a class in
-    :func:`~comera.register_layer`.
+    ``dense_form`` names the class of both, if it is one given to :func:`~comera.register_layer`.
     """
 
     def __init__(self, first: nn.Module, second: nn.Module, dense_form: str | None = None) -> None:
@@ -85,8 +84,7 @@ class FactoredTable(nn.Module):
         basis: ``(K, embedding_dim)``.
         padding_idx: A row that reads as zeros.
         row_order: ``(num_embeddings,)``, the row at which each index is kept.
-        step: Index ``i`` is kept at row ``i * step`` modulo the number of rows; if no
-            ``row_order``.
+        step: Without ``row_order``, index ``i`` is kept at row ``i * step`` modulo the rows.
         mode: ``"sum"``, ``"mean"`` or ``"max"`` of bags; None for lookups of single rows.
         include_last_offset: Whether the last offset is the end of the last bag.
     """

@@ -40,8 +40,8 @@ def canonicalize_(
         model: The model with the tensor-train layers.
         optimizer: The optimizer, whose state of cores and gates is reset, as are gradients.
             Averages of weights that are kept elsewhere must be reset too.
-        process_group: Processes that hold the same model and call this together: all get the result
-            of the first process.
+        process_group: Processes that hold the same model and call this together: all get the first
+            one's result.
 
     Raises:
         ValueError: If the optimizer is an LBFGS that has stepped, or a tensor train is sharded, as

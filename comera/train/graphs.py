@@ -14,7 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 @dataclass(frozen=True)
 class Contents:
-    """Counts of ``nodes`` by kind and ``kernels`` by name in a recording; None without cuda-bindings.
+    """Number of ``nodes`` by kind and ``kernels`` by name in a recording; None if not countable.
 
     ``pool_bytes`` is the memory of the recording and of those that share its pool. ``peak_bytes``
     is that memory and all tensors outside of it, or None if not known.

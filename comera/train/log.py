@@ -91,7 +91,7 @@ class Pace:
         self._steps, self._seconds = steps, seconds
 
     def show(self, steps: int, seconds: float) -> str:
-        """Return speeds since the last call and peak memory as text; arguments are totals so far."""
+        """Return speeds since the last call and peak memory as text, given totals so far."""
         new, took = steps - self._steps, seconds - self._seconds
         self._steps, self._seconds = steps, seconds
         parts = []

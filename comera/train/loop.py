@@ -94,7 +94,7 @@ class RunUnderWay:
         self._saved_at = self._step.steps_done
 
     def train_on(self, batch: Any) -> None:
-        """Train for one step; if its loss is not finite, save the state from before the step."""
+        """Train for one step; on ``NonFiniteLossError``, save the unchanged state and raise it."""
         try:
             with self.clock.step():
                 loss = self._step(batch)

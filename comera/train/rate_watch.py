@@ -122,7 +122,7 @@ class RateWatch:
         return Seen(change, weight, score, attention)
 
     def _weights(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
-        """Yield each layer's cores, and each dense matrix, that the optimizer holds, with its name."""
+        """Yield the cores of each layer, and each dense matrix, in the optimizer, by name."""
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         cores: set[int] = set()
         for name, layer in tensor_trains(self.model).items():

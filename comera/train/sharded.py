@@ -195,7 +195,7 @@ class Sharded:
 
     @torch.no_grad()
     def average_(self) -> None:
-        """Average gradients of whole parameters; shard any whole gradients of sharded parameters."""
+        """Average gradients of whole parameters; shard whole gradients of sharded parameters."""
         for param in filter(is_sharded, self._params):
             grad: Any = param.grad
             if grad is not None and grad.placements != param.placements:  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ class Sharded:
 
     @torch.no_grad()
     def clip_(self, largest: float) -> Tensor:
-        """Clip all gradients, whole and sharded, to a common norm ``largest``; return their norm."""
+        """Clip whole and sharded gradients to a common norm ``largest``; return their norm."""
         grads: list[Any] = [param.grad for param in self._params if param.grad is not None]
         shared = [grad.to_local() for grad in grads if is_sharded(grad)]
         whole = [grad for grad in grads if not is_sharded(grad)]
@@ -255,7 +255,7 @@ def shared_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> di
 
 
 def _shared_like(like: Any, value: Any) -> Any:
-    """Shard a tensor like ``like`` if that is sharded and has its shape; else return it as it is."""
+    """Shard a tensor like ``like`` if that is sharded and has its shape; else leave it."""
     from torch.distributed.tensor import distribute_tensor
 
     if not _is_shared(like) or not isinstance(value, Tensor) or value.shape != like.shape:

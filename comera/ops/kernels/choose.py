@@ -1,8 +1,8 @@
 """Decide whether an operator's kernel runs, or torch operations in its place.
 
 ``COMERA_KERNELS=auto``, the default, runs kernels for tensors on a GPU if the kernels take their
-dtype and the compiler is installed; ``ref`` runs none, and ``emulate`` also runs them on a CPU,
-slowly, for tests.
+dtype and the compiler is installed; ``ref`` runs none, ``emulate`` runs them on a CPU too, for
+tests.
 """
 
 import functools
