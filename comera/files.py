@@ -72,7 +72,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def naming_what_is_no_text(path: str | Path) -> Iterator[None]:
-    """Raise ValueError with the path in place of ``UnicodeDecodeError``, which names no file."""
+    """Raise ValueError with the path instead of ``UnicodeDecodeError``, which has no path."""
     try:
         yield
     except UnicodeDecodeError as problem:

@@ -1,4 +1,4 @@
-"""Replace, count and check parameters."""
+"""Replace, count and check the parameters of models."""
 
 import zlib
 from collections.abc import Mapping

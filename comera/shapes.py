@@ -111,7 +111,7 @@ def _divisors(number: int) -> list[int]:
 
 
 class Shape:
-    """Base of all formats: cores in a row, each of ``(left bond, *modes, right bond)``."""
+    """Base of all formats: a chain of cores, each of shape ``(left bond, *modes, right bond)``."""
 
     ranks: tuple[int, ...]
     _to_be_smaller = "use more modes (order=)"
@@ -125,7 +125,7 @@ class Shape:
 
     @property
     def core_modes(self) -> tuple[Modes, ...]:
-        """The dimensions of each core between its bonds."""
+        """The dimensions of each core except its bonds."""
         raise NotImplementedError
 
     @property
@@ -140,7 +140,7 @@ class Shape:
 
     @property
     def core_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """``(left bond, *modes, right bond)`` of each core."""
+        """The shape ``(left bond, *modes, right bond)`` of each core."""
         bonds = (1, *self.ranks, 1)
         return tuple((bonds[k], *n, bonds[k + 1]) for k, n in enumerate(self.core_modes))
 
@@ -156,7 +156,7 @@ class Shape:
 
     @property
     def max_ranks(self) -> tuple[int, ...]:
-        """The largest useful bonds: no bond can exceed the modes on either side of it."""
+        """The largest useful ranks: none can exceed the product of the modes on either side."""
         sizes = self.slice_sizes
         return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
 
@@ -279,7 +279,7 @@ class Shape:
 
 
 class LinearShape(Shape):
-    """Base of the formats of linear layers: modes of the input and modes of the output."""
+    """Base of the formats of linear layers, with modes of the input and of the output."""
 
     in_modes: Modes
     out_modes: Modes

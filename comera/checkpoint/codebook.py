@@ -257,5 +257,5 @@ def median(values_n: Tensor) -> Tensor:
 
 
 def positions(mask_n: Tensor) -> Tensor:
-    """Return the indices of true entries, int64."""
+    """Return the indices of the true entries of a mask, int64."""
     return torch.from_numpy(np.flatnonzero(mask_n.numpy()))

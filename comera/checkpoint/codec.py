@@ -97,7 +97,7 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Number of entries."""
+        """Number of entries of a tensor."""
         return math.prod(self.shape)
 
     @property
@@ -418,7 +418,7 @@ def write_moments(
 def read_moments(
     reader: StreamReader, record: Record, kept_weights: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return by name the moments that :func:`write_moments` wrote."""
+    """Read the moments that :func:`write_moments` wrote; return them by name."""
     count = record.kept
     below = record.size if kept_weights is None else len(kept_weights)
     if record.places == "many":

@@ -75,7 +75,7 @@ class StreamReader:
         return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), np.uint8)
 
     def check_end(self) -> None:
-        """Raise :class:`DamagedError` if anything was left unread."""
+        """Raise :class:`DamagedError` if any stream has bytes left to read."""
         for name in self._open:
             if self._some(name, 1):
                 raise DamagedError(f"stream {name!r} goes on after its end")

@@ -35,7 +35,7 @@ class Calls:
 
 
 class _Reached(Exception):
-    """Raised at the last block to skip the rest of the model."""
+    """Exception raised at the last block, to skip the rest of the model."""
 
 
 def find_blocks(model: nn.Module, name: str | None, targets: Iterable[str]) -> str:

@@ -202,7 +202,7 @@ def _compress_block_(
     budget: float,
     seed: int,
 ) -> None:
-    """Compress a block, write it, and replace the states of ``calls`` by its outputs."""
+    """Compress and write block number ``k``; replace the states in ``calls`` by its outputs."""
     rows = list(enumerate(zip(calls.states, calls.others[k], strict=True)))
     with torch.no_grad():
         after = [_output(block, call) for _, call in rows]

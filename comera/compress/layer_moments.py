@@ -129,7 +129,7 @@ class LayerMoments:
 
 
 def add_square_(total_KK: Tensor, rows_NK: Tensor, beta: float = 1.0, alpha: float = 1.0) -> None:
-    """Set ``total`` to the symmetric ``beta * total + alpha * rows^T rows``, in place."""
+    """Set the symmetric ``total`` to ``beta * total + alpha * rows^T rows``, in place."""
     width = len(total_KK)
     blocks = max(1, min(4, width // _BLOCK))
     ends = [width * (k + 1) // blocks for k in range(blocks)]

@@ -170,7 +170,7 @@ _TO_SKIP = "clicks.skip_bad_lines=true leaves such lines out"
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a click log: of the label, of numbers, and of categories."""
+    """Names of the columns of a click log that hold the label, numbers, and categories."""
 
     label: str
     continuous: tuple[str, ...]

@@ -87,7 +87,7 @@ class ClickData:
     skip_bad_lines: bool = False
 
     def check(self, name: str = "clicks") -> None:
-        """Raise ``ValueError`` for settings that are wrong for any data, in section ``name``."""
+        """Raise ``ValueError`` for settings that no data could fit; ``name`` is the section."""
         if self.min_count < 1:
             raise ValueError(f"{name}.min_count={self.min_count} must be at least 1")
         if self.hash_rows is not None and self.hash_rows < 2:

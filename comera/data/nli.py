@@ -82,7 +82,7 @@ class NliData:
                 setattr(self, name, [source])
 
     def check(self, name: str = "nli") -> None:
-        """Raise ``ValueError`` for settings that are wrong for any pairs, in section ``name``."""
+        """Raise ``ValueError`` for settings that no data could fit; ``name`` is the section."""
         if self.length < _SHORTEST:
             raise ValueError(
                 f"{name}.length={self.length} must be at least {_SHORTEST}: [CLS], a token of each "
@@ -98,7 +98,7 @@ class NliData:
         return {name: list(sources) for name, sources in given.items() if sources or name != "test"}
 
     def find(self) -> None:
-        """Raise ``FileNotFoundError`` for a missing file, ``ValueError`` if none is named."""
+        """Raise ``FileNotFoundError`` if a file is missing, ``ValueError`` if no file is named."""
         for name, sources in self.splits.items():
             if not sources:
                 raise ValueError(f"nli.{name} names no file; {_EXPECTED}")

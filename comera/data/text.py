@@ -64,7 +64,7 @@ class TextData:
     test: float = 0.0
 
     def check(self, name: str) -> None:
-        """Raise ``ValueError`` for settings that are wrong for any text, in section ``name``."""
+        """Raise ``ValueError`` for settings that no text could fit; ``name`` is the section."""
         if not self.max_megabytes > 0:
             raise ValueError(f"{name}.max_megabytes={self.max_megabytes} must be above 0")
         if self.length < 2:
@@ -73,7 +73,7 @@ class TextData:
         check_vocab_size(self.vocab_size, f"{name}.vocab_size")
 
     def check_shares(self, prefix: str = "") -> None:
-        """Raise ``ValueError`` for shares of the text that leave nothing to train on."""
+        """Raise ``ValueError`` if ``heldout`` and ``test`` leave no text to train on."""
         if not 0 <= self.heldout < 1:
             raise ValueError(
                 f"{prefix}heldout={self.heldout} must be a share of the text, in [0, 1)"

@@ -43,7 +43,7 @@ def check_vocab_size(size: int, name: str = "vocab_size") -> None:
 
 
 def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer, ``SPECIAL`` first; see :func:`check_vocab_size`."""
+    """Train a byte-level BPE tokenizer, in which the tokens ``SPECIAL`` come first."""
     check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -115,7 +115,7 @@ def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
 
 
 def renumbered(tokenizer: Tokenizer, number: np.ndarray) -> Tokenizer:
-    """Return a tokenizer of the same tokens with the numbers ``number[old]``."""
+    """Return a tokenizer in which the token ``old`` gets the number ``number[old]``."""
     described = json.loads(tokenizer.to_str())
     vocab = {token: int(number[old]) for token, old in described["model"]["vocab"].items()}
     described["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))

@@ -288,7 +288,7 @@ def _is_plain(module: Any) -> bool:
 
 @functools.cache
 def _own(kind: type, method: str) -> Any:
-    """Return a class's method; None if it was patched."""
+    """Return a class's method; None if the method was patched."""
     owner = next((each for each in kind.__mro__ if method in vars(each)), None)
     function: Any = getattr(owner, method, None)
     if owner is None or hasattr(function, "__wrapped__"):

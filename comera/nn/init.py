@@ -15,7 +15,7 @@ Init = Literal["orthogonal", "normal"]
 
 
 def init_(cores: Sequence[Tensor], split: int, std: float, init: Init) -> None:
-    """Fill cores by the method ``init``; raise ``ValueError`` for another one."""
+    """Fill cores by the method ``init``; raise ``ValueError`` if it is unknown."""
     if init == "orthogonal":
         orthogonal_(cores, split, std)
     elif init == "normal":
@@ -26,7 +26,7 @@ def init_(cores: Sequence[Tensor], split: int, std: float, init: Init) -> None:
 
 @torch.no_grad()
 def normal_(cores: Sequence[Tensor], std: float) -> None:
-    """Fill cores with normal numbers whose product has the standard deviation ``std``."""
+    """Fill cores with normal numbers, so that entries of their product have deviation ``std``."""
     paths = max(1, math.prod(core.shape[-1] for core in cores))
     for core in cores:
         nn.init.normal_(core, std=(std**2 / paths) ** (0.5 / len(cores)))

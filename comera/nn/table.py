@@ -52,7 +52,7 @@ class HotRows(TensorTrainModule):
 
     @property
     def coordinates(self) -> Tensor:
-        """The coordinates of each row, ``(rows, rank)``."""
+        """The coordinates of each hot row in the basis, ``(rows, rank)``."""
         return self.cores[0].squeeze(0)
 
     @property

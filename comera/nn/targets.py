@@ -312,7 +312,7 @@ def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
 
 
 def matches(name: str, pattern: str | Sequence[str]) -> bool:
-    """Return whether a regular expression fits the whole name, or a list holds it or its end."""
+    """Return whether a regular expression matches a whole name, or a list has the name's end."""
     if not isinstance(pattern, str):
         return any(name == end or name.endswith(f".{end}") for end in pattern)
     try:

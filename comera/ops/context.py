@@ -55,7 +55,7 @@ _depth = 0  # one for all threads: in another one it only costs time
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Forbid sizes that depend on values, as in a CUDA graph."""
+    """Forbid sizes that depend on values inside the context, as in a CUDA graph."""
     global _depth
     _depth += 1
     try:
@@ -65,7 +65,7 @@ def static_shapes() -> Iterator[None]:
 
 
 def shapes_are_static(like: Tensor) -> bool:
-    """Return whether static_shapes() is entered, or a graph captured on the tensor's device."""
+    """Return whether code is in :func:`static_shapes`, or captures a graph on that device."""
     return _depth > 0 or (like.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -74,7 +74,7 @@ _fp8_depth = 0  # one for all threads, as that of static_shapes
 
 @contextlib.contextmanager
 def fp8_products() -> Iterator[None]:
-    """Enable fp8 products in bfloat16 tensor-train linears, backward included."""
+    """Enable fp8 products in bfloat16 tensor-train linears inside, forward and backward."""
     global _fp8_depth
     _fp8_depth += 1
     try:
@@ -84,7 +84,7 @@ def fp8_products() -> Iterator[None]:
 
 
 def products_are_fp8() -> bool:
-    """Return whether :func:`fp8_products` is entered."""
+    """Return whether code is in :func:`fp8_products`."""
     return _fp8_depth > 0
 
 

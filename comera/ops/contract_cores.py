@@ -130,7 +130,7 @@ def contract_cores(
     threshold: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Contract one group by :func:`contract_groups`, with the attributes of its :class:`Chains`."""
+    """Contract one group by :func:`contract_groups`, given the attributes of :class:`Chains`."""
     group = Chains(cores, gates, biases, num_layers, split, threshold, dtype=dtype)
     left_GIR, right_GRO = contract_groups([group])
     return left_GIR, right_GRO
@@ -172,7 +172,7 @@ _Arguments = tuple[
 
 
 def arguments_of(groups: Sequence[Chains]) -> _Arguments:
-    """Return the arguments of the operator: cores, gates, biases, layouts and thresholds."""
+    """Return the groups as arguments of an operator: cores, gates, biases, layouts, thresholds."""
     lists = [(group.cores, group.gates, group.biases) for group in groups]
     layout = [
         number
@@ -253,7 +253,7 @@ def _contract_backward(
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> list[Tensor]:
-    """Return gradients of all cores, then those of all gates."""
+    """Return the gradients of all cores, followed by those of all gates."""
     groups = _groups((cores, gates, [], layout, thresholds))
     if kernel_refuses(groups) is None:
         from comera.ops.kernels.contract_kernel import contract_backward

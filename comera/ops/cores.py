@@ -75,7 +75,7 @@ class Chains:
         return padded_rank(rank, bool(self.biases)) if self.padded else rank
 
     def layer(self, number: int) -> "Chains":
-        """Select one of the layers."""
+        """Return the chains of one layer, by its number."""
 
         def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             each = len(tensors) // self.num_layers

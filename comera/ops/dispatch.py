@@ -236,7 +236,7 @@ def may_read_values(like: Tensor) -> bool:
 
 
 def is_eager() -> bool:
-    """Return whether torch's compiler is not tracing."""
+    """Return whether code runs outside of torch's compiler."""
     return not torch.compiler.is_compiling()
 
 

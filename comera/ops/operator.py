@@ -75,7 +75,7 @@ def _prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 class _Eager(torch.autograd.Function):
-    """An operator on flat arguments, as autograd needs them."""
+    """Autograd function that runs an operator on flat arguments, as autograd needs them."""
 
     @staticmethod
     def forward(ctx: Any, made: Operator, lengths: list[int | None], *flat: Any) -> Any:
@@ -100,7 +100,7 @@ class _Transformed(_Eager):
 
 
 class _Context:
-    """Autograd's context, with ``needs_input_grad`` nested as the arguments are."""
+    """Autograd's context, but with ``needs_input_grad`` nested like the arguments."""
 
     def __init__(self, ctx: Any, needs_input_grad: list[Any]) -> None:
         self._ctx = ctx

@@ -70,7 +70,7 @@ def _is_onednns(a: Tensor, b: Tensor) -> bool:
 
 
 def _onednn_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b``, possibly transposed in memory."""
+    """Return ``a @ b`` by oneDNN, possibly transposed in memory."""
     if a.is_contiguous() or a.numel() <= b.numel():
         return by_onednn(a, b)
     return by_onednn(b.T, a.T).T  # it copies a left factor whose rows are not contiguous
@@ -147,7 +147,7 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b``, written to ``out`` where that saves memory."""
+    """Return ``a @ b``; it is written to ``out`` if torch computes it."""
     if is_concrete(a) and _is_onednns(a, b):
         return _onednn_product(a, b)
     return torch.mm(a, b, out=out)

@@ -138,7 +138,7 @@ class CAME(Optimizer):
         return loss
 
     def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Return lists of parameters to update together; create the state of new ones."""
+        """Return lists of parameters to update together; create the state of new parameters."""
         kinds: dict[Any, list[Tensor]] = {}
         for param in group["params"]:
             grad = param.grad

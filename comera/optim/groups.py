@@ -69,7 +69,7 @@ def param_groups(
             zero, and its rank is pruned, in ``1 / gate_lr`` steps at best.
         core_lr: Rate of the tensor-train cores; ``lr`` if None.
         weight_decay: Decay of dense matrices only: not of cores, biases, norms or gates. If None,
-            the optimizer's own default.
+            the decay given to the optimizer.
         muon_modules: Dense layers whose weights :class:`~comera.MuonAdamW` steps by Muon like
             cores, at ``core_lr``: ``"all-linear"``, a regular expression or names, as in
             :class:`~comera.TTConfig`. Embeddings and output layers train better without Muon.

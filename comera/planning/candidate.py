@@ -49,7 +49,7 @@ class Step:
         return f"{self.result} = {' × '.join(self.reads)}"
 
     def bytes(self, dtype: str) -> int:
-        """Return the bytes read and written, rearranging included."""
+        """Return the bytes that the step reads and writes, including rearrangement."""
         return (self.moved + 2 * self.copied) * item_size(dtype)
 
     def seconds(self, machine: Machine, dtype: str) -> float:
@@ -129,7 +129,7 @@ class Work:
     input_grad: bool = True
 
     def sizes(self, dtype: str) -> tuple[dict[str, int], int]:
-        """Return the numbers in each input by name, and those in the output."""
+        """Return the size of each input by name, and the size of the output."""
         raise NotImplementedError
 
     def check_count(self, name: str) -> None:
@@ -150,7 +150,7 @@ class Work:
             )
 
     def cores(self) -> dict[str, int]:
-        """Return the numbers in each core by name."""
+        """Return the size of each core by name."""
         return {f"core{k}": math.prod(size) for k, size in enumerate(self.shape.core_shapes)}
 
 

@@ -59,7 +59,7 @@ def lookup_network(shape: TTMShape, rows: int) -> Network:
 def chain_indices(
     modes: Sequence[int], ranks: Sequence[int]
 ) -> tuple[list[str], dict[str, Indices], dict[str, int]]:
-    """Return the letters of a chain's modes, the indices of each core, and the index sizes."""
+    """Return the letters of a chain's modes, the indices of each core, and all index sizes."""
     mode_letters = [_letter(_MODES, k) for k in range(len(modes))]
     bond_letters = [_letter(_BONDS, k) for k in range(len(ranks))]
     cores = {

@@ -30,7 +30,7 @@ _ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def item_size(dtype: str) -> int:
-    """Return the bytes of one number. Raises ValueError if the dtype is unknown."""
+    """Return the bytes of one number of a dtype; raise ValueError if it is unknown."""
     size = _ITEM_SIZES.get(dtype)
     if size is None:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(map(repr, _ITEM_SIZES))}")
@@ -229,7 +229,7 @@ def processor_name() -> str:
 
 
 def cpu_info(entry: str) -> str | None:
-    """Read an entry of ``/proc/cpuinfo`` for the first processor; None where there is none."""
+    """Read an entry of ``/proc/cpuinfo`` for the first processor; None if there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

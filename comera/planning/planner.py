@@ -30,7 +30,7 @@ class Plan(Report):
         dense: The torch layer that this layer replaces.
         search: The contraction tree with the fewest operations, forward and backward. None for
             blocks and for a layer of rank zero.
-        eager: On a GPU the plan in eager mode (the other attributes hold in a captured step).
+        eager: On a GPU the plan in eager mode (the rest is for a captured step); else None.
     """
 
     title: str

@@ -175,7 +175,7 @@ def save_way_times(setting: Setting, timings: Sequence[Timing], date: str) -> Pa
 
 @functools.cache  # read once; a file that cannot be used is logged once
 def load_way_times(setting: Setting) -> WayTimes:
-    """Load the times of a device, or the built-in ones; a file that cannot be used is logged."""
+    """Load the saved times of a device, or built-in times; log a file that cannot be used."""
     default = BUILT_IN if setting.kind == "cuda" else NONE
     try:
         content = json.loads(setting.path.read_text())

@@ -263,7 +263,7 @@ class ImportancePruning(RankLearning):
         return {**super().state_dict(), "importance": self._scores.mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of :meth:`state_dict`."""
+        """Load the result of :meth:`state_dict`, to resume a run."""
         super().load_state_dict(state)
         mean = state["importance"]
         if self.forced is not None:  # nothing left to choose

@@ -115,7 +115,7 @@ def _difference(one: tuple[Any, Any], other: tuple[Any, Any]) -> str | None:
 
 
 def check_target(target: Any) -> None:
-    """Raise ``ValueError`` for a target out of range."""
+    """Raise ``ValueError`` unless ``target`` is in (0, 1]."""
     if not is_number(target) or not 0 < target <= 1:
         raise ValueError(
             f"target={target!r} must be in (0, 1]: the share of the present size to end at"
@@ -212,7 +212,7 @@ class RankLearning(ABC):
 
     @property
     def steps_left(self) -> int:
-        """Number of steps until ranks are :attr:`due` to be cut."""
+        """Number of steps until rank learning is :attr:`due` to cut ranks."""
         return max(0, self._steps - self.steps_done)
 
     def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:

@@ -124,7 +124,7 @@ class SizeOfRanks:
         return self._outer[values.dtype].index_add(0, self._bond_of_gate, values)
 
     def _ends_of_cores(self, bonds: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bonds before each core, and those after it."""
+        """Return the rank before each core, and the rank after each core."""
         # Unlike that of indexing by brackets, its gradient needs no sorting.
         return bonds.index_select(0, self._ends).chunk(2)  # type: ignore[return-value]
 

@@ -241,7 +241,7 @@ class TwoStage(RankLearning):
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of :meth:`state_dict`."""
+        """Load the result of :meth:`state_dict`, to resume a run."""
         super().load_state_dict(state)
         self._least_loss = None
         for name in ("running_loss", "late_goal"):

@@ -361,7 +361,7 @@ def other_settings(config: RunConfig) -> str | None:
 
 
 def other_data(folder: Path, record: DataRecord) -> str | None:
-    """Return how the data differ from those recorded in a run's folder, or None."""
+    """Return how data differ from the data recorded in a run's folder, or None."""
     recorded = read_record(folder) if begun(folder) else None
     return None if recorded is None else changed_data(recorded, record)
 

@@ -342,7 +342,7 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
 
 
 def default_name(compressed: bool) -> str:
-    """Return the optimizer of a run that names none."""
+    """Return the name of the optimizer of a run that names none."""
     return "muon" if compressed else "adamw"
 
 

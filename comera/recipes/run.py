@@ -154,7 +154,7 @@ def _check_settings(config: RunConfig, found: Begun | None) -> None:
 
 
 def _check_content(config: RunConfig, record: DataRecord) -> None:
-    """Check that the data are those of the folder's run, before preparing them."""
+    """Check the data against the folder's run, and the model if data determine its sizes."""
     check_data(config, record)
     if task_of(config).is_told_by_data:
         _planned(config)

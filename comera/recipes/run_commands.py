@@ -211,7 +211,7 @@ def _hint_of(key: str) -> Any:
 
 
 def help_of(command: str, words: Sequence[str]) -> str | None:
-    """Return the help that a word asks for, or None."""
+    """Return the help that a word, such as ``--help``, asks for; else None."""
     known = settings_by_name()
     for word in words:
         section = word.removeprefix("--").removesuffix(".help")

@@ -57,7 +57,7 @@ class TwoStageConfig(TwoStageSettings):
             )
 
     def stages(self, steps: int) -> tuple[int, int]:
-        """Return the steps of the early and the late stage."""
+        """Return the number of steps of the early and of the late stage."""
         early = round(self.early_share * steps)
         return early, min(round(self.late_share * steps), steps - early)
 

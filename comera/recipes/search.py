@@ -152,7 +152,7 @@ class Search:
         return [job for number in sorted(self._of) for job in self._of[number]]
 
     def begin_anew(self) -> None:
-        """Discard all trials."""
+        """Discard all trials, to begin the search anew."""
         self._path.unlink()
         self._open()
         self._study.set_user_attr("asked", self._asked)

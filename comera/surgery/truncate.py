@@ -42,7 +42,7 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def renew_(wrapper: DistributedDataParallel) -> None:
-    """Rebuild the buckets of a ``DistributedDataParallel``; all processes call this together."""
+    """Rebuild the buffers of a ``DistributedDataParallel``; all processes call this together."""
     # The old one first: accumulators of gradients live as long as it, on their old stream.
     del wrapper.reducer, wrapper.logger
     params, sparse = wrapper._build_params_for_reducer()

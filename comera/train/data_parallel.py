@@ -30,7 +30,7 @@ class DataParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Return the processes that train the model."""
+        """Return the group of the processes that train the model."""
         return self._model.process_group
 
     def held_back(self) -> AbstractContextManager[None]:

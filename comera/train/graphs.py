@@ -168,7 +168,7 @@ class StaticBatch:
         self.signature = signature(batch)
 
     def fill_(self, batch: Any) -> None:
-        """Copy the tensors of a batch of equal signature, without waiting."""
+        """Copy the tensors of a batch with equal signature into this one, without waiting."""
         for mine, given in zip(self._leaves, tree_flatten(batch)[0], strict=True):
             if isinstance(mine, Tensor):
                 mine.copy_(given, non_blocking=True)

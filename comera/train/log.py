@@ -175,7 +175,7 @@ class SilentLog:
 
 
 class RunLog(SilentLog):
-    """``metrics.jsonl`` and TensorBoard files of a run; drops lines after ``resume_step``."""
+    """Log of a run, ``metrics.jsonl`` and TensorBoard files; drops lines after ``resume_step``."""
 
     def __init__(self, folder: Path, resume_step: int = 0, tensorboard: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
@@ -236,7 +236,7 @@ def _parsed(path: Path) -> list[dict[str, Any]]:
 
 
 def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
-    """Return the last step that logged ``key``, and the value; None if there is none."""
+    """Return the last step that logged ``key``, and the value; None if no step did."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return None

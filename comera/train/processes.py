@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 class OtherProcessError(RuntimeError):
-    """Another process has failed; the message says which one, and why."""
+    """Raised if another process has failed; the message says which one, and why."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Processes:
         return tree_map(own, batch)
 
     def draw_(self, seed: int, step: int) -> None:
-        """Seed torch's random state from a step and the process, if there are several."""
+        """Seed torch's random state from seed, step and process, if there are several processes."""
         if self.count > 1:
             words = np.random.SeedSequence([seed % 2**64, step, self.rank]).generate_state(1, "u8")
             torch.manual_seed(int(words[0]) >> 1)

@@ -232,7 +232,7 @@ def has_shared_parts(model: nn.Module) -> bool:
 
 
 def whole_state(state: Any) -> Any:
-    """Return a state with whole tensors instead of sharded ones; every process calls this."""
+    """Return a state with whole tensors instead of sharded ones; all processes call this."""
     return tree_map(lambda leaf: leaf.full_tensor() if _is_shared(leaf) else leaf, state)
 
 

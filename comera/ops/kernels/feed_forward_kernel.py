@@ -56,7 +56,7 @@ def block_rows(x: Tensor) -> int:
 
 
 def tile_bytes(rows: int, columns: int, itemsize: int) -> int:
-    """Count bytes of a tile in shared memory: ``place`` in ``kernels/tiles.cuh``."""
+    """Count the bytes of a tile in shared memory; see ``place`` in ``kernels/tiles.cuh``."""
     row = columns * itemsize
     lines = rows // (_LINE // math.gcd(row, _LINE))
     return rows * row + (32 * (lines - lines // 4) if itemsize == 4 else 16 * lines)

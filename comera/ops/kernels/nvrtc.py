@@ -17,7 +17,7 @@ OPTIONS = ("--std=c++17",)
 
 
 class KernelError(RuntimeError):
-    """A kernel cannot be compiled, loaded or launched; the message says which and why."""
+    """Raised if a kernel cannot be compiled, loaded or launched; it says which and why."""
 
 
 @functools.cache

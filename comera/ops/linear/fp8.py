@@ -41,7 +41,7 @@ class Fp8Matrix(NamedTuple):
 
 
 def padded_to_step(size: int) -> int:
-    """Round up to a multiple of 16."""
+    """Round a size up to a multiple of 16."""
     return -(-size // _STEP) * _STEP
 
 

@@ -55,7 +55,7 @@ class Lookup(NamedTuple):
         return cls._make([*given, num_embeddings, width])
 
     def arguments(self) -> tuple[list[Tensor], list[int], int, int]:
-        """Return arguments for operators: tensors, a 1 or 0 for each attribute there, two sizes."""
+        """Return operator arguments: the given tensors, which of seven are given, and two sizes."""
         given = self[:7]
         present = [int(tensor is not None) for tensor in given]
         tensors = [tensor for tensor in given if tensor is not None]
@@ -306,6 +306,6 @@ def hot_grads(grad_ND: Tensor, rows: Tensor, given: Lookup) -> tuple[Tensor | No
 
 
 def lying_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor in the dtype and memory layout of another one."""
+    """Return a tensor in the dtype and memory layout of ``like``."""
     same = tensor.stride() == like.stride() and tensor.dtype == like.dtype
     return tensor if same else torch.empty_like(like).copy_(tensor)

@@ -41,7 +41,7 @@ SIDE = 1000  # width and height of a picture, which the page stretches
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values and its name; ``log`` needs values above 0."""
+    """An axis of a chart: a range of values with a label; ``log`` needs values above 0."""
 
     label: str
     low: float
@@ -95,7 +95,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Band:
-    """A shaded part of the horizontal axis."""
+    """A shaded range of the horizontal axis of a chart."""
 
     name: str
     look: str

@@ -356,7 +356,7 @@ def gather(folder: Path) -> dict[str, Any]:
 
 
 def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
-    """Describe missing and damaged files of the model and its dense twin."""
+    """Yield sentences on missing and damaged files of the model and its dense twin."""
     if not (folder / "config.yaml").is_file():
         yield "config.yaml is missing: the settings are not shown."
     for model, place in zip(models, ("", "dense/"), strict=False):

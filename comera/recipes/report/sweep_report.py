@@ -37,7 +37,7 @@ _NONE = "–"
 
 @dataclass(frozen=True)
 class Trained:
-    """One finished run of a sweep."""
+    """The figures of a finished run of a sweep."""
 
     variant: str
     seed: int
@@ -157,7 +157,7 @@ def compare(
 def _row(
     name: str, mine: Mapping[int, Trained], base: Mapping[int, Trained], metric: str, tested: bool
 ) -> Row:
-    """Average the runs of a variant; ``mine`` and ``base``, the reference's, are by seed."""
+    """Average a variant's runs ``mine``; ``base`` are the reference's runs, both by seed."""
 
     def figures(runs: Sequence[Trained], of_test: bool = tested) -> list[float]:
         return [(run.test if of_test else run.metrics)[metric] for run in runs]
