@@ -28,9 +28,10 @@ __all__ = ["RankCallback", "TensorTrainConfig", "attach_", "learn_ranks_", "set_
 def set_optimizer_groups_(trainer: Any, gate_lr: float = 1e-3) -> None:
     """Set a learning rate for rank gates in a trainer, and no decay of gates and cores.
 
-    Call this before training. It works with the optimizer of ``TrainingArguments.optim``; for
-    ``Trainer(optimizers=...)`` use :func:`comera.param_groups`. ``gate_lr`` follows the schedule of
-    the other rates; under Adam a gate falls from one to zero in ``1 / gate_lr`` steps at best.
+    Call this before training. It changes the groups of the optimizer that
+    ``TrainingArguments.optim`` names; for ``Trainer(optimizers=...)`` use
+    :func:`comera.param_groups`. ``gate_lr`` follows the schedule of the other rates; under Adam a
+    gate falls from one to zero in ``1 / gate_lr`` steps at best.
     """
     if not is_number(gate_lr) or not gate_lr > 0:
         raise ValueError(f"gate_lr={gate_lr!r} must be a number above 0")

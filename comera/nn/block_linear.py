@@ -31,7 +31,8 @@ class BTTLinear(CompressedLinear):
         rank: Rank R of the blocks; 2 if no size is given.
         shape: ``((a, b), (c, d))``: blocks of a side and the numbers in each, e.g.
             ``((24, 32), (48, 64))`` for 768 to 3072, or a :class:`~comera.BTTShape`. If None, a
-            side has about as many blocks as the root of its width. Modes may multiply to more.
+            side has about as many blocks as the root of its width. Modes may multiply to more than
+            the width.
         compression: How many times fewer parameters than the dense weight; replaces ``rank``.
             Few sizes are possible; fewer blocks make smaller layers.
 

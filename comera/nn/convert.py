@@ -63,8 +63,8 @@ def tensorize_(
         filter_fn: Called with each targeted module and its name; returns whether to convert it.
         calibration: With ``init="svd"``, batches on which errors of linear layers' outputs are
             measured and logged. A mapping gives the model's keywords, a tuple or list its
-            arguments, else it is the only argument. :func:`~comera.compress_` makes better use of
-            such data.
+            arguments; anything else is its only argument. :func:`~comera.compress_` makes better
+            use of such data.
 
     Returns:
         The model, or the layer that replaces it.

@@ -18,7 +18,7 @@ class TTEmbedding(TTTable):
     """Drop-in for :class:`torch.nn.Embedding` that stores its table as rank-gated TTM cores.
 
     Args:
-        num_embeddings: Number of rows. Row modes may multiply to more.
+        num_embeddings: Number of rows. Row modes may multiply to more, which indices may not reach.
         embedding_dim: Width of a row.
         padding_idx: A row that reads as zeros and gets no gradient.
         max_norm: Not supported: rows share cores, so one row cannot be renormalised.

@@ -40,7 +40,8 @@ class TTConfig:
         embedding_rank: Bound on the bonds of embeddings; if None, ``rank`` if that is an int, but
             32 with ``linear_format="btt"``.
         compression: How many times smaller each layer becomes; replaces ``rank``.
-        tolerance: Relative Frobenius error of each weight; replaces both, with ``init="svd"``.
+        tolerance: Relative Frobenius error of each weight, with ``init="svd"``; replaces ``rank``
+            and ``compression``.
         linear_format: ``"tt"`` makes linear layers tensor trains (:class:`~comera.TTLinear`), whose
             weights have low rank; ``"btt"`` makes them block tensor trains
             (:class:`~comera.BTTLinear`), whose blocks have low rank, 2 by default.
@@ -58,7 +59,7 @@ class TTConfig:
         hot_pattern: Maps regular expressions over whole module names to ``[hot_rows, hot_rank]``,
             which replace both settings, like ``rank_pattern``; the rank may be null.
         scatter_rows: Whether embeddings put neighbouring indices far apart, see
-            :class:`~comera.TTEmbedding`; by default if without hot rows, and never with
+            :class:`~comera.TTEmbedding`; by default those without hot rows do, unless
             ``init="svd"``.
         min_size: Layers whose weight has fewer entries stay dense.
         init: ``"orthogonal"`` draws cores that give the dense weight its present root mean square

@@ -203,7 +203,8 @@ def default_machine(kind: str = "cpu") -> Machine:
 def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None = None) -> Machine:
     """Load the saved profile of a machine; if there is none, log that once and return defaults.
 
-    For a CPU, ``name`` and ``threads`` default to this processor and all threads of the process.
+    ``name`` and ``threads`` default to this processor and all threads of the process; a GPU needs a
+    name.
     """
     _check_kind(kind)
     if kind == "cpu":

@@ -103,7 +103,7 @@ class TwoStage(RankLearning):
         In your own training loop, each of several processes would compare the size with its own
         loss. Call ``objective(loss, seen)`` with the mean of their losses, as ``TrainStep`` does,
         so that all make the same choice. When ranks are cut, the ``DistributedDataParallel`` around
-        the model is renewed for the new shapes; other wrappers must be made again.
+        the model is renewed for the new shapes; other wrappers that average must be made again.
     """
 
     method: ClassVar[str] = "TwoStage"

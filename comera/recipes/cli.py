@@ -1,7 +1,7 @@
 """Run the command ``comera``.
 
 Each command is a function, whose parameters are the arguments and options, and whose docstring is
-the help. ``train`` and ``plan`` take every setting of a run instead. Errors are printed in a line.
+the help. ``train`` and ``plan`` take every setting of a run instead. Errors take one line.
 """
 
 import argparse

@@ -177,8 +177,8 @@ def export(run: TrainedRun, path: Path) -> str:
 
     ``.pt2`` and ``.onnx`` hold the compressed model with contracted cores, for any number of rows;
     ``.safetensors`` holds the weights of the dense model by name. Returns a sentence about the
-    file. Raises ``ValueError`` for another suffix, and ``MissingPackageError`` if it needs a
-    missing ONNX.
+    file. Raises ``ValueError`` for another suffix, and ``MissingPackageError`` if ONNX is needed
+    and missing.
     """
     if path.suffix not in _FORMS:
         known = ", ".join(f"{suffix} ({form})" for suffix, form in _FORMS.items())

@@ -27,11 +27,11 @@ _KEPT_HEADER = ("layers", "kept, each", "dense keeps", "kept, all of them", "den
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The plan of layers with equal shape.
+    """A plan, and the layers that have it.
 
     Attributes:
         names: Names of the layers, as in ``named_modules``.
-        plan: The plan of each of these layers.
+        plan: The plan, which holds for each of these layers.
         suggestion: A change that would be faster than dense, if the layer is not; else empty.
     """
 

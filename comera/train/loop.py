@@ -213,7 +213,8 @@ def train(
             the number of the step and that of the process.
 
     Raises:
-        NonFiniteLossError: If the loss is not finite; the state from before is saved.
+        NonFiniteLossError: If the loss is not finite; it names the step, and the state before is
+            saved.
         FolderInUseError: If another process trains into the folder; a RuntimeError.
     """
     if chain is None:

@@ -142,8 +142,8 @@ def split_blocks(
     Args:
         blocks_acbd: ``(a, c, b, d)``.
         rank: The rank that each block gets, cut where a block is smaller.
-        tolerance: Bound on the relative Frobenius error of all blocks together: the smallest rank
-            that meets the bound is used instead of ``rank``.
+        tolerance: Bound on the relative Frobenius error of all blocks together: the smallest rank,
+            at least one, that meets the bound replaces ``rank``.
     """
     wide = torch.promote_types(blocks_acbd.dtype, torch.float32)
     blocks = blocks_acbd.to(wide)
