@@ -1,4 +1,4 @@
-"""Replace, count and check parameters."""
+"""Replace, count and check the parameters of models."""
 
 import zlib
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from comera.extras import listed
 def set_data_(param: Tensor, new: Tensor) -> None:
     """Replace a parameter's data, of any shape, and drop its gradient.
 
-    The dtype changes for a moment: only then torch renews the gradient accumulator, which remembers
-    the old shape and may be kept alive by a graph.
+    The dtype changes for a moment, as torch then makes a new gradient accumulator: the old one,
+    which a graph may keep alive, expects the old shape.
     """
     param.grad = None
     other = torch.float64 if new.dtype != torch.float64 else torch.float32
@@ -32,7 +32,7 @@ def is_sharded(param: Tensor) -> bool:
 
 
 class Undisturbed:
-    """Check that tensors by name are not written to; writes through ``.data`` go unnoticed."""
+    """Watch named tensors for writes, while a model is saved; writes via ``.data`` go unnoticed."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._versions = {
@@ -42,7 +42,7 @@ class Undisturbed:
         }
 
     def check(self) -> None:
-        """Raise RuntimeError with the names of tensors that were written to meanwhile."""
+        """Raise RuntimeError with the names of tensors that were written to since the start."""
         written = [name for name, (tensor, at) in self._versions.items() if tensor._version > at]
         if written:
             raise RuntimeError(
@@ -53,14 +53,14 @@ class Undisturbed:
 
 
 class ModelSize(NamedTuple):
-    """Parameters of a model, shared ones counted once, and their bytes."""
+    """Number of parameters of a model and their bytes; shared ones count once."""
 
     params: int
     bytes: int
 
 
 def model_size(model: nn.Module) -> ModelSize:
-    """Count the parameters of a model, on any device, ``meta`` too."""
+    """Count the parameters of a model on any device, even ``meta``."""
     params = list(model.parameters())
     return ModelSize(sum(param.numel() for param in params), sum(param.nbytes for param in params))
 

@@ -1,6 +1,7 @@
-"""The contents of a checkpoint: a copy of a training state, written into streams and read back.
+"""Copy a training state, write it into the streams of a checkpoint, and read it back.
 
-The model's tensors come first and have streams of their own: following a chain reads no others.
+The model's tensors come first and have streams of their own, so that reading a checkpoint needs
+only these streams of the checkpoints it builds on.
 """
 
 import json
@@ -33,14 +34,14 @@ _LENGTH = 8
 
 
 class Policy:
-    """Treatment of tensors: by patterns of whole names, the first match counts, else by kind.
+    """How to treat a tensor: by the first pattern that matches its whole name, else by its kind.
 
     Weights and moments of floats are lossy if they are matrices or larger; all else is exact:
     vectors, counters, projections, quantised states, buffers, and everything in ``extra``.
     """
 
     def __init__(self, patterns: Mapping[str, str] | None = None, lossless: bool = False) -> None:
-        """Compile patterns; ``ValueError`` if one, or a treatment, is invalid."""
+        """Compile the patterns; raise ``ValueError`` if a pattern or a treatment is invalid."""
         self._patterns, self._lossless = [], lossless
         for pattern, treatment in (patterns or {}).items():
             if treatment not in get_args(Treatment):
@@ -55,7 +56,7 @@ class Policy:
                 ) from None
 
     def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
-        """Return the treatment of a tensor; ``lossy``: whether it is a weight or a moment."""
+        """Return the treatment of a tensor; ``lossy`` is whether it is a weight or a moment."""
         wide = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
         for pattern, treatment in self._patterns:
             if pattern.fullmatch(name) and (treatment != "lossy" or wide):
@@ -66,9 +67,9 @@ class Policy:
 
 @dataclass
 class Snapshot:
-    """Tensors by name, in the order of writing; a chain holds changes of those of ``model``.
+    """Tensors by name, in the order of writing; the tensors of ``model`` are written as changes.
 
-    ``skeleton`` is everything but the tensors; ``lossy`` names those that may change a little.
+    ``skeleton`` is everything but the tensors; ``lossy`` names tensors that may change a little.
     """
 
     skeleton: Any = None
@@ -78,7 +79,7 @@ class Snapshot:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors in memory."""
         return sum(t.nbytes for part in (self.model, self.rest) for t in part.values())
 
 
@@ -92,7 +93,7 @@ def take_snapshot(
     """Copy the state of a model, an optimizer and the caller to the CPU.
 
     Arguments are those of :meth:`CheckpointChain.save`, and ``policy`` the treatment of tensors.
-    Raises ``TypeError`` with the name of anything but tensors and plain values, and
+    Raises ``TypeError`` with the name of a value that is neither a tensor nor plain, and
     ``RuntimeError`` if another thread trains the model meanwhile.
     """
     if not isinstance(model, nn.Module | Mapping):
@@ -160,7 +161,7 @@ def _names_of_parameters(
 ) -> dict[Any, str]:
     """Return names of weights by the optimizer's keys of parameters, as far as they are known.
 
-    A bare state has its own names, or those of the weights in order if the shapes agree.
+    For a bare state dict they are the names in it, or the weights' names in order if shapes agree.
     """
     if not states or "state" not in states:
         return {}
@@ -187,7 +188,7 @@ def _names_of_parameters(
 
 
 class _Moments(NamedTuple):
-    """Names of lossy moments of one parameter, and of its weight if that is lossy too."""
+    """Names of the lossy moments of a parameter, and of the weight if that is lossy too."""
 
     weight: str | None
     first: str
@@ -195,7 +196,7 @@ class _Moments(NamedTuple):
 
 
 def _find_moments(snapshot: Snapshot) -> list[_Moments]:
-    """Pair moments; of two first moments of a weight, the first one gets the second moments."""
+    """Pair first and second moments; if a weight has two first moments, pair the former."""
     found: list[_Moments] = []
     for first, tensor in snapshot.rest.items():
         parameter, _, key = first.removeprefix("optimizer.").rpartition(".")
@@ -215,9 +216,9 @@ def _find_moments(snapshot: Snapshot) -> list[_Moments]:
 def encode(
     snapshot: Snapshot, base: Mapping[str, Tensor] | None, quality: Quality
 ) -> tuple[Streams, dict[str, Any], dict[str, Tensor]]:
-    """Return the streams of a snapshot, figures about it, and the model's tensors as decoded.
+    """Return the streams of a snapshot, figures about it, and the model's tensors as read back.
 
-    ``base`` are the decoded tensors of the previous checkpoint; None for a key frame.
+    ``base`` are the tensors read back from the previous checkpoint; None for a key frame.
     """
     streams, records = Streams(), list[Record]()
     written, kept = dict[str, Tensor](), dict[str, Tensor]()
@@ -275,9 +276,9 @@ def encode(
 def decode_model(
     blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
 ) -> dict[str, Tensor]:
-    """Return the model's tensors; ``base`` are those of the checkpoint before.
+    """Return the model's tensors; ``base`` are those of the previous checkpoint.
 
-    Raises ``DamagedError`` if the streams are not ones of :func:`encode`, or all tensors together
+    Raises ``DamagedError`` if the streams are not from :func:`encode`, or all tensors together
     would take more than ``max_bytes``.
     """
     reader = StreamReader(blobs)
@@ -288,7 +289,7 @@ def decode_model(
 def decode(
     blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return ``model``, ``optimizer``, ``extra``, ``parameters``, and the model's tensors.
+    """Return a dict of ``model``, ``optimizer``, ``extra`` and ``parameters``; the model's tensors.
 
     Arguments and errors are those of :func:`decode_model`.
     """
@@ -316,7 +317,7 @@ def decode(
 def _read_model(
     reader: StreamReader, records: list[Record], base: Mapping[str, Tensor] | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the model's tensors, and the kept entries of lossy ones."""
+    """Return the model's tensors, and the positions of kept entries of lossy ones."""
     tensors, kept = dict[str, Tensor](), dict[str, Tensor]()
     for record in records:
         if record.part != "model":
@@ -333,21 +334,21 @@ def _read_model(
 def _matching(
     base: Mapping[str, Tensor] | None, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the tensor of the previous checkpoint; None if shape or dtype differ."""
+    """Return the previous checkpoint's tensor; None if there is none of this shape and dtype."""
     before = (base or {}).get(name)
     same = before is not None and before.shape == shape and before.dtype == dtype
     return before if same else None
 
 
 def _can_be_float32(tensor: Tensor) -> bool:
-    """Return whether float32 can hold all entries, and the largest is not subnormal."""
+    """Return whether all entries are finite in float32, and the largest is not subnormal."""
     if not bool(tensor.float().sum(dtype=torch.float64).isfinite()):
         return False
     return tensor.dtype != torch.float64 or not 0 < float(tensor.abs().amax()) < _SMALLEST
 
 
 def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]]:
-    """Return the skeleton and the records, checked: the memory that they ask for is bounded."""
+    """Return the skeleton and the records, after checks that also bound the memory they need."""
     length = int.from_bytes(reader.read("index", _LENGTH).tobytes(), "little")
     if length > min(_LARGEST_INDEX, max_bytes):
         raise DamagedError(f"the index says that it is {length} bytes long")

@@ -1,7 +1,7 @@
-"""Contraction trees of tensor networks: the tree with the fewest operations.
+"""Search the contraction tree of a tensor network with the fewest operations.
 
-Each product costs its multiply-adds once in the forward pass, and once more for each side that
-leads to a gradient, so the best tree of the forward pass is the best one for both passes.
+Each product costs its multiply-adds once in the forward pass, and once more for each operand that
+needs a gradient, so the best tree of the forward pass is the best one for both passes.
 
 Indices are single letters: ``b`` is the batch, other lower-case letters are modes, upper-case
 letters are bonds. The outer bonds, of size one, have no index.
@@ -31,7 +31,7 @@ Indices = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Network:
-    """Indices of named tensors and of the output, and their sizes; other indices are summed."""
+    """A tensor network: indices of tensors and output, and their sizes; others are summed."""
 
     tensors: Mapping[str, Indices]
     sizes: Mapping[str, int]
@@ -59,7 +59,7 @@ def lookup_network(shape: TTMShape, rows: int) -> Network:
 def chain_indices(
     modes: Sequence[int], ranks: Sequence[int]
 ) -> tuple[list[str], dict[str, Indices], dict[str, int]]:
-    """Return the letters of a chain's modes, the indices of each core, and the index sizes."""
+    """Return the letters of a chain's modes, the indices of each core, and all index sizes."""
     mode_letters = [_letter(_MODES, k) for k in range(len(modes))]
     bond_letters = [_letter(_BONDS, k) for k in range(len(ranks))]
     cores = {
@@ -78,10 +78,10 @@ def _letter(alphabet: str, k: int) -> str:
 
 
 class Search(NamedTuple):
-    """The multiply-adds of the best contraction tree.
+    """Multiply-adds of the best contraction tree.
 
-    ``forward`` are those of the forward pass, ``operations`` of both passes with each partial
-    product computed once, ``separate`` of the forward pass and each gradient with nothing shared.
+    ``forward`` counts the forward pass, ``operations`` both passes with each partial product
+    computed once, ``separate`` both passes if no gradient shares a partial product.
     """
 
     forward: int
@@ -90,7 +90,7 @@ class Search(NamedTuple):
 
 
 def search(network: Network, wanted: Collection[str]) -> Search:
-    """Search the tree of a network with the fewest multiply-adds; ``wanted`` get a gradient."""
+    """Search the tree with the fewest multiply-adds; tensors in ``wanted`` need a gradient."""
     find = DynamicProgramming("flops", search_outer=len(network.tensors) <= _ALL_TREES_UP_TO)
     # The indices of each tensor or partial product, and whether it gets a gradient.
     nodes = [(frozenset(each), name in wanted) for name, each in network.tensors.items()]

@@ -1,4 +1,4 @@
-"""The plan of a layer at a batch: the ways to compute it, timed, and compared with the dense layer.
+"""Plan a layer at a batch size: predict the time of each way to compute it and of the dense layer.
 
 Results are cached. All functions raise ValueError if the machine has no rate for ``dtype``:
 ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
@@ -21,13 +21,13 @@ _CACHED = 1024
 
 @dataclass(frozen=True, repr=False)
 class Plan(Report):
-    """Candidates to compute one layer at one batch size on one machine; prints as a table.
+    """The candidates to compute one layer at one batch size on one machine; prints as a table.
 
     Attributes:
         title: The layer in words.
         tokens: Rows or indices in the batch.
         candidates: The ways to compute the layer, fastest first by prediction.
-        dense: The torch layer it replaces.
+        dense: The torch layer that this layer replaces.
         search: The contraction tree with the fewest operations, forward and backward. None for
             blocks and for a layer of rank zero.
         eager: On a GPU the plan in eager mode (the rest is for a captured step); else None.
@@ -44,36 +44,36 @@ class Plan(Report):
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest by prediction of those that the layer runs."""
+        """The candidate predicted to be fastest, among those that the layer can run."""
         return next(one for one in self.candidates if one.runs)
 
     @property
     def time_ratio(self) -> float:
-        """Predicted time of the chosen candidate in units of the dense layer's; below 1 wins."""
+        """Predicted time of the chosen candidate over the dense layer's; below 1 is faster."""
         return self.chosen.seconds / self.dense.seconds
 
     @property
     def winner(self) -> str:
-        """Name of the faster by prediction: the chosen candidate, or the dense layer."""
+        """Name of the faster of two: the chosen candidate or the dense layer."""
         return self.chosen.name if self.time_ratio < 1 else self.dense.name
 
     @property
     def memory_ratio(self) -> float:
-        """Most memory held at once by the chosen candidate, in units of the dense layer's."""
+        """Peak memory of the chosen candidate divided by the dense layer's."""
         return self.chosen.peak_bytes / self.dense.peak_bytes
 
     @property
     def excess(self) -> float:
-        """Operations of the chosen candidate above those of the best tree, as a share of these.
+        """Operations of the chosen candidate beyond the best tree's, as a share of the latter.
 
-        Negative if modes are padded, as they are in the tree, or if rows of a table share factors.
+        Negative if modes are padded, which costs the tree more, or if table rows share factors.
         """
         if self.search is None:
             return 0.0
         return self.chosen.operations / self.search.operations - 1
 
     def candidate(self, name: str) -> Candidate:
-        """Return the candidate of that name; ValueError if there is none."""
+        """Return the candidate of that name; raise ValueError if there is none."""
         for one in self.candidates:
             if one.name == name:
                 return one
@@ -85,7 +85,7 @@ class Plan(Report):
         return f"{self.title}\n{self.tokens} tokens, {self.dtype}, {self.machine.title}"
 
     def tables(self) -> list[Table]:
-        """Return the steps of the chosen candidate, and all candidates."""
+        """Return a table of the steps of the chosen candidate, and a table of all candidates."""
         steps = [
             (
                 name,
@@ -127,7 +127,7 @@ class Plan(Report):
         ]  # fmt: skip
 
     def summary(self) -> str:
-        """Compare the chosen candidate with the dense layer and with the best tree."""
+        """Return lines that compare the chosen candidate with the dense layer and the best tree."""
         memory = show_bytes(self.chosen.peak_bytes), show_bytes(self.dense.peak_bytes)
         lines = [
             f"against {self.dense.name}{' in a captured step' if self.eager else ''}: "
@@ -156,7 +156,7 @@ class Plan(Report):
 
 @functools.lru_cache(_CACHED)
 def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32") -> Plan:
-    """Plan a layer or lookups at a batch; on a GPU a captured step, with eager mode in the plan."""
+    """Plan a layer or lookups at a batch size; on a GPU for captured steps and for eager mode."""
     machine.rate(dtype)
     if isinstance(layer, Lookup):
         made = lookup_ways.candidates(layer, machine, dtype)
@@ -178,7 +178,7 @@ class Suggestion:
     Attributes:
         shape: Modes and ranks with the change.
         change: The change as one would type it: ``"rank=24"``.
-        time_ratio: Predicted time in units of the dense layer's.
+        time_ratio: Predicted time divided by the dense layer's.
     """
 
     shape: LinearShape
@@ -188,12 +188,12 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Comparison of a tensor train with nn.Linear at a batch; ``str`` gives a sentence or two.
+    """Comparison of a compressed layer with nn.Linear at a batch; ``str`` is a sentence or two.
 
     Attributes:
         plan: The plan of the layer.
-        suggestion: A shape that is faster than nn.Linear; None if this one is, or if none is.
-        blocks: Whether it is a block tensor train.
+        suggestion: A shape that is faster than nn.Linear; None if this shape is, or if none is.
+        blocks: Whether the layer is a block tensor train.
     """
 
     plan: Plan
@@ -202,7 +202,7 @@ class BreakEven:
 
     @property
     def time_ratio(self) -> float:
-        """Predicted time in units of nn.Linear's; above 1 loses."""
+        """Predicted time divided by nn.Linear's; above 1 is slower."""
         return self.plan.time_ratio
 
     @property
@@ -216,7 +216,7 @@ class BreakEven:
 
     @property
     def worst(self) -> float:
-        """The largest of all ratios, memory included."""
+        """The largest of the ratios of time, of time in eager mode, and of memory."""
         return max(self.time_ratio, self.plan.memory_ratio, self.eager_ratio or 0.0)
 
     def __str__(self) -> str:
@@ -248,9 +248,8 @@ def break_even(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Bre
 def suggest(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Suggestion | None:
     """Find the largest rank at which a tensor train beats nn.Linear at a batch.
 
-    First the modes of ``shape`` with one bound on all bonds; if no rank of these is fast enough,
-    the balanced modes of other orders, fewest cores first. Returns the suggestion, or None if
-    nn.Linear is faster than any of them.
+    The search tries the modes of ``shape`` with one bound on all bonds; if no rank is fast enough,
+    balanced modes of other orders, fewest cores first. Returns None if nn.Linear is fastest.
     """
     machine.rate(dtype)
     shape = layer.shape

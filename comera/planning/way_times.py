@@ -1,8 +1,8 @@
-"""Measured times of the ways of operators on a card.
+"""Save and load measured times of the ways (implementations) of operators on a GPU.
 
-``comera calibrate`` saves them in one JSON file for each device and version of torch. Without one a
-card uses the figures of one H100 below; on a CPU operators try their ways in the order in which
-they list them.
+``comera calibrate`` saves the times in a JSON file for each device and version of torch. Without it
+a GPU uses the times of one H100 below. On a CPU operators try their ways in the order in which they
+list them.
 """
 
 import functools
@@ -29,9 +29,9 @@ Size = int | str
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one group of operators at ``sizes``: ``seconds`` of both passes, by way.
+    """Times of one group of operators at ``sizes``: each way's ``seconds`` for both passes.
 
-    ``captured``: whether measured in a CUDA graph, or in eager mode.
+    ``captured`` is whether they were measured in a CUDA graph rather than in eager mode.
     """
 
     group: str
@@ -49,11 +49,11 @@ class Timing:
 
     @property
     def case(self) -> tuple[object, ...]:
-        """Key of the measurement; a later one of the same key replaces it."""
+        """Key of the measurement; a later measurement with the same key replaces it."""
         return self.group, self.dtype, self.captured, self.sizes
 
     def order(self, names: Sequence[str]) -> list[str]:
-        """Sort the names that have times, fastest first; ties stay in the given order."""
+        """Return the names that have times, fastest first; near ties stay in the given order."""
         left, found = [name for name in names if name in self.seconds], list[str]()
         while left:
             enough = _EVEN * min(self.seconds[name] for name in left)
@@ -64,9 +64,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class WayTimes:
-    """All known ``timings`` of a device, one a case; ``origin`` is their source, for people.
+    """All known ``timings`` of a device, one for each case; ``origin`` says where they come from.
 
-    ``measured``: whether measured on this device.
+    ``measured`` is whether they were measured on this device.
     """
 
     origin: str
@@ -76,7 +76,7 @@ class WayTimes:
     def nearest(
         self, group: str, dtype: str, captured: bool, sizes: Sequence[Size]
     ) -> Timing | None:
-        """Return the entry of nearest sizes, or None; eager and graph times may stand in."""
+        """Return the timing of nearest sizes, at need with the other ``captured``; or None."""
         alike = [
             (timing.captured != captured, distance, timing)
             for timing in self.timings
@@ -87,7 +87,7 @@ class WayTimes:
 
 
 def _distance(measured: Sequence[Size], asked: Sequence[Size]) -> float | None:
-    """Add up the ratios of numbers; None if words differ."""
+    """Return the sum of the sizes' log-ratios; None if the words among the sizes differ."""
     if len(measured) != len(asked):
         return None
     total = 0.0
@@ -203,7 +203,7 @@ def save_way_times(setting: Setting, timings: Sequence[Timing], date: str) -> Pa
 
 @functools.cache  # read once; a file that cannot be used is logged once
 def load_way_times(setting: Setting) -> WayTimes:
-    """Load the times of a device, or the built-in ones; a file that cannot be used is logged."""
+    """Load the saved times of a device, or built-in times; log a file that cannot be used."""
     default = BUILT_IN if setting.kind == "cuda" else NONE
     try:
         content = json.loads(setting.path.read_text())

@@ -1,4 +1,4 @@
-"""Ranks cut to a target at once, by their importance for the loss."""
+"""Cut ranks to a target all at once, by their importance for the loss."""
 
 import logging
 from collections.abc import Mapping
@@ -34,14 +34,14 @@ _OBSERVED = 100
 class ImportanceScores:
     """Running mean, over training steps, of the square of gate times gradient, for every rank.
 
-    Gate times gradient is the change of a batch's loss without the rank, to first order (Molchanov
-    et al., arXiv 1906.10771, equation 8).
+    Gate times gradient is, to first order, how much a batch's loss would change without the rank
+    (Molchanov et al., arXiv 1906.10771, equation 8).
 
     Args:
         layers: The layers whose gates are observed, by name.
 
     Attributes:
-        mean: Running mean of all gates in turn, ``(all ranks,)``; None before the first step.
+        mean: Running mean for the gates of all layers, concatenated; None before the first step.
     """
 
     def __init__(self, layers: Mapping[str, TensorTrainModule]) -> None:
@@ -55,7 +55,7 @@ class ImportanceScores:
 
     @property
     def _gates(self) -> dict[nn.Parameter, str]:
-        """Return each gate once with the name of its first layer."""
+        """Return each gate once, with the name of the first layer that has it."""
         gates: dict[nn.Parameter, str] = {}
         for name, layer in self._layers.items():
             for gate in layer.gates:
@@ -63,7 +63,7 @@ class ImportanceScores:
         return gates
 
     def observe_(self) -> None:
-        """Hook every gate, those that were replaced too; ``ValueError`` if one is frozen."""
+        """Hook every gate, again if it was replaced; raise ``ValueError`` if a gate is frozen."""
         for number, (gate, owner) in enumerate(self._gates.items()):
             if not gate.requires_grad:
                 raise ValueError(
@@ -89,8 +89,8 @@ class ImportanceScores:
     def follow_(self, group: "dist.ProcessGroup | None" = None) -> None:
         """Add a step to the running mean after its backward pass, on the device.
 
-        A step with non-finite gradients is skipped; the mean restarts after truncation.
-        Gradients are averaged over the processes of a group.
+        A step with non-finite gradients is skipped; the mean restarts after truncation. Gradients
+        are averaged over the processes of ``group``.
         """
         if not self._lost:
             return
@@ -116,7 +116,7 @@ class ImportanceScores:
         self._lost.clear()
 
     def stop_(self) -> None:
-        """Remove the hooks and forget everything."""
+        """Remove the hooks and drop all scores."""
         for _, hook in self._observed.values():
             hook.remove()
         self._observed.clear()
@@ -127,7 +127,7 @@ class ImportanceScores:
     def importance(self, group: "dist.ProcessGroup | None" = None) -> dict[int, Tensor] | None:
         """Return the importance of the ranks of each gate, ``(R,)``, by the gate's ``id``.
 
-        All processes of a group call this and get the same. None without observed gradients.
+        All processes of ``group`` call this and get the same. None if no gradient was observed.
         """
         gates = list(self._gates)
         widths = [gate.numel() for gate in gates]
@@ -147,12 +147,12 @@ class ImportanceSettings:
     """Settings of :class:`ImportancePruning`, and of the section ``importance`` of a run.
 
     Args:
-        min_keep: What every layer keeps at least, as a share of what it would have if all were cut
-            alike, in ``[0, 1]``. Early in training the loss hardly depends on layers that are
-            needed later, such as feed-forward ones.
+        min_keep: Entries that every layer keeps at least, as a share of what it would have if all
+            layers were cut alike, in ``[0, 1]``. Early in training the loss hardly depends on
+            layers that are needed later, such as feed-forward layers.
         canonical: Bring the tensor trains into canonical form, in which ranks can be told apart,
-            a hundred steps before they are cut, or half way if there are fewer than two hundred.
-        min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish and leave their
+            a hundred steps before the cut, or half way if there are fewer than two hundred steps.
+        min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish but for their
             bias.
     """
 
@@ -172,8 +172,9 @@ class ImportancePruning(RankLearning):
     """Train the loss alone for some steps, then prune to a target those ranks that matter least.
 
     The importance of a rank is the mean square of its gate times the gate's gradient, over about
-    fifty steps (Molchanov et al., arXiv 1906.10771). Ranks are pruned by importance per entry, over
-    all layers. Gates are not regularised. Methods are called as those of :class:`~comera.TwoStage`.
+    fifty steps (Molchanov et al., arXiv 1906.10771). Ranks of all layers are pruned by importance
+    per entry of the cores. Gates are not regularised. Call the methods as those of
+    :class:`~comera.TwoStage`.
 
     Args:
         model: As of :class:`~comera.TwoStage`.
@@ -181,7 +182,7 @@ class ImportancePruning(RankLearning):
         steps: Steps before ranks are cut, at least one.
         min_keep: See :class:`~comera.rank.importance_pruning.ImportanceSettings`.
         canonical: Whether ranks are made singular vectors before the cut.
-        min_rank: 1, or 0 to let whole layers vanish.
+        min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish.
         process_group: As of :class:`~comera.TwoStage`.
 
     Attributes and errors are those of :class:`~comera.TwoStage`.
@@ -250,19 +251,19 @@ class ImportancePruning(RankLearning):
         return outcome
 
     def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Do nothing: no gate has to close, whatever its learning rate."""
+        """Do nothing: this method needs no gate to close in training, at any learning rate."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return what a CUDA graph fixes: host values and tensor addresses of the objective."""
+        """Return the host values and tensor addresses that a CUDA graph of the objective fixes."""
         mean = self._scores.mean
         return (*super().identity(), None if mean is None else mean.data_ptr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values for a resumed run."""
+        """Return the state of rank learning as tensors and plain values, to resume a run."""
         return {**super().state_dict(), "importance": self._scores.mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of :meth:`state_dict`."""
+        """Load the result of :meth:`state_dict`, to resume a run."""
         super().load_state_dict(state)
         mean = state["importance"]
         if self.forced is not None:  # nothing left to choose

@@ -1,4 +1,4 @@
-"""The base of the methods of rank learning: when ranks are cut, and how.
+"""Define the base of the methods of rank learning, which decides when and how ranks are cut.
 
 Processes that average their gradients must cut the same ranks: their settings, ranks and gates are
 compared, and by :func:`agreed` their plans, before anything is changed.
@@ -44,7 +44,7 @@ _WAY_OUT = (
 
 
 def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
-    """Return the process group of a model, its DDP's or the default one; None for one process."""
+    """Return the group of processes that train a model: its DDP's or the default; None if alone."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     for wrapper in wrappers_of(model):
@@ -55,12 +55,12 @@ def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
 def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
     """Check that a function returns the same in all processes.
 
-    ``plan`` returns plain values; ``group`` is None for a process that is alone.
+    ``plan`` is the function, which returns plain values; ``group`` is None for a single process.
 
     Raises:
         Exception: The error of the function in this process.
-        RuntimeError: If it raised in another process.
-        ValueError: If it returned different values; raised in all processes.
+        RuntimeError: If the function raised an error in another process.
+        ValueError: If the function returned different values; raised in all processes.
     """
     mine, problem = None, None
     try:
@@ -86,7 +86,7 @@ def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
 
 
 def _gathered(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
-    """Gather the objects of every process of a group, by its number."""
+    """Return the object ``mine`` of every process of a group, by the process' number."""
     if group is None:
         return {0: mine}
     ranks = dist.get_process_group_ranks(group)
@@ -115,7 +115,7 @@ def _difference(one: tuple[Any, Any], other: tuple[Any, Any]) -> str | None:
 
 
 def check_target(target: Any) -> None:
-    """Raise ``ValueError`` for a target out of range."""
+    """Raise ``ValueError`` unless ``target`` is in (0, 1]."""
     if not is_number(target) or not 0 < target <= 1:
         raise ValueError(
             f"target={target!r} must be in (0, 1]: the share of the present size to end at"
@@ -123,7 +123,7 @@ def check_target(target: Any) -> None:
 
 
 def check_steps(name: str, steps: Any, least: int, why: str = "") -> None:
-    """Raise ``ValueError`` for a setting that is no number of steps; the message ends with why."""
+    """Raise ``ValueError`` unless ``steps`` is a whole number from ``least``; add ``why``."""
     if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < least:
         raise ValueError(f"{name}={steps!r} must be a whole number of steps, from {least}{why}")
 
@@ -131,7 +131,7 @@ def check_steps(name: str, steps: Any, least: int, why: str = "") -> None:
 def target_entries(
     layers: Collection[TensorTrainModule], target: float, start_size: int, min_rank: int
 ) -> int:
-    """Return how many entries a target, a share of ``start_size``, leaves the cores of some layers.
+    """Return how many entries cores may have at ``target``, a share of ``start_size``.
 
     Raises ``ValueError`` if the layers need more at ``min_rank``.
     """
@@ -156,9 +156,9 @@ class RankLearning(ABC):
     Attributes:
         method: The name of the class in states and errors.
         steps_done: Steps counted so far.
-        process_group: The group that was given, or that of the ``DistributedDataParallel`` of
+        process_group: The group that was given, or that of the ``DistributedDataParallel`` in
             ``TrainStep``.
-        forced: Gates above 0.1 that :meth:`finish_` has closed, None before it ran.
+        forced: Number of gates above 0.1 that :meth:`finish_` has closed; None before it ran.
     """
 
     method: ClassVar[str]
@@ -202,17 +202,17 @@ class RankLearning(ABC):
 
     @property
     def stage(self) -> Stage:
-        """Stage of the next step, ``"done"`` once ranks are due to be cut."""
+        """Stage of the next step; ``"done"`` once ranks are due to be cut."""
         return "done" if self.forced is not None or self.due else "early"
 
     @property
     def due(self) -> bool:
-        """Whether it is time for :meth:`finish_`, which has not run yet."""
+        """Whether :meth:`finish_` is to be called now; False once it has run."""
         return self.forced is None and self.steps_left == 0
 
     @property
     def steps_left(self) -> int:
-        """Number of steps until ranks are :attr:`due` to be cut."""
+        """Number of steps until rank learning is :attr:`due` to cut ranks."""
         return max(0, self._steps - self.steps_done)
 
     def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -220,8 +220,8 @@ class RankLearning(ABC):
 
         Args:
             loss: Loss of the batch.
-            seen: Loss that the size is weighed against, by default ``loss``: the mean over several
-                processes, so that all make the same choice.
+            seen: Loss to compare the size with, by default ``loss``; several processes give their
+                mean loss, so that all make the same choice.
         """
         if self.stage == "done":
             return loss
@@ -233,16 +233,16 @@ class RankLearning(ABC):
 
     @abstractmethod
     def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
-        """Return the objective; on the host it may branch only on values of :meth:`identity`.
+        """Return the objective; code may branch on the host only by values in :meth:`identity`.
 
-        ``seen`` is the loss, or the mean of several processes', without a gradient.
+        ``seen`` is the loss, or the mean loss of several processes, without a gradient.
         """
 
     def step(self, loss: Tensor | float, optimizer: AnyOptimizer | None = None) -> None:
         """Count one optimizer step whose mean loss was ``loss`` (detached).
 
         Args:
-            loss: Loss of the batch; the mean loss where a step has several batches.
+            loss: Loss of the batch; the mean loss if a step has several batches.
             optimizer: The optimizer that has stepped. Its state is cut along with the ranks, and
                 reset for cores that are brought into canonical form.
 
@@ -257,7 +257,7 @@ class RankLearning(ABC):
         self.count_(optimizer)
 
     def count_(self, optimizer: AnyOptimizer | None = None) -> None:
-        """Count a step: the host part of :meth:`step`."""
+        """Count a step: the part of :meth:`step` that runs on the host."""
         if optimizer is not None and optimizer is not self._optimizer:
             check_holds_cores(optimizer, self.model)
             check_can_be_cut(tensor_trains(self.model), optimizer)
@@ -266,14 +266,14 @@ class RankLearning(ABC):
 
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
-        """Close gates after a step, on the device: the part of :meth:`step` in a CUDA graph."""
+        """Reopen gates if a step closed too many: the part of :meth:`step` in a CUDA graph."""
         if self._live is not None:
             # Many gates may close in one step, and a closed one has no gradient to open again.
             self._target_met |= self.size.hold_(self._live, self.target_size)
             self._live = None
 
     def discard_(self) -> None:
-        """Discard the objective, as after a step that raised an error; call ``zero_grad`` too."""
+        """Discard the objective of a step that raised an error; call ``zero_grad`` as well."""
         self._live = None
 
     @abstractmethod
@@ -286,25 +286,25 @@ class RankLearning(ABC):
 
         Returns:
             ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, the number of gates
-            above 0.1 that were closed; ``reached``, the size before that.
+            above 0.1 that were closed; ``reached``, the size before gates were closed.
 
         Raises:
-            ValueError: If processes hold different gates or would cut different ranks; then none
-                changes anything. If cores are not finite or the optimizer's state cannot be cut.
+            ValueError: If processes hold different gates or would cut different ranks; then no
+                process changes anything. If cores are not finite or optimizer state cannot be cut.
             RuntimeError: If another process cannot cut its ranks.
         """
 
     @abstractmethod
     def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Warn if the steps are too few for the optimizer to close gates."""
+        """Warn if the remaining steps are too few for the optimizer to close gates."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return what a CUDA graph fixes: host values and tensor addresses of the objective."""
+        """Return the host values and tensor addresses that a CUDA graph of the objective fixes."""
         sizes = self.target_size, self.start_size, self.min_rank
         return self.method, self.stage, *sizes, self._target_met.data_ptr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values for a resumed run."""
+        """Return the state of rank learning as tensors and plain values, to resume a run."""
         return {
             "method": self.method,
             "steps_done": self.steps_done,
@@ -345,10 +345,10 @@ class RankLearning(ABC):
         return [core for layer in self.size.layers.values() for core in layer.cores]
 
     def _processes(self, **settings: object) -> "ProcessGroup | None":
-        """Return the group to work with, whose processes hold the same ranks, gates and settings.
+        """Return the process group; check that all hold the same ranks, gates and settings.
 
         Raises:
-            ValueError: If they do not, in all of them; the message has the difference.
+            ValueError: In all processes, if ranks, gates or settings differ; it names the first.
         """
         check_unsharded(self.model, self.method)
         given = self.process_group
@@ -378,7 +378,7 @@ class RankLearning(ABC):
         importance: Mapping[int, Tensor] | None = None,
         min_keep: float = 0.0,
     ) -> dict[str, Any]:
-        """Close gates until the target is met, alike in all processes, and truncate."""
+        """Close the same gates in all processes until the target is met, and truncate."""
         optimizer = optimizer or self._optimizer
         reached, gates = int(self.size.exact()), self.size.gates
         before, closed = [gate.clone() for gate in gates], list[float]()

@@ -1,4 +1,4 @@
-"""The size of a model's tensor trains as a function of their gates, exact and relaxed."""
+"""Compute the size of a model's tensor trains from their gates, exactly and differentiably."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from comera.ops.cores import is_open
 
 
 class AllGates(NamedTuple):
-    """All gates of a model in one vector, which are open, and how many in each bond."""
+    """All gates of a model in one vector, which of them are open, and how many in each bond."""
 
     values: Tensor
     live: Tensor
@@ -21,21 +21,21 @@ class AllGates(NamedTuple):
 
 
 class SizeOfRanks:
-    """Entries in the cores of a model, counted through its gates.
+    """Counts the entries of a model's cores from its gates.
 
-    With bonds ``d_k`` and ``n_k`` entries per pair of ranks, the size of a layer is
-    ``sum_k n_k d_{k-1} d_k`` (CoMERA, arXiv 2405.14377, equation 5). Exactly, ``d_k`` is the number
-    of open gates, those above ``prune_below``, and a layer with an empty bond has size zero.
-    Relaxed, ``d_k`` is the sum of those gates, which has a gradient; at gates of one both agree.
-    Raises ``ValueError`` if the model holds no tensor-train layer, or none whose gates train.
+    With ranks ``d_k`` and ``n_k`` entries per pair of ranks, the size of a layer is
+    ``sum_k n_k d_{k-1} d_k`` (CoMERA, arXiv 2405.14377, equation 5). In the exact size ``d_k`` is
+    the number of open gates, which are above ``prune_below``; a layer with an empty bond has size
+    zero. In the relaxed size ``d_k`` is the sum of the open gates, which has a gradient. Both agree
+    if open gates are one. Raises ``ValueError`` if the model has no tensor train whose gates train.
 
     Args:
-        model: Its present tensor-train layers are counted, except those with a frozen gate.
+        model: The model, whose present tensor-train layers count, except any with a frozen gate.
         min_rank: A bond with no more open gates than this gets no gradient of the relaxed size.
 
     Attributes:
         layers: Layers that are counted, by name.
-        frozen: Names of the others.
+        frozen: Names of layers that are not counted, as a gate is frozen.
     """
 
     def __init__(self, model: nn.Module, min_rank: int = 1) -> None:
@@ -65,7 +65,7 @@ class SizeOfRanks:
         return [gate for layer in self.layers.values() for gate in layer.gates]
 
     def read(self) -> AllGates:
-        """Return all gates as they are now."""
+        """Return the present gates as :class:`AllGates`."""
         values = gates_together(list(self.layers.values()))
         widths = tuple(gate.shape[0] for gate in self.gates)
         if (widths, values.device, values.dtype) != self._indexed:
@@ -74,7 +74,7 @@ class SizeOfRanks:
         return AllGates(values, live, self._sum_by_bond(live.double()))
 
     def relaxed(self, gates: AllGates | None = None) -> Tensor:
-        """Return the differentiable size, a scalar in entries; by default of the present gates."""
+        """Return the relaxed size, a differentiable scalar; by default of the present gates."""
         values, live, counts = gates or self.read()
         bonds = self._sum_by_bond(values * live)
         bonds = torch.where(counts > self.min_rank, bonds, bonds.detach())
@@ -83,16 +83,16 @@ class SizeOfRanks:
 
     @torch.no_grad()
     def exact(self, gates: AllGates | None = None) -> Tensor:
-        """Return the size after pruning, a float64 scalar on the device; no gradient."""
+        """Return the exact size, a float64 scalar on the device without a gradient."""
         return self._size_at((gates or self.read()).counts)
 
     @torch.no_grad()
     def hold_(self, before: Tensor, floor: float) -> Tensor:
         """Reopen gates if too many closed in one step: a closed gate never opens by itself.
 
-        A gate that has just closed is lifted to 1.5 times ``prune_below`` where its bond would else
-        have none, or where the size would fall below ``floor``. Returns whether the floor was
-        reached, a boolean on the device.
+        A gate that has just closed is set to 1.5 times ``prune_below`` if its bond has no open gate
+        left, or if the size is below ``floor``. Returns whether the size was below the floor, a
+        boolean on the device.
 
         Args:
             before: Whether each gate was open before the optimizer step.
@@ -113,23 +113,23 @@ class SizeOfRanks:
         return reached
 
     def _size_at(self, counts: Tensor) -> Tensor:
-        """Return the size at given ranks; a layer with an empty bond has size zero."""
+        """Return the exact size at the given ranks of all bonds."""
         before, after = self._ends_of_cores(counts)
         least = self._most.scatter_reduce(0, self._layer_of_bond, counts, "amin")
         whole = least[self._layer_of_core] > 0
         return torch.dot(before * after * whole, self._slices[counts.dtype])
 
     def _sum_by_bond(self, values: Tensor) -> Tensor:
-        """Sum numbers of gates by bond; slot 0 is for the outer bonds, which are one."""
+        """Sum values of gates by bond; entry 0 is for the outer bonds, which are one."""
         return self._outer[values.dtype].index_add(0, self._bond_of_gate, values)
 
     def _ends_of_cores(self, bonds: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bonds before each core, and those after it."""
+        """Return the rank before each core, and the rank after each core."""
         # Unlike that of indexing by brackets, its gradient needs no sorting.
         return bonds.index_select(0, self._ends).chunk(2)  # type: ignore[return-value]
 
     def _index(self, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
-        """Record the bond of each gate, and the two bonds of each core."""
+        """Record the bond of each gate, and the two bonds of each core, as tensors."""
         self._indexed, self._widths = (widths, device, dtype), widths
         before: list[int] = []
         after: list[int] = []

@@ -1,7 +1,7 @@
-"""The command ``comera``.
+"""Run the command ``comera``.
 
-Each command is a function: its parameters are the arguments and options, its docstring is the help.
-``train`` and ``plan`` take every setting of a run instead. An error is printed in one line.
+Each command is a function, whose parameters are the arguments and options, and whose docstring is
+the help. ``train`` and ``plan`` take every setting of a run instead. Errors take one line.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], int]:
-    """Return a call of the command that was typed, with its arguments and options.
+    """Return a function that runs the command that was typed, with its arguments and options.
 
     Raises:
         ValueError: If a command or option is unknown, or an option takes other values.
@@ -128,7 +128,7 @@ def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], in
 
 
 def _command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command, of one word or two, and the words after it."""
+    """Return the command, which has one word or two, and the words after the command."""
     found, rest = "", list(words)
     while found not in COMMANDS:
         start = f"{found} " if found else ""
@@ -158,14 +158,14 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises ``ValueError`` where argparse prints the usage."""
+    """A parser that raises ``ValueError`` instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}")
 
 
 def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    """Add a function's parameters; those without default or before ``/`` are positional."""
+    """Add a function's parameters to a parser; those without default or before ``/`` are words."""
     texts = {p.arg_name: p.description or "" for p in parse(function.__doc__ or "").params}
     for each in _parameters(function):
         text = " ".join(texts[each.name].split()).replace("``", "").replace("%", "%%")
@@ -294,7 +294,7 @@ def report(folder: str, /, *, console: Console) -> None:
 def calibrate(
     device: Literal["cpu", "cuda"] = "cpu", threads: int | None = None, *, console: Console
 ) -> None:
-    """Measure this machine for the planner, and save what was found.
+    """Measure this machine for the planner, and save the result.
 
     Args:
         device: Device to measure.

@@ -1,7 +1,7 @@
-"""``comera train`` and ``comera plan``: settings of one run by the words of the command line.
+"""Define ``comera train`` and ``comera plan``: settings of a run from the command line.
 
-Every setting is an option by its dotted name. ``--help`` prints those that are changed first,
-``--help_all`` every one, ``--SECTION.help`` those of a section.
+Every setting is an option by its dotted name. ``--help`` prints the settings that one changes
+first, ``--help_all`` all settings, ``--SECTION.help`` those of a section.
 """
 
 import difflib
@@ -49,7 +49,7 @@ _COLUMN, _WIDEST = 26, 100
 
 
 def run_run_command(command: str, settings: RunConfig, console: Console, count: int) -> int:
-    """Run ``train`` or ``plan`` in one of ``count`` processes; returns the exit status."""
+    """Run ``train`` or ``plan`` in one of ``count`` processes; return the exit status."""
     import torch
 
     from comera.allocator import reuse_freed_memory
@@ -72,17 +72,17 @@ def run_run_command(command: str, settings: RunConfig, console: Console, count: 
 
 
 def typed_settings(words: Sequence[str]) -> RunConfig:
-    """Return the settings that the words after ``comera train`` or ``comera plan`` stand for.
+    """Return the settings given by the words after ``comera train`` or ``comera plan``.
 
     Args:
-        words: One of them may be a YAML file, the name of a configuration that comes along, or the
-            folder of a run. The others are ``--KEY=VALUE`` or ``--KEY VALUE``, which override the
-            file. ``--config=FILE`` is a file too, which overrides those before it.
+        words: One word may be a YAML file, the name of a configuration of the package, or the
+            folder of a run. The other words are ``--KEY=VALUE`` or ``--KEY VALUE``, which override
+            the file. ``--config=FILE`` adds a file that overrides earlier ones.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If a word is none of that, or a setting is unknown or does not fit; names the
-            first one, what was typed and what would be right.
+        FileNotFoundError: If a file does not exist.
+        ValueError: If a word is none of that, or a setting is unknown or wrong; the message has the
+            first such setting, what was typed and what would be right.
     """
     file, pairs, rest = None, [], list(words)
     while rest:
@@ -125,7 +125,7 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
 
 
 def changes_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return settings by dotted names, of words ``KEY=VALUE``; ``ValueError`` for other words."""
+    """Parse words ``KEY=VALUE`` to settings by dotted names; ``ValueError`` for other words."""
     changes = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -136,9 +136,9 @@ def changes_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
-    """Return ``--dry-run=true`` as ``--dry_run=true``, if that alone is an option.
+    """Return ``--dry-run=true`` as ``--dry_run=true``, if only the latter is an option.
 
-    Keys inside a mapping stay, as ``user-id`` in ``--dlrm.table-sizes.user-id=3``.
+    Keys inside a mapping stay as they are, such as ``user-id`` in ``--dlrm.table-sizes.user-id=3``.
     """
     name, equals, value = word.partition("=")
     parts = name[2:].split(".")
@@ -171,7 +171,7 @@ def _of_file(word: str) -> tuple[Path, dict[str, Any]]:
 
 
 def value_of(text: str, hint: Any) -> Any:
-    """Read a word as a value of YAML, unless it can only be a text."""
+    """Parse a word as YAML, unless the type allows only a text."""
     if hint is str:
         return text
     try:
@@ -184,7 +184,7 @@ def value_of(text: str, hint: Any) -> Any:
 
 @functools.cache
 def settings_by_name() -> dict[str, tuple[Any, type]]:
-    """Return type and dataclass of every setting, sections before the settings in them."""
+    """Return type and dataclass of every setting by name; sections precede their settings."""
     found: dict[str, tuple[Any, type]] = {}
 
     def walk(kind: type, within: str) -> None:
@@ -201,7 +201,7 @@ def settings_by_name() -> dict[str, tuple[Any, type]]:
 
 
 def _hint_of(key: str) -> Any:
-    """Return the type of a setting, ``Any`` inside a mapping; None for no setting."""
+    """Return the type of a setting, ``Any`` for a key in a mapping; None if there is no such."""
     known = settings_by_name()
     if key in known or "." not in key:
         return known.get(key, (None,))[0]
@@ -211,7 +211,7 @@ def _hint_of(key: str) -> Any:
 
 
 def help_of(command: str, words: Sequence[str]) -> str | None:
-    """Return the help that a word asks for, or None."""
+    """Return the help that a word, such as ``--help``, asks for; else None."""
     known = settings_by_name()
     for word in words:
         section = word.removeprefix("--").removesuffix(".help")
@@ -247,7 +247,7 @@ sections of settings:
 
 
 def _entry(key: str, with_type: bool = True) -> str:
-    """Return the entry of a setting in a help, with its default in brackets."""
+    """Return the text on a setting in a help, with its default in brackets."""
     hint, holder = settings_by_name()[key]
     if section_of(hint)[0] is not None:
         return f"\n{key}: {_text(key)}"
@@ -269,7 +269,7 @@ def _text(key: str) -> str:
 
 
 def row(name: str, text: str) -> str:
-    """Return an entry of a help: a name, and a text beside it."""
+    """Return the lines of a help on a name, with a text beside it."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     start, below = f"  {name}".ljust(_COLUMN), " " * _COLUMN
     if len(start) > _COLUMN or (name and start[-1] != " "):
