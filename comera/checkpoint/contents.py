@@ -4,6 +4,7 @@ The model's tensors come first and have streams of their own: following a chain 
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from comera.checkpoint import codec
 from comera.checkpoint.codebook import norm
@@ -106,7 +108,7 @@ def take_snapshot(
     trained = set(weights)
     if isinstance(model, nn.Module):
         trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names = parameters or _names_of_parameters(model, optimizer, weights, states)
+    names = parameters or _guessed_names(model, optimizer, weights, states)
     name_of_state = {
         f"optimizer.state.{key}.{entry}": f"optimizer.{names.get(key, key)}.{entry}"
         for key, found in (states or {}).get("state", {}).items()
@@ -152,7 +154,14 @@ def take_snapshot(
     return snapshot
 
 
-def _names_of_parameters(
+def names_of_parameters(model: nn.Module, optimizer: Optimizer) -> dict[Any, str]:
+    """Return the names of the model's parameters by their keys in the optimizer's state."""
+    name_of = {id(param): name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {k: name_of[id(param)] for k, param in enumerate(params) if id(param) in name_of}
+
+
+def _guessed_names(
     model: nn.Module | Mapping[str, Any],
     optimizer: Any,
     weights: Mapping[str, Any],
@@ -165,9 +174,7 @@ def _names_of_parameters(
     if not states or "state" not in states:
         return {}
     if isinstance(model, nn.Module) and hasattr(optimizer, "param_groups"):
-        name_of = {id(param): name for name, param in model.named_parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        return {k: name_of[id(param)] for k, param in enumerate(params) if id(param) in name_of}
+        return names_of_parameters(model, optimizer)
     groups = states.get("param_groups", [])
     keys = [key for group in groups for key in group.get("params", [])]
     names = [name for group in groups for name in group.get("param_names", [])]
@@ -272,29 +279,28 @@ def encode(
     return streams, figures, written
 
 
-def decode_model(
-    blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
-) -> dict[str, Tensor]:
-    """Return the model's tensors; ``base`` are those of the checkpoint before.
-
-    Raises ``DamagedError`` if the streams are not ones of :func:`encode`, or all tensors together
-    would take more than ``max_bytes``.
-    """
-    reader = StreamReader(blobs)
-    _, records = _read_index(reader, max_bytes)
-    return _read_model(reader, records, base)[0]
-
-
 def decode(
-    blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
+    blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, model_only: bool = False
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return ``model``, ``optimizer``, ``extra``, ``parameters``, and the model's tensors.
 
-    Arguments and errors are those of :func:`decode_model`.
+    ``base`` are the model's tensors of the checkpoint before. ``model_only`` reads nothing else,
+    and the first dict is empty. Raises ``DamagedError`` if the streams are not ones of
+    :func:`encode`, or all tensors together would take more memory than this machine has.
     """
     reader = StreamReader(blobs)
-    skeleton, records = _read_index(reader, max_bytes)
-    weights, kept = _read_model(reader, records, base)
+    skeleton, records = _read_index(reader)
+    weights, kept = dict[str, Tensor](), dict[str, Tensor]()
+    for record in records:
+        if record.part == "model":
+            name = record.names[0]
+            before = _matching(base, name, torch.Size(record.shape), record.dtypes[0])
+            if record.codec == "change":
+                kept[name], weights[name] = codec.read_change(reader, record, before)
+            else:
+                weights[name] = codec.read_exact(reader, record, before)
+    if model_only:
+        return {}, weights
     tensors = dict(weights)
     for record in records:
         if record.codec == "moments":
@@ -313,23 +319,6 @@ def decode(
     return parts, weights
 
 
-def _read_model(
-    reader: StreamReader, records: list[Record], base: Mapping[str, Tensor] | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the model's tensors, and the kept entries of lossy ones."""
-    tensors, kept = dict[str, Tensor](), dict[str, Tensor]()
-    for record in records:
-        if record.part != "model":
-            continue
-        name = record.names[0]
-        before = _matching(base, name, torch.Size(record.shape), record.dtypes[0])
-        if record.codec == "change":
-            kept[name], tensors[name] = codec.read_change(reader, record, before)
-        else:
-            tensors[name] = codec.read_exact(reader, record, before)
-    return tensors, kept
-
-
 def _matching(
     base: Mapping[str, Tensor] | None, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
@@ -346,20 +335,23 @@ def _can_be_float32(tensor: Tensor) -> bool:
     return tensor.dtype != torch.float64 or not 0 < float(tensor.abs().amax()) < _SMALLEST
 
 
-def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]]:
+def _read_index(reader: StreamReader) -> tuple[Any, list[Record]]:
     """Return the skeleton and the records, checked: the memory that they ask for is bounded."""
     length = int.from_bytes(reader.read("index", _LENGTH).tobytes(), "little")
-    if length > min(_LARGEST_INDEX, max_bytes):
+    if length > _LARGEST_INDEX:
         raise DamagedError(f"the index says that it is {length} bytes long")
     try:
         index = parsed(reader.read("index", length).tobytes())
     except (ValueError, RecursionError) as problem:
         raise DamagedError(f"the index is not readable: {problem}") from problem
     skeleton, records = _checked(index)
-    size = sum(record.bytes for record in records)
-    if size > max_bytes:
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        memory = 1 << 36
+    if (size := sum(record.bytes for record in records)) > memory:
         raise DamagedError(
-            f"the tensors would take {size} bytes of memory, more than max_bytes={max_bytes}"
+            f"the tensors would take {size} bytes of memory, more than the {memory} there are"
         )
     return skeleton, records
 

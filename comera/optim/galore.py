@@ -99,9 +99,9 @@ class GaLore(Optimizer):
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
-        _check_once([param for group in groups for param in group["params"]], ())
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
-        self._inner = inner([_for_inner(g, self._stand_ins) for g in groups], **settings)
+        seen = set[int]()
+        self._inner = inner([_for_inner(g, self._stand_ins, seen) for g in groups], **settings)
         # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
         self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
         super().__init__(groups, dict(self._inner.defaults))
@@ -126,10 +126,10 @@ class GaLore(Optimizer):
             )
         theirs, number = inner.param_groups, len(self.param_groups)
         stand_ins: dict[Tensor, nn.Parameter] = {}
-        _check_once(group["params"], self.param_groups)
         try:
             if number == len(theirs):  # else the inner optimizer was constructed with it
-                inner.add_param_group(_for_inner(group, stand_ins))
+                seen = {id(param) for known in self.param_groups for param in known["params"]}
+                inner.add_param_group(_for_inner(group, stand_ins, seen))
             own = _DEFAULTS if "rank" in group else {}
             super().add_param_group({**theirs[number], **own, **group})
         except BaseException:
@@ -159,10 +159,7 @@ class GaLore(Optimizer):
             TypeError: If the inner optimizer counts in its groups. Projected parameters have been
                 decayed, not stepped.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         begun, settings = self._begin_all()
         try:
             self._inner.step()
@@ -463,8 +460,18 @@ def _as_list(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
-    """Check a group; return that of the inner optimizer. Fills ``stand_ins``."""
+def _for_inner(
+    group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter], seen: set[int]
+) -> dict[str, Any]:
+    """Check a group; return that of the inner optimizer. Fills ``stand_ins`` and ``seen``."""
+    for one in group["params"]:
+        param = one[1] if isinstance(one, tuple) else one
+        if id(param) in seen:
+            raise ValueError(
+                f"some parameters appear in more than one parameter group, or twice in one: one "
+                f"of shape {tuple(param.shape)}. Give GaLore each parameter once"
+            )
+        seen.add(id(param))
     own = {key: value for key, value in group.items() if key not in _KEYS}
     if "rank" not in group:
         if misplaced := sorted(_KEYS & set(group)):
@@ -507,16 +514,3 @@ def _release(stand_in: nn.Parameter) -> None:
     """Free the memory of a stand-in parameter, but keep its shape."""
     stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None
-
-
-def _check_once(params: Iterable[Any], groups: Iterable[dict[str, Any]]) -> None:
-    """Raise ``ValueError`` if a new parameter is there twice, or in one of the groups."""
-    seen = {id(param) for group in groups for param in group["params"]}
-    for one in params:
-        param = one[1] if isinstance(one, tuple) else one
-        if id(param) in seen:
-            raise ValueError(
-                f"some parameters appear in more than one parameter group, or twice in one: one "
-                f"of shape {tuple(param.shape)}. Give GaLore each parameter once"
-            )
-        seen.add(id(param))

@@ -211,7 +211,7 @@ def _contracted(
     made: dict[int, nn.Module] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, (TTTable, TTLinear, TiedTTLinear)):
-            made[id(layer)] = contraction.of(name, layer)
+            made[id(layer)] = contraction.of(name, layer).train(layer.training)
     where = "" if batch is None else f" at batch={batch}, as measured"
     log.info(
         "contracted %d layers; dense%s: %s",
@@ -236,9 +236,9 @@ class _Contraction:
         if isinstance(layer, TiedTTLinear):
             table: Any = self._table(layer.embedding)
             if not isinstance(table, FactoredTable):
-                return _linear(table.weight, layer.bias).train(layer.training)
+                return _linear(table.weight, layer.bias)
             bias = None if layer.bias is None else _kept(layer.bias)
-            thin: Any = FactoredHead(table, bias).train(layer.training)
+            thin: Any = FactoredHead(table, bias)
         else:
             thin = self._thin(layer)
         if self._gain_of_dense(thin, layer) <= _WORTH_ITS_MEMORY:
@@ -255,12 +255,11 @@ class _Contraction:
             from_torch(_linear(left), form),
             from_torch(_linear(right, layer.bias), form),
         )
-        return ThinLinear(first, second, form).train(layer.training)
+        return ThinLinear(first, second, form)
 
     def _dense(self, layer: TTLinear | TiedTTLinear) -> nn.Module:
         if isinstance(layer, TiedTTLinear):
-            weight = _kept(layer.embedding.dense_weight())
-            return _linear(weight, layer.bias).train(layer.training)
+            return _linear(_kept(layer.embedding.dense_weight()), layer.bias)
         dense: Any = layer.to_dense()
         dense.weight = self._shared.setdefault(("dense", id(layer.cores)), dense.weight)
         if self._keep_forms or _is_pointwise(layer):
@@ -288,7 +287,6 @@ class _Contraction:
             sizes = table.num_embeddings, table.embedding_dim
             new = FactoredTable(*sizes, left, right, **more, padding_idx=table.padding_idx)
             new.share_(self._shared.setdefault(id(table.cores), new))
-            new.train(table.training)
         self._shared[id(table)] = new
         return new
 

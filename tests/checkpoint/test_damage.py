@@ -144,7 +144,7 @@ MOMENTS = {
         (index_of(3), "no such tensor"),
         (
             index_of(EXACT | {"shape": [1 << 40]}),
-            r"would take 4398046511104 bytes .* max_bytes=100",
+            "would take 4398046511104 bytes of memory, more than the",
         ),
         (index_of(EXACT | {"shape": [1 << 60]}), "no such tensor"),
         (index_of(EXACT | {"shape": [-5]}), "no such tensor"),
@@ -179,7 +179,7 @@ MOMENTS = {
 )
 def test_contents_that_are_made_up_are_refused(tmp_path, index, told):
     made_up(tmp_path, index)
-    chain = CheckpointChain(tmp_path, max_bytes=1_000_000)
+    chain = CheckpointChain(tmp_path)
     with pytest.raises(DamagedError, match=told):
         chain.load(9)
 
@@ -187,7 +187,7 @@ def test_contents_that_are_made_up_are_refused(tmp_path, index, told):
 def test_a_decompression_bomb_is_not_inflated(tmp_path):
     bomb = bytes(1 << 28)
     made_up(tmp_path, index_of(EXACT | {"shape": [4]}), **{"model_byte_0_of_4": bomb})
-    chain = CheckpointChain(tmp_path, max_bytes=1_000_000)
+    chain = CheckpointChain(tmp_path)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DamagedError, match="no stream"):
         chain.load(9)
