@@ -186,9 +186,9 @@ class CAME(Optimizer):
             corrections = second.sqrt(), 1 / first if view is None else 1 / first * third.sqrt()
         means = [held[key] for key in (_FULL[:1] if view is None else _FACTORS)]
         if view is None:
-            _plain_step_(param, grad, average, *means, settings, corrections)
+            _plain_step_(param, grad, average, means[0], settings, corrections)
         else:
-            _factored_step_(param, grad, average, *means, settings, corrections)
+            _factored_step_(param, grad, average, means[0], means[1], settings, corrections)
         if scales is not None:
             codes, new_scales = quantized(average.reshape(len(states), -1))
             kept.copy_(codes)
