@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -193,17 +193,12 @@ def _guessed_names(
     return guessed
 
 
-class _Moments(NamedTuple):
-    """Names of lossy moments of one parameter, and of its weight if that is lossy too."""
+def _find_moments(snapshot: Snapshot) -> list[tuple[str | None, str, str | None]]:
+    """Pair lossy moments: their weight, if that is lossy too, the first and any second moment.
 
-    weight: str | None
-    first: str
-    second: str | None
-
-
-def _find_moments(snapshot: Snapshot) -> list[_Moments]:
-    """Pair moments; of two first moments of a weight, the first one gets the second moments."""
-    found: list[_Moments] = []
+    Of two first moments of a weight, the first one gets the second moments.
+    """
+    found: list[tuple[str | None, str, str | None]] = []
     for first, tensor in snapshot.rest.items():
         parameter, _, key = first.removeprefix("optimizer.").rpartition(".")
         if first not in snapshot.lossy or key not in _FIRST_MOMENTS:
@@ -214,8 +209,8 @@ def _find_moments(snapshot: Snapshot) -> list[_Moments]:
             (f"optimizer.{parameter}.{_SECOND_MOMENT}", snapshot.rest),
         ):
             fits = name in snapshot.lossy and part[name].shape == tensor.shape
-            beside.append(name if fits and all(m.second != name for m in found) else None)
-        found.append(_Moments(beside[0], first, beside[1]))
+            beside.append(name if fits and all(name != second for *_, second in found) else None)
+        found.append((beside[0], first, beside[1]))
     return found
 
 
@@ -229,17 +224,17 @@ def encode(
     streams, records = Streams(), list[Record]()
     written, kept = dict[str, Tensor](), dict[str, Tensor]()
     moments = _find_moments(snapshot)
-    moments_of = {found.weight: found for found in reversed(moments)}
+    second_of = {weight: second for weight, _, second in reversed(moments)}
     entries = {"lossy": 0, "changed": 0}
     error = change = 0.0
     for name, tensor in snapshot.model.items():
         before = _matching(base, name, tensor.shape, tensor.dtype)
         if name in snapshot.lossy and _can_be_float32(tensor):
-            second = moments_of[name].second if name in moments_of else None
+            second = second_of.get(name)
             record, places, now = codec.write_change(
                 streams, name, tensor, before, snapshot.rest[second] if second else None, quality
             )
-            if name in moments_of and record.codec == "change":
+            if name in second_of and record.codec == "change":
                 kept[name] = places  # the moments of other entries are left out with them
             entries["lossy"] += tensor.numel()
             entries["changed"] += len(places)

@@ -64,7 +64,8 @@ class GaLore(Optimizer):
             every step, 0.25; ``proj_type``: ``"std"`` (the shorter side) or ``"full"`` (both).
             A tensor of more than two dimensions is taken as ``(first, all others)``. One whose
             sides are not above the rank is neither projected nor scaled.
-        inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`.
+        inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`. The attribute
+            ``inner`` is that optimizer, of the stand-ins and all parameters that are not projected.
         **settings: Of the inner optimizer: ``lr``, ``betas``, ...; groups may replace them.
 
     Note:
@@ -101,15 +102,15 @@ class GaLore(Optimizer):
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
         seen = set[int]()
-        self._inner = inner([_for_inner(g, self._stand_ins, seen) for g in groups], **settings)
+        self.inner = inner([_for_inner(g, self._stand_ins, seen) for g in groups], **settings)
         # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
-        self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
-        super().__init__(groups, dict(self._inner.defaults))
+        self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self.inner.param_groups)
+        super().__init__(groups, dict(self.inner.defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as to any optimizer, or raise as the class; the key ``rank`` projects it."""
         group = {**param_group, "params": _as_list(param_group["params"])}
-        inner, name = self._inner, type(self._inner).__name__
+        inner, name = self.inner, type(self.inner).__name__
         known = {*inner.defaults, *COMMON_KEYS, *_KEYS}
         if isinstance(inner, MuonAdamW):
             known.add("muon")
@@ -138,12 +139,7 @@ class GaLore(Optimizer):
         self._stand_ins |= stand_ins
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} around {self._inner!r}"
-
-    @property
-    def inner(self) -> Optimizer:
-        """Return the optimizer of the stand-ins, and of all parameters that are not projected."""
-        return self._inner
+        return f"{type(self).__name__} around {self.inner!r}"
 
     def stand_in(self, param: Tensor) -> nn.Parameter | None:
         """Return the tensor that the inner optimizer trains in place of a projected parameter."""
@@ -162,7 +158,7 @@ class GaLore(Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         begun, settings = self._begin_all()
         try:
-            self._inner.step()
+            self.inner.step()
         finally:
             for param, *_, grad in begun:
                 param.grad = grad
@@ -177,14 +173,14 @@ class GaLore(Optimizer):
             self._pass_settings(position)
             if "rank" in group:
                 begun += [self._begin(p, group) for p in group["params"] if p.grad is not None]
-        return begun, [dict(group) for group in self._inner.param_groups]
+        return begun, [dict(group) for group in self.inner.param_groups]
 
     @_eagerly
     def _end_all(self, begun: list[_Begun], settings: list[dict[str, Any]]) -> None:
-        name = type(self._inner).__name__
+        name = type(self.inner).__name__
         instead = f"use {name} without GaLore, or GaLore around torch.optim.AdamW"
-        for old, new in zip(settings, self._inner.param_groups, strict=True):
-            check_keeps_no_count(self._inner, old, new, instead, _SCHEDULED)
+        for old, new in zip(settings, self.inner.param_groups, strict=True):
+            check_keeps_no_count(self.inner, old, new, instead, _SCHEDULED)
         self._share_state()
         self._end(begun)
 
@@ -196,17 +192,17 @@ class GaLore(Optimizer):
         stand_in, grad = self._stand_ins.get(param), param.grad
         begun = [self._begin(param, group)] if "rank" in group else []
         try:
-            step_param(self._inner, param if stand_in is None else stand_in, position)
+            step_param(self.inner, param if stand_in is None else stand_in, position)
         finally:
             param.grad = grad
-        if stand_in is None and param in self._inner.state:
-            self.state[param] = self._inner.state[param]
+        if stand_in is None and param in self.inner.state:
+            self.state[param] = self.inner.state[param]
         self._end(begun)
 
     def _pass_settings(self, position: int) -> None:
         """Copy a group's settings, which schedulers change, to the inner optimizer."""
-        mine, theirs = self.param_groups[position], self._inner.param_groups[position]
-        theirs |= {key: mine[key] for key in self._inner.defaults if key in mine}
+        mine, theirs = self.param_groups[position], self.inner.param_groups[position]
+        theirs |= {key: mine[key] for key in self.inner.defaults if key in mine}
         if self._tensor_lr and not isinstance(mine["lr"], Tensor):
             theirs["lr"] = torch.tensor(mine["lr"], dtype=torch.float32)
         if "rank" in mine:
@@ -286,7 +282,7 @@ class GaLore(Optimizer):
         return {side: state[_OURS + side] for side in ("left", "right") if _OURS + side in state}
 
     def _factor(self, param: Tensor, group: dict[str, Any]) -> float | Tensor:
-        if not isinstance(self._inner, torch.optim.Adafactor) or param not in self._stand_ins:
+        if not isinstance(self.inner, torch.optim.Adafactor) or param not in self._stand_ins:
             return group["scale"]
         # Its steps are relative to the size of the parameter: eps[1] for a stand-in, which is zero.
         least = group["eps"][1]
@@ -299,7 +295,7 @@ class GaLore(Optimizer):
         if not rate:
             return grad
         # torch's Adam and its subclasses have a setting for it
-        if group.get("decoupled_weight_decay", not isinstance(self._inner, _COUPLED)):
+        if group.get("decoupled_weight_decay", not isinstance(self.inner, _COUPLED)):
             param.mul_(1 - group["lr"] * rate)
             return grad
         return grad.add(param, alpha=-rate if group.get("maximize") else rate)
@@ -308,12 +304,12 @@ class GaLore(Optimizer):
         """Share the inner optimizer's state of parameters that are not projected."""
         for group in self.param_groups:
             for param in group["params"]:
-                if param not in self._stand_ins and param in self._inner.state:
-                    self.state[param] = self._inner.state[param]
+                if param not in self._stand_ins and param in self.inner.state:
+                    self.state[param] = self.inner.state[param]
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values only: the inner optimizer's state and the subspaces."""
-        mine, theirs = super().state_dict(), self._inner.state_dict()["state"]
+        mine, theirs = super().state_dict(), self.inner.state_dict()["state"]
         numbers = {**theirs, **mine["state"]}
         state = {k: {**theirs.get(k, {}), **mine["state"].get(k, {})} for k in numbers}
         return {**mine, "state": state}
@@ -338,7 +334,7 @@ class GaLore(Optimizer):
                 {key: value for key, value in group.items() if key not in _KEYS}
                 for group in given["param_groups"]
             ]
-            self._inner.load_state_dict({"state": theirs, "param_groups": groups})
+            self.inner.load_state_dict({"state": theirs, "param_groups": groups})
             for number, param in params.items():
                 for key, value in state.get(number, {}).items():
                     if key.startswith(_OURS):
@@ -394,23 +390,23 @@ class GaLore(Optimizer):
 
     def unpack_state_(self, param: Tensor) -> None:
         """Unpack the inner optimizer's state, for :func:`~comera.truncate_`."""
-        state_layout.unpack_state_(self._inner, param)
+        state_layout.unpack_state_(self.inner, param)
 
     def pack_state_(self, param: Tensor) -> None:
         """Undo :meth:`unpack_state_`."""
-        state_layout.pack_state_(self._inner, param)
+        state_layout.pack_state_(self.inner, param)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes, so that a copy has stand-ins of its own parameters."""
-        inner = (type(self._inner), state_layout.whole(self._inner))
-        return {**state_layout.whole(self), "_inner": inner}
+        inner = (type(self.inner), state_layout.whole(self.inner))
+        return {**state_layout.whole(self), "inner": inner}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_inner" in state:  # torch calls this with less, to load a state
-            kind, whole = state["_inner"]
+        if "inner" in state:  # torch calls this with less, to load a state
+            kind, whole = state["inner"]
             inner = kind.__new__(kind)
             inner.__setstate__(whole)
-            state = {**state, "_inner": inner}
+            state = {**state, "inner": inner}
         super().__setstate__(state)
 
 

@@ -240,22 +240,17 @@ class _Contraction:
             bias = None if layer.bias is None else _kept(layer.bias)
             thin: Any = FactoredHead(table, bias)
         else:
-            thin = self._thin(layer)
+            key = id(layer.cores)
+            if key not in self._shared:
+                self._shared[key] = [_kept(factor.T) for factor in thin_factors(layer)]
+            left, right = self._shared[key]
+            form = layer.dense_form if _is_pointwise(layer) else None
+            first, second = _linear(left), _linear(right, layer.bias)
+            thin = ThinLinear(from_torch(first, form), from_torch(second, form), form)
         if self._gain_of_dense(thin, layer) <= _WORTH_ITS_MEMORY:
             return thin
         self.dense.append(name)
         return self._dense(layer)
-
-    def _thin(self, layer: TTLinear) -> ThinLinear:
-        if id(layer.cores) not in self._shared:
-            self._shared[id(layer.cores)] = [_kept(factor.T) for factor in thin_factors(layer)]
-        left, right = self._shared[id(layer.cores)]
-        form = layer.dense_form if _is_pointwise(layer) else None
-        first, second = (
-            from_torch(_linear(left), form),
-            from_torch(_linear(right, layer.bias), form),
-        )
-        return ThinLinear(first, second, form)
 
     def _dense(self, layer: TTLinear | TiedTTLinear) -> nn.Module:
         if isinstance(layer, TiedTTLinear):
@@ -286,7 +281,9 @@ class _Contraction:
                 more |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
             sizes = table.num_embeddings, table.embedding_dim
             new = FactoredTable(*sizes, left, right, **more, padding_idx=table.padding_idx)
-            new.share_(self._shared.setdefault(id(table.cores), new))
+            lead = self._shared.setdefault(id(table.cores), new)
+            for part in ("left", "right", "hot", "basis", "row_order"):
+                setattr(new, part, getattr(lead, part))
         self._shared[id(table)] = new
         return new
 
