@@ -298,12 +298,6 @@ def test_settings_that_make_no_sense_are_named(tmp_path, settings, told):
         CheckpointChain(tmp_path, **settings)
 
 
-def test_what_cannot_be_kept_stops_before_anything_is_written(tmp_path):
-    with CheckpointChain(tmp_path) as chain, pytest.raises(TypeError, match=r"extra\.f is a func"):
-        chain.save(1, make_model(), None, {"f": make_model})
-    assert chain.steps() == []
-
-
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
     model, optimizer, _ = chain_of(tmp_path, 2)
     chain = CheckpointChain(tmp_path)

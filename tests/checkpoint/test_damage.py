@@ -7,7 +7,6 @@ import random
 import resource
 import shutil
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 from comera.checkpoint.archive import MANIFEST, TENSORS, Archive, packed
 from comera.checkpoint.chain import CheckpointChain
 from comera.checkpoint.streams import DamagedError, Streams
-from tests.processes import forking, in_a_process
+from tests.processes import in_a_process, killed
 
 from .test_chain import chain_of
 
@@ -282,15 +281,8 @@ def test_killed_at_any_moment_the_last_checkpoint_is_there_and_right(tmp_path):
     rng = random.Random(0)
     last = 0
     for kill in range(KILLS):
-        receive, ready = forking().Pipe(duplex=False)
-        process = forking().Process(target=_write, args=(tmp_path, bool(kill % 2), ready))
-        process.start()
-        ready.close()
-        assert receive.recv() == "ready"
-        time.sleep(rng.random() * 0.3)
-        process.kill()
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL
+        seconds = rng.random() * 0.3
+        assert killed(_write, tmp_path, bool(kill % 2), after=seconds) == -signal.SIGKILL
         chain = CheckpointChain(tmp_path)
         if not chain.steps():
             continue
