@@ -20,7 +20,6 @@ from comera.checkpoint.contents import (
     Quality,
     Snapshot,
     decode,
-    decode_model,
     encode,
     take_snapshot,
 )
@@ -90,7 +89,6 @@ class CheckpointChain:
         keep_last: int | None = None,
         keep_every: int | None = None,
         background: bool = True,
-        max_bytes: int | None = None,
     ) -> None:
         """
         Args:
@@ -118,7 +116,6 @@ class CheckpointChain:
             keep_every: Checkpoints of steps divisible by this number are never deleted.
             background: Compress and write in another thread, after the state is copied. The next
                 call of a method raises errors of that thread.
-            max_bytes: Most memory that reading may take; None for the memory of this machine.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -132,18 +129,13 @@ class CheckpointChain:
             if not 0 <= size < float("inf"):
                 raise ValueError(f"{name} is {size}; it must be 0 or more")
         for name, least in (("key_every", key_every), ("keep_last", keep_last),
-                            ("keep_every", keep_every), ("max_bytes", max_bytes)):  # fmt: skip
+                            ("keep_every", keep_every)):  # fmt: skip
             if least is not None and least < 1:
                 raise ValueError(f"{name} is {least}; it must be 1 or more")
         self._archive = Archive(Path(folder))
         self._policy = Policy(policy, lossless=mode == "lossless")
         self._quality = Quality(bits, rate, alpha, beta, key_bits)
         self._key_every, self._keep_last, self._keep_every = key_every, keep_last, keep_every
-        try:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (AttributeError, ValueError, OSError):  # not on every system
-            memory = 1 << 36
-        self._max_bytes = max_bytes or memory
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
         self._calls = threading.RLock()
@@ -321,7 +313,7 @@ class CheckpointChain:
             try:
                 links = self._archive.links(number)
                 streams = self._archive.streams(links[-1])
-                parts, _ = decode(streams, self._weights(links[:-1]), self._max_bytes)
+                parts, _ = decode(streams, self._weights(links[:-1]))
                 return Checkpoint(number, **parts)
             except DamagedError as problem:
                 if step != "latest":
@@ -343,7 +335,7 @@ class CheckpointChain:
                 last = links[-2].checksum if len(links) > 1 else None
                 known = before[1] if before and before[0] == last else self._weights(links[:-1])
                 streams = self._archive.streams(links[-1])
-                _, weights = decode(streams, known, self._max_bytes)
+                _, weights = decode(streams, known)
                 before = (links[-1].checksum, weights)
                 found[step] = None
             except DamagedError as problem:
@@ -355,7 +347,7 @@ class CheckpointChain:
     def _weights(self, links: list[Manifest]) -> dict[str, Tensor] | None:
         weights: dict[str, Tensor] | None = None
         for manifest in links:
-            weights = decode_model(self._archive.streams(manifest), weights, self._max_bytes)
+            _, weights = decode(self._archive.streams(manifest), weights, model_only=True)
         return weights
 
 

@@ -120,12 +120,6 @@ class FactoredTable(nn.Module):
         self.hot_rows = 0 if hot is None else hot.shape[0]
         self.register_buffer("row_order", row_order)
 
-    def share_(self, lead: "FactoredTable") -> None:
-        """Share the factors and hot rows of another table of the same sizes."""
-        self.left, self.right = lead.left, lead.right
-        self.hot, self.basis = lead.hot, lead.basis
-        self.row_order = lead.row_order
-
     @property
     def weight(self) -> Tensor:
         """The dense ``(num_embeddings, embedding_dim)`` table, read-only."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from comera.checkpoint.chain import Checkpoint, CheckpointChain
+from comera.checkpoint.contents import names_of_parameters
 from comera.checkpoint.skeleton import parsed, put_together, take_apart
 from comera.nn.module import tensor_trains
 from comera.optim.state_layout import unwrap
@@ -55,10 +56,7 @@ def save_checkpoint(
     optimizer = unwrap(step.optimizer)
     parts = whole_state(model.state_dict()), whole_state(optimizer.state_dict())
     if writes:
-        names = {id(param): name for name, param in model.named_parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        by_number = {number: names[id(param)] for number, param in enumerate(params)}
-        chain.save(step.steps_done, *parts, state, by_number)
+        chain.save(step.steps_done, *parts, state, names_of_parameters(model, optimizer))
 
 
 def _state_besides(step: TrainStep, extra: dict[str, Any] | None) -> dict[str, Any]:
