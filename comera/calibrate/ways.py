@@ -149,7 +149,7 @@ def _in_turns(
             met = cases_of(group, way, runs[0])
             if way not in [ran for ran, _ in met]:
                 continue
-            sample = partial(_host_seconds, group, way, runs, device)
+            sample: Callable[[], float] = partial(_host_seconds, group, way, runs, device)
             if graphs is not None:
                 with preferring(group, way):
                     sample = partial(_graph_seconds, in_turn(runs, device, graphs), len(runs))

@@ -4,19 +4,19 @@ import contextlib
 import logging
 import operator
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from torch import Tensor, nn
 
 from comera.checkpoint.archive import Archive, Manifest, packed
 from comera.checkpoint.contents import (
-    Policy,
     Quality,
     Snapshot,
     decode,
@@ -27,8 +27,45 @@ from comera.checkpoint.streams import DamagedError
 
 log = logging.getLogger("comera")
 
+Treatment = Literal["exact", "lossy", "skip"]
+
 KEY_EVERY = 20
 """Default number of checkpoints from one key frame to the next."""
+
+_SMALLEST_LOSSY = 256
+"""Smaller tensors are kept exactly, as are vectors: a loss is sensitive to them."""
+
+
+class Policy:
+    """How to treat a tensor: by the first pattern that matches its whole name, else by its kind.
+
+    Weights and moments of floats are lossy if they are matrices or larger; all else is exact:
+    vectors, counters, projections, quantised states, buffers, and everything in ``extra``.
+    """
+
+    def __init__(self, patterns: Mapping[str, str] | None = None, lossless: bool = False) -> None:
+        """Compile the patterns; raise ``ValueError`` if a pattern or a treatment is invalid."""
+        self._patterns, self._lossless = [], lossless
+        for pattern, treatment in (patterns or {}).items():
+            if treatment not in get_args(Treatment):
+                raise ValueError(
+                    f"policy {pattern!r}: {treatment!r} is not one of {get_args(Treatment)}"
+                )
+            try:
+                self._patterns.append((re.compile(pattern), treatment))
+            except re.error as problem:
+                raise ValueError(
+                    f"policy {pattern!r} is no regular expression: {problem}"
+                ) from None
+
+    def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
+        """Return the treatment of a tensor; ``lossy`` is whether it is a weight or a moment."""
+        wide = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
+        for pattern, treatment in self._patterns:
+            if pattern.fullmatch(name) and (treatment != "lossy" or wide):
+                return treatment
+        matrix = tensor.ndim > 1 and tensor.numel() >= _SMALLEST_LOSSY
+        return "lossy" if lossy and not self._lossless and wide and matrix else "exact"
 
 
 @dataclass(frozen=True)
@@ -189,7 +226,7 @@ class CheckpointChain:
                     "folder"
                 )
             began = time.perf_counter()
-            snapshot = take_snapshot(model, optimizer, extra, self._policy, parameters)
+            snapshot = take_snapshot(model, optimizer, extra, self._policy.treatment, parameters)
             copying = time.perf_counter() - began
             if self._thread is None:
                 self._write(step, snapshot, copying)

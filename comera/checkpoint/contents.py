@@ -6,10 +6,9 @@ only these streams of the checkpoints it builds on.
 
 import json
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,48 +22,12 @@ from comera.checkpoint.skeleton import check_dtype, parsed, put_together, take_a
 from comera.checkpoint.streams import DamagedError, StreamReader, Streams
 from comera.params import Undisturbed
 
-Treatment = Literal["exact", "lossy", "skip"]
-
-_SMALLEST_LOSSY = 256
-"""Smaller tensors are kept exactly, as are vectors: a loss is sensitive to them."""
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENT = "exp_avg_sq"
 _SMALLEST = 1e-30
 """Smallest maximum of a float64 tensor that is lossy: a millionth of it is still a float32."""
 _LARGEST_INDEX = 1 << 28
 _LENGTH = 8
-
-
-class Policy:
-    """How to treat a tensor: by the first pattern that matches its whole name, else by its kind.
-
-    Weights and moments of floats are lossy if they are matrices or larger; all else is exact:
-    vectors, counters, projections, quantised states, buffers, and everything in ``extra``.
-    """
-
-    def __init__(self, patterns: Mapping[str, str] | None = None, lossless: bool = False) -> None:
-        """Compile the patterns; raise ``ValueError`` if a pattern or a treatment is invalid."""
-        self._patterns, self._lossless = [], lossless
-        for pattern, treatment in (patterns or {}).items():
-            if treatment not in get_args(Treatment):
-                raise ValueError(
-                    f"policy {pattern!r}: {treatment!r} is not one of {get_args(Treatment)}"
-                )
-            try:
-                self._patterns.append((re.compile(pattern), treatment))
-            except re.error as problem:
-                raise ValueError(
-                    f"policy {pattern!r} is no regular expression: {problem}"
-                ) from None
-
-    def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
-        """Return the treatment of a tensor; ``lossy`` is whether it is a weight or a moment."""
-        wide = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
-        for pattern, treatment in self._patterns:
-            if pattern.fullmatch(name) and (treatment != "lossy" or wide):
-                return treatment
-        matrix = tensor.ndim > 1 and tensor.numel() >= _SMALLEST_LOSSY
-        return "lossy" if lossy and not self._lossless and wide and matrix else "exact"
 
 
 @dataclass
@@ -89,13 +52,14 @@ def take_snapshot(
     model: nn.Module | Mapping[str, Any],
     optimizer: Any,
     extra: Mapping[str, Any] | None,
-    policy: Policy,
+    treatment_of: Callable[[str, Tensor, bool], str],
     parameters: Mapping[Any, str] | None = None,
 ) -> Snapshot:
     """Copy the state of a model, an optimizer and the caller to the CPU.
 
-    Arguments are those of :meth:`CheckpointChain.save`, and ``policy`` the treatment of tensors.
-    Raises ``TypeError`` with the name of a value that is neither a tensor nor plain, and
+    Arguments are those of :meth:`CheckpointChain.save`, and ``treatment_of`` that of a
+    :class:`~comera.checkpoint.chain.Policy`.
+    Raises ``TypeError`` with the name of anything but tensors and plain values, and
     ``RuntimeError`` if another thread trains the model meanwhile.
     """
     if not isinstance(model, nn.Module | Mapping):
@@ -125,7 +89,7 @@ def take_snapshot(
         if path in name_of_state:
             name = name_of_state[path]
             lossy = name.rpartition(".")[2] in (*_FIRST_MOMENTS, _SECOND_MOMENT)
-        treatment = policy.treatment(name, tensor, lossy)
+        treatment = treatment_of(name, tensor, lossy)
         if treatment == "skip":
             return None
         if tensor.is_nested or tensor.layout != torch.strided:
@@ -332,7 +296,7 @@ def _can_be_float32(tensor: Tensor) -> bool:
 
 
 def _read_index(reader: StreamReader) -> tuple[Any, list[Record]]:
-    """Return the skeleton and the records, checked: the memory that they ask for is bounded."""
+    """Return the skeleton and the records, after checks that also bound the memory they need."""
     length = int.from_bytes(reader.read("index", _LENGTH).tobytes(), "little")
     if length > _LARGEST_INDEX:
         raise DamagedError(f"the index says that it is {length} bytes long")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera.nn.module import is_sharded
 from comera.ops.context import without_autocast
 from comera.optim.state_layout import plain_step
-from comera.params import is_sharded
 
 log = logging.getLogger("comera")
 

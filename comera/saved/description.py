@@ -18,9 +18,9 @@ from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import as_torch, split_names
 from comera.nn.linear import TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
-from comera.nn.swap import swap_layers_
+from comera.nn.swap import rename_tied_weights_, swap_layers_
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TableHead, TiedTTLinear, rename_tied_weights_
+from comera.nn.tied import TableHead, TiedTTLinear
 from comera.serving.freeze import refuses_training
 from comera.serving.layers import FactoredHead, FactoredTable, ThinLinear
 
@@ -191,9 +191,9 @@ def rebuild_(
     """Replace layers of a dense model by ``layers`` of :func:`describe`, in place.
 
     The model, possibly on ``meta``, is made like the dense model before compression. Returns the
-    model, or the layer that replaces it; new layers are on ``meta``. Raises ``ValueError`` if an entry is damaged,
-    there is no such layer to replace, or the tensors of the result would not have these ``shapes``
-    by name; the message names it, and the model is unchanged.
+    model, or the layer that replaces it; new layers are on ``meta``. Raises ``ValueError`` with a
+    name if an entry is damaged, there is no such layer to replace, or the tensors of the result
+    would not have these ``shapes`` by name; the model is then unchanged.
     """
     made = _build_layers(layers)
     modules = dict(model.named_modules(remove_duplicate=False))

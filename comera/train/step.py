@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.batched_contraction import BatchedContraction
-from comera.nn.module import check_model, check_unsharded
+from comera.nn.module import check_model, check_unsharded, is_sharded
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
 from comera.ops.linear.fp8 import why_not_fp8
@@ -27,10 +27,10 @@ from comera.rank.learning import RankLearning, check_holds_cores
 from comera.shapes import check_whole_numbers, is_number
 from comera.train.capture import WARM_UP, Capture, StepDescription
 from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, decisions_of, mean_over
-from comera.train.graphs import graphs_on
+from comera.train.graphs import CudaGraphs
 from comera.train.host_state import HostState
 from comera.train.rate_watch import EVERY, RateWatch
-from comera.train.sharded import Sharded, has_shared_parts
+from comera.train.sharded import Sharded
 
 log = logging.getLogger("comera")
 
@@ -151,7 +151,8 @@ class TrainStep:
         self.parallel: DataParallel | None = None
         self._group: ProcessGroup | None = None
         # None, or for a model whose dense matrices are shared out by fully_shard.
-        self._sharded = Sharded(model, optimizer) if has_shared_parts(model) else None
+        shared = any(map(is_sharded, model.parameters()))
+        self._sharded = Sharded(model, optimizer) if shared else None
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self.parallel = DataParallel(model)
             self._group = self.parallel.group
@@ -332,6 +333,11 @@ def _without_compiler_warnings() -> Iterator[None]:
         yield
 
 
+def graphs_on(device: torch.device) -> CudaGraphs | None:
+    """Return an object that records work on a device; None unless it is a GPU."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
 def _check_kinds(model: object, loss_fn: object, optimizer: Any) -> None:
     check_model(model)
     if not callable(loss_fn):
@@ -354,7 +360,7 @@ def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
             "each in backward: leave clip_norm out and take an optimizer that bounds its own steps "
             "(comera.CAME, torch.optim.Adafactor), or give TrainStep the optimizer itself"
         )
-    if has_shared_parts(model):
+    if any(map(is_sharded, model.parameters())):
         raise ValueError(
             "OptimizerInBackward steps before the gradients of tensor trains, which every process "
             "holds whole, are averaged: give TrainStep the optimizer itself, or leave all of the "
