@@ -56,7 +56,7 @@ def _whole(session: Session, entries: int, width: int, quality: Quality) -> None
             encode(what, from_, quality)[0].done
         )
     for name, (_, from_) in cases.items():
-        runs[f"read, {name}"] = lambda name=name, from_=from_: decode(done[name], from_, 1 << 62)  # type: ignore[misc]
+        runs[f"read, {name}"] = lambda name=name, from_=from_: decode(done[name], from_)  # type: ignore[misc]
     title = f"{sum(w.numel() for w in model.values()):,} parameters and their moments"
     timings = session.measure(title, runs, "copied")
     for name in runs:

@@ -1,4 +1,4 @@
-"""The command ``comera``, as a console script and as ``python -m comera``."""
+"""Start the command ``comera``, as a console script or by ``python -m comera``."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Replace, count and check parameters."""
+"""Replace, count and check the parameters of models."""
 
 import zlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from comera.extras import listed
 
 
 class Undisturbed:
-    """Check that tensors by name are not written to; writes through ``.data`` go unnoticed."""
+    """Watch named tensors for writes, while a model is saved; writes via ``.data`` go unnoticed."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._versions = {
@@ -21,7 +21,7 @@ class Undisturbed:
         }
 
     def check(self) -> None:
-        """Raise RuntimeError with the names of tensors that were written to meanwhile."""
+        """Raise RuntimeError with the names of tensors that were written to since the start."""
         written = [name for name, (tensor, at) in self._versions.items() if tensor._version > at]
         if written:
             raise RuntimeError(
@@ -32,14 +32,14 @@ class Undisturbed:
 
 
 class ModelSize(NamedTuple):
-    """Parameters of a model, shared ones counted once, and their bytes."""
+    """Number of parameters of a model and their bytes; shared ones count once."""
 
     params: int
     bytes: int
 
 
 def model_size(model: nn.Module) -> ModelSize:
-    """Count the parameters of a model, on any device, ``meta`` too."""
+    """Count the parameters of a model on any device, even ``meta``."""
     params = list(model.parameters())
     return ModelSize(sum(param.numel() for param in params), sum(param.nbytes for param in params))
 

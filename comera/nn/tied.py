@@ -32,7 +32,7 @@ class TableHead(WeightByAssignment):
 
     @property
     def weight(self) -> Tensor:
-        """The embedding's dense weight, ``(out_features, in_features)``; assignable like that."""
+        """The embedding's dense weight, ``(out_features, in_features)``; can be assigned."""
         return self.embedding.weight
 
     @weight.setter
@@ -40,12 +40,12 @@ class TableHead(WeightByAssignment):
         self.embedding.weight = value
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that :meth:`from_config` rebuilds the layer from."""
+        """Return the settings from which :meth:`from_config` rebuilds the layer."""
         return {"dtype": None if self.bias is None else dtype_name(self.bias)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None) -> Self:
-        """Make a layer on the table ``lead``, or raise ``ValueError``; a bias is on ``meta``."""
+        """Make a layer on the table ``lead``, a bias being on ``meta``; or raise ``ValueError``."""
         if not isinstance(lead, cls._table_class):
             name = cls._table_class.__name__
             raise ValueError(
@@ -62,7 +62,7 @@ class TableHead(WeightByAssignment):
 
 
 class TiedTTLinear(TableHead):
-    """Output layer on a tensor-train embedding, whose table is formed in each pass."""
+    """Output layer on a tensor-train embedding; each forward pass forms the dense table."""
 
     _table_class = TTTable
 
@@ -75,7 +75,7 @@ class TiedTTLinear(TableHead):
 
     @torch.no_grad()
     def to_dense(self, weight: nn.Parameter) -> nn.Linear:
-        """Return the :class:`torch.nn.Linear` this layer stands for, on a dense table's weight."""
+        """Return a :class:`torch.nn.Linear` with the given ``weight`` and this layer's bias."""
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
         dense.weight = weight
         dense.register_parameter("bias", self.bias)

@@ -1,4 +1,4 @@
-"""Contraction trees of tensor networks: the tree with the fewest operations.
+"""Search the contraction tree of a tensor network with the fewest operations.
 
 Each product costs its multiply-adds once in the forward pass, and once more for each of the two
 gradients, so the best tree of the forward pass is the best one for both passes.
@@ -25,7 +25,7 @@ with outer products are left out, which keeps the search below a tenth of a seco
 
 @dataclass(frozen=True)
 class Network:
-    """Indices of named tensors and of the output, and their sizes; other indices are summed."""
+    """A tensor network: indices of tensors and output, and their sizes; others are summed."""
 
     tensors: Mapping[str, Indices]
     sizes: Mapping[str, int]
@@ -51,10 +51,10 @@ def lookup_network(shape: TTMShape, rows: int) -> Network:
 
 
 class Search(NamedTuple):
-    """The multiply-adds of the best contraction tree.
+    """Multiply-adds of the best contraction tree.
 
-    ``forward`` are those of the forward pass, ``operations`` of both passes with each partial
-    product computed once, ``separate`` of the forward pass and each gradient with nothing shared.
+    ``forward`` counts the forward pass, ``operations`` both passes with each partial product
+    computed once, ``separate`` both passes if no gradient shares a partial product.
     """
 
     forward: int
@@ -63,7 +63,7 @@ class Search(NamedTuple):
 
 
 def best_tree(work: Layer | Lookup) -> Search | None:
-    """Return the best tree of a tensor train; None for blocks or a weight that has vanished."""
+    """Return the best tree of a tensor train; None for blocks, or if a rank is zero."""
     shape: Any = work.shape
     if 0 in shape.ranks or isinstance(shape, BTTShape):
         return None

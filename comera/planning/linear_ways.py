@@ -1,7 +1,8 @@
-"""The ways to compute a compressed linear layer, and the dense layer, as lists of steps.
+"""Plan the ways to compute a compressed linear layer, and the dense layer, as lists of steps.
 
-Factorized, the batch is multiplied by the contracted factors ``A (in, r)`` and ``B (r, out)`` in
-turn; reconstructed, by ``W = A B``. A block tensor train is two batched products and a shuffle.
+A factorized layer multiplies the batch by the contracted factors ``A (in, r)`` and ``B (r, out)``
+in turn, a reconstructed one by ``W = A B``. A block tensor train is two batched products and a
+shuffle.
 
 Letters of the equations of blocks: t = tokens, a and b = blocks of the input and the numbers in
 each, c and d = those of the output, r = rank of the blocks.
@@ -70,22 +71,22 @@ class Layer(Work):
 
     @property
     def bond(self) -> int:
-        """The rank of the factors, padded and with room for the bias."""
+        """The bond between the factors as computed: padded, with room for the bias."""
         return padded_rank(self.rank, self.bias)
 
     @property
     def operators(self) -> float:
-        """Python operators in each direction: one contracts the cores, one takes the batch."""
+        """Python operators in each pass: a shared one contracts cores, one multiplies the batch."""
         return 1 + 1 / self.together
 
     @property
     def biases(self) -> dict[str, int]:
-        """Numbers in the bias by name, if there is one."""
+        """The bias's size by its name; empty without a bias."""
         return {"bias": self.out_features} if self.bias else {}
 
 
 def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
-    """Return the candidates of a layer, all of them implemented."""
+    """Return the candidates of a layer; the layer can run all of them."""
     if 0 in layer.shape.ranks:
         return [only_bias(layer, machine, dtype)]
     if isinstance(layer.shape, BTTShape):
@@ -96,7 +97,7 @@ def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
 
 
 def _factorized_products(layer: Layer) -> tuple[Dims, ...]:
-    """List the products of the batch with both factors: t, y, and gradients of t, x, A and B."""
+    """List the sizes of the products that make t, y, and the gradients of t, x, A and B."""
     batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
     return (
         (batch, wide, bond),
@@ -109,7 +110,7 @@ def _factorized_products(layer: Layer) -> tuple[Dims, ...]:
 
 
 def _reconstructed_products(layer: Layer) -> tuple[Dims, ...]:
-    """List the products once the weight is dense: W, y, and gradients of x, W, A and B."""
+    """List the sizes of the products that make W, y, and the gradients of x, W, A and B."""
     batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
     return (
         (wide, bond, high),
@@ -179,7 +180,7 @@ def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
 
 
 def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:
-    """Plan a layer whose weight has vanished: its output is the bias, its input's gradient zero."""
+    """Plan a layer with a rank of zero: the output is the bias, the input's gradient zero."""
     wide, high = layer.tokens * layer.in_features, layer.tokens * layer.out_features
     what = "the bias in every row" if layer.bias else "zeros"
     forward = [Step("y", (), what, high, moved=high)]
@@ -188,7 +189,7 @@ def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:
 
 
 def _factors(layer: Layer) -> list[Step]:
-    """List the steps that contract the cores to A and B, the bond between them padded."""
+    """List the steps that contract the cores to A and B and pad the bond between them."""
     left, right = factor_chains(layer.shape)
     rank, bond, wide, high = layer.rank, layer.bond, layer.in_features, layer.out_features
     what = f"bond {rank} padded to {bond}"
@@ -205,14 +206,14 @@ def _factors(layer: Layer) -> list[Step]:
 
 
 def _core_gradients(layer: Layer) -> list[Step]:
-    """List the steps from the gradients of A and B to those of cores and gates."""
+    """List the steps that compute the gradients of cores and gates from those of A and B."""
     left, right = factor_chains(layer.shape)
     steps = [*left.backward, *right.backward, gates(layer.shape, layer.operators, backward=True)]
     return [replace(step, calls=step.calls / layer.together) for step in steps]
 
 
 def _bias_gradient(layer: Layer) -> list[Step]:
-    """List the sum over rows that is a bias's gradient, if there is one."""
+    """Return the step that sums the bias's gradient over rows, in a list; empty without a bias."""
     if not layer.bias:
         return []
     numbers = layer.tokens * layer.out_features
@@ -286,7 +287,7 @@ def dense_from(
 
 
 def first_where(holds: Callable[[int], bool], most: int) -> int:
-    """Find the smallest number where the monotonic ``holds`` is true; it is at ``most``."""
+    """Find the smallest number for which ``holds``, which is monotonic and true at ``most``."""
     high = 1
     while high < most and not holds(high):
         high *= 2

@@ -1,4 +1,4 @@
-"""The plan of a layer at a batch: the ways to compute it, timed, and compared with the dense layer.
+"""Plan a layer at a batch size: predict the time of each way to compute it and of the dense layer.
 
 Results are cached. All functions raise ValueError if the machine has no rate for ``dtype``:
 ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
@@ -26,7 +26,7 @@ class Suggestion:
     Attributes:
         shape: Modes and ranks with the change.
         change: The change as one would type it: ``"rank=24"``.
-        time_ratio: Predicted time in units of the dense layer's.
+        time_ratio: Predicted time divided by the dense layer's.
     """
 
     shape: LinearShape
@@ -36,7 +36,7 @@ class Suggestion:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Report):
-    """Candidates to compute one layer at one batch size on one machine; prints as a table.
+    """The candidates to compute one layer at one batch size on one machine; prints as a table.
 
     Attributes:
         layer: The layer at its batch.
@@ -54,22 +54,22 @@ class Plan(Report):
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest by prediction of those that the layer runs."""
+        """The candidate predicted to be fastest, among those that the layer can run."""
         return next(one for one in self.candidates if one.runs)
 
     @property
     def time_ratio(self) -> float:
-        """Predicted time of the chosen candidate in units of the dense layer's; below 1 wins."""
+        """Predicted time of the chosen candidate over the dense layer's; below 1 is faster."""
         return self.chosen.seconds / self.dense.seconds
 
     @property
     def winner(self) -> str:
-        """Name of the faster by prediction: the chosen candidate, or the dense layer."""
+        """Name of the faster of two: the chosen candidate or the dense layer."""
         return self.chosen.name if self.time_ratio < 1 else self.dense.name
 
     @property
     def memory_ratio(self) -> float:
-        """Most memory held at once by the chosen candidate, in units of the dense layer's."""
+        """Peak memory of the chosen candidate divided by the dense layer's."""
         return self.chosen.peak_bytes / self.dense.peak_bytes
 
     @property
@@ -96,16 +96,16 @@ class Plan(Report):
 
     @property
     def excess(self) -> float:
-        """Operations of the chosen candidate above those of the best tree, as a share of these.
+        """Operations of the chosen candidate beyond the best tree's, as a share of the latter.
 
-        Negative if modes are padded, as they are in the tree, or if rows of a table share factors.
+        Negative if modes are padded, which costs the tree more, or if table rows share factors.
         """
         if self.search is None:
             return 0.0
         return self.chosen.operations / self.search.operations - 1
 
     def candidate(self, name: str) -> Candidate:
-        """Return the candidate of that name; ValueError if there is none."""
+        """Return the candidate of that name; raise ValueError if there is none."""
         for one in self.candidates:
             if one.name == name:
                 return one
@@ -117,7 +117,7 @@ class Plan(Report):
         return f"{self.layer}\n{self.layer.tokens} tokens, {self.dtype}, {self.machine.title}"
 
     def tables(self) -> list[Table]:
-        """Return the steps of the chosen candidate, and all candidates."""
+        """Return a table of the steps of the chosen candidate, and a table of all candidates."""
         steps = [
             (
                 name,
@@ -159,7 +159,7 @@ class Plan(Report):
         ]  # fmt: skip
 
     def summary(self) -> str:
-        """Compare the chosen candidate with the dense layer and with the best tree."""
+        """Return lines that compare the chosen candidate with the dense layer and the best tree."""
         memory = show_bytes(self.chosen.peak_bytes), show_bytes(self.dense.peak_bytes)
         lines = [
             f"against {self.dense.name}{' in a captured step' if self.eager else ''}: "
@@ -205,7 +205,7 @@ class Plan(Report):
 
 @functools.lru_cache(_CACHED)
 def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32") -> Plan:
-    """Plan a layer or lookups at a batch; on a GPU a captured step, with eager mode in the plan."""
+    """Plan a layer or lookups at a batch size; on a GPU for captured steps and for eager mode."""
     machine.rate(dtype)
     if isinstance(layer, Lookup):
         made = lookup_ways.candidates(layer, machine, dtype)
@@ -222,9 +222,8 @@ def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32
 def suggest(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Suggestion | None:
     """Find the largest rank at which a tensor train beats nn.Linear at a batch.
 
-    First the modes of ``shape`` with one bound on all bonds; if no rank of these is fast enough,
-    the balanced modes of other orders, fewest cores first. Returns the suggestion, or None if
-    nn.Linear is faster than any of them.
+    The search tries the modes of ``shape`` with one bound on all bonds; if no rank is fast enough,
+    balanced modes of other orders, fewest cores first. Returns None if nn.Linear is fastest.
     """
     machine.rate(dtype)
     shape = layer.shape

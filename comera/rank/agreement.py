@@ -26,7 +26,7 @@ _WAY_OUT = (
 
 
 def processes_of(model: nn.Module) -> "ProcessGroup | None":
-    """Return the process group of a model, its DDP's or the default one; None for one process."""
+    """Return the group of processes that train a model: its DDP's or the default; None if alone."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     for wrapper in wrappers_of(model):
@@ -52,12 +52,12 @@ def check_copies(
 def agreed(group: "ProcessGroup | None", plan: Callable[[], Any]) -> None:
     """Check that a function returns the same in all processes.
 
-    ``plan`` returns plain values; ``group`` is None for a process that is alone.
+    ``plan`` is the function, which returns plain values; ``group`` is None for a single process.
 
     Raises:
         Exception: The error of the function in this process.
-        RuntimeError: If it raised in another process.
-        ValueError: If it returned different values; raised in all processes.
+        RuntimeError: If the function raised an error in another process.
+        ValueError: If the function returned different values; raised in all processes.
     """
     mine, problem = None, None
     try:
@@ -83,7 +83,7 @@ def agreed(group: "ProcessGroup | None", plan: Callable[[], Any]) -> None:
 
 
 def _gathered(group: "ProcessGroup | None", mine: Any) -> dict[int, Any]:
-    """Gather the objects of every process of a group, by its number."""
+    """Return the object ``mine`` of every process of a group, by the process' number."""
     if group is None:
         return {0: mine}
     ranks = dist.get_process_group_ranks(group)

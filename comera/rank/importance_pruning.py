@@ -1,4 +1,4 @@
-"""Ranks cut to a target at once, by their importance for the loss."""
+"""Cut ranks to a target all at once, by their importance for the loss."""
 
 import logging
 from collections.abc import Mapping
@@ -34,12 +34,12 @@ class ImportanceSettings:
     """Settings of :class:`ImportancePruning`, and of the section ``importance`` of a run.
 
     Args:
-        min_keep: What every layer keeps at least, as a share of what it would have if all were cut
-            alike, in ``[0, 1]``. Early in training the loss hardly depends on layers that are
-            needed later, such as feed-forward ones.
+        min_keep: Entries that every layer keeps at least, as a share of what it would have if all
+            layers were cut alike, in ``[0, 1]``. Early in training the loss hardly depends on
+            layers that are needed later, such as feed-forward layers.
         canonical: Bring the tensor trains into canonical form, in which ranks can be told apart,
-            a hundred steps before they are cut, or half way if there are fewer than two hundred.
-        min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish and leave their
+            a hundred steps before the cut, or half way if there are fewer than two hundred steps.
+        min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish but for their
             bias.
     """
 
@@ -59,8 +59,9 @@ class ImportancePruning(RankLearning):
     """Train the loss alone for some steps, then prune to a target those ranks that matter least.
 
     The importance of a rank is the mean square of its gate times the gate's gradient, over about
-    fifty steps (Molchanov et al., arXiv 1906.10771). Ranks are pruned by importance per entry, over
-    all layers. Gates are not regularised. Methods are called as those of :class:`~comera.TwoStage`.
+    fifty steps (Molchanov et al., arXiv 1906.10771). Ranks of all layers are pruned by importance
+    per entry of the cores. Gates are not regularised. Call the methods as those of
+    :class:`~comera.TwoStage`.
 
     Args:
         model: As of :class:`~comera.TwoStage`.
@@ -68,7 +69,7 @@ class ImportancePruning(RankLearning):
         steps: Steps before ranks are cut, at least one.
         min_keep: See :class:`~comera.rank.importance_pruning.ImportanceSettings`.
         canonical: Whether ranks are made singular vectors before the cut.
-        min_rank: 1, or 0 to let whole layers vanish.
+        min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish.
         process_group: As of :class:`~comera.TwoStage`.
 
     Attributes and errors are those of :class:`~comera.TwoStage`.
@@ -214,18 +215,18 @@ class ImportancePruning(RankLearning):
         self._mean = None
 
     def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Do nothing: no gate has to close, whatever its learning rate."""
+        """Do nothing: this method needs no gate to close in training, at any learning rate."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return what a CUDA graph fixes: host values and tensor addresses of the objective."""
+        """Return the host values and tensor addresses that a CUDA graph of the objective fixes."""
         return (*super().identity(), None if self._mean is None else self._mean.data_ptr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values for a resumed run."""
+        """Return the state of rank learning as tensors and plain values, to resume a run."""
         return {**super().state_dict(), "importance": self._mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of :meth:`state_dict`."""
+        """Load the result of :meth:`state_dict`, to resume a run."""
         super().load_state_dict(state)
         mean = state["importance"]
         if self.forced is not None:  # nothing left to choose

@@ -32,7 +32,7 @@ _OPEN = 0.1
 
 
 def check_target(target: Any) -> None:
-    """Raise ``ValueError`` for a target out of range."""
+    """Raise ``ValueError`` unless ``target`` is in (0, 1]."""
     if not is_number(target) or not 0 < target <= 1:
         raise ValueError(
             f"target={target!r} must be in (0, 1]: the share of the present size to end at"
@@ -40,7 +40,7 @@ def check_target(target: Any) -> None:
 
 
 def check_steps(name: str, steps: Any, least: int, why: str = "") -> None:
-    """Raise ``ValueError`` for a setting that is no number of steps; the message ends with why."""
+    """Raise ``ValueError`` unless ``steps`` is a whole number from ``least``; add ``why``."""
     if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < least:
         raise ValueError(f"{name}={steps!r} must be a whole number of steps, from {least}{why}")
 
@@ -48,7 +48,7 @@ def check_steps(name: str, steps: Any, least: int, why: str = "") -> None:
 def target_entries(
     layers: Collection[TensorTrainModule], target: float, start_size: int, min_rank: int
 ) -> int:
-    """Return how many entries a target, a share of ``start_size``, leaves the cores of some layers.
+    """Return how many entries cores may have at ``target``, a share of ``start_size``.
 
     Raises ``ValueError`` if the layers need more at ``min_rank``.
     """
@@ -68,7 +68,7 @@ def target_entries(
 
 
 class AllGates(NamedTuple):
-    """All gates of a model in one vector, which are open, and how many in each bond."""
+    """All gates of a model in one vector, which of them are open, and how many in each bond."""
 
     values: Tensor
     live: Tensor
@@ -76,21 +76,21 @@ class AllGates(NamedTuple):
 
 
 class SizeOfRanks:
-    """Entries in the cores of a model, counted through its gates.
+    """Counts the entries of a model's cores from its gates.
 
-    With bonds ``d_k`` and ``n_k`` entries per pair of ranks, the size of a layer is
-    ``sum_k n_k d_{k-1} d_k`` (CoMERA, arXiv 2405.14377, equation 5). Exactly, ``d_k`` is the number
-    of open gates, those above ``prune_below``, and a layer with an empty bond has size zero.
-    Relaxed, ``d_k`` is the sum of those gates, which has a gradient; at gates of one both agree.
-    Raises ``ValueError`` if the model holds no tensor-train layer, or none whose gates train.
+    With ranks ``d_k`` and ``n_k`` entries per pair of ranks, the size of a layer is
+    ``sum_k n_k d_{k-1} d_k`` (CoMERA, arXiv 2405.14377, equation 5). In the exact size ``d_k`` is
+    the number of open gates, which are above ``prune_below``; a layer with an empty bond has size
+    zero. In the relaxed size ``d_k`` is the sum of the open gates, which has a gradient. Both agree
+    if open gates are one. Raises ``ValueError`` if the model has no tensor train whose gates train.
 
     Args:
-        model: Its present tensor-train layers are counted, except those with a frozen gate.
+        model: The model, whose present tensor-train layers count, except any with a frozen gate.
         min_rank: A bond with no more open gates than this gets no gradient of the relaxed size.
 
     Attributes:
         layers: Layers that are counted, by name.
-        frozen: Names of the others.
+        frozen: Names of layers that are not counted, as a gate is frozen.
     """
 
     def __init__(self, model: nn.Module, min_rank: int = 1) -> None:
@@ -120,7 +120,7 @@ class SizeOfRanks:
         return [gate for layer in self.layers.values() for gate in layer.gates]
 
     def read(self) -> AllGates:
-        """Return all gates as they are now."""
+        """Return the present gates as :class:`AllGates`."""
         values = gates_together(list(self.layers.values()))
         widths = tuple(gate.shape[0] for gate in self.gates)
         if (widths, values.device, values.dtype) != self._indexed:
@@ -129,7 +129,7 @@ class SizeOfRanks:
         return AllGates(values, live, self._sum_by_bond(live.double()))
 
     def relaxed(self, gates: AllGates | None = None) -> Tensor:
-        """Return the differentiable size, a scalar in entries; by default of the present gates."""
+        """Return the relaxed size, a differentiable scalar; by default of the present gates."""
         values, live, counts = gates or self.read()
         bonds = self._sum_by_bond(values * live)
         bonds = torch.where(counts > self.min_rank, bonds, bonds.detach())
@@ -138,16 +138,16 @@ class SizeOfRanks:
 
     @torch.no_grad()
     def exact(self, gates: AllGates | None = None) -> Tensor:
-        """Return the size after pruning, a float64 scalar on the device; no gradient."""
+        """Return the exact size, a float64 scalar on the device without a gradient."""
         return self._size_at((gates or self.read()).counts)
 
     @torch.no_grad()
     def hold_(self, before: Tensor, floor: float) -> Tensor:
         """Reopen gates if too many closed in one step: a closed gate never opens by itself.
 
-        A gate that has just closed is lifted to 1.5 times ``prune_below`` where its bond would else
-        have none, or where the size would fall below ``floor``. Returns whether the floor was
-        reached, a boolean on the device.
+        A gate that has just closed is set to 1.5 times ``prune_below`` if its bond has no open gate
+        left, or if the size is below ``floor``. Returns whether the size was below the floor, a
+        boolean on the device.
 
         Args:
             before: Whether each gate was open before the optimizer step.
@@ -168,23 +168,23 @@ class SizeOfRanks:
         return reached
 
     def _size_at(self, counts: Tensor) -> Tensor:
-        """Return the size at given ranks; a layer with an empty bond has size zero."""
+        """Return the exact size at the given ranks of all bonds."""
         before, after = self._ends_of_cores(counts)
         least = self._most.scatter_reduce(0, self._layer_of_bond, counts, "amin")
         whole = least[self._layer_of_core] > 0
         return torch.dot(before * after * whole, self._slices[counts.dtype])
 
     def _sum_by_bond(self, values: Tensor) -> Tensor:
-        """Sum numbers of gates by bond; slot 0 is for the outer bonds, which are one."""
+        """Sum values of gates by bond; entry 0 is for the outer bonds, which are one."""
         return self._outer[values.dtype].index_add(0, self._bond_of_gate, values)
 
     def _ends_of_cores(self, bonds: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bonds before each core, and those after it."""
+        """Return the rank before each core, and the rank after each core."""
         # Unlike that of indexing by brackets, its gradient needs no sorting.
         return bonds.index_select(0, self._ends).chunk(2)  # type: ignore[return-value]
 
     def _index(self, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
-        """Record the bond of each gate, and the two bonds of each core."""
+        """Record the bond of each gate, and the two bonds of each core, as tensors."""
         self._indexed, self._widths = (widths, device, dtype), widths
         before: list[int] = []
         after: list[int] = []
@@ -224,9 +224,9 @@ class RankLearning(ABC):
     Attributes:
         method: The name of the class in states and errors.
         steps_done: Steps counted so far.
-        process_group: The group that was given, or that of the ``DistributedDataParallel`` of
+        process_group: The group that was given, or that of the ``DistributedDataParallel`` in
             ``TrainStep``.
-        forced: Gates above 0.1 that :meth:`finish_` has closed, None before it ran.
+        forced: Number of gates above 0.1 that :meth:`finish_` has closed; None before it ran.
     """
 
     method: ClassVar[str]
@@ -270,17 +270,17 @@ class RankLearning(ABC):
 
     @property
     def stage(self) -> Stage:
-        """Stage of the next step, ``"done"`` once ranks are due to be cut."""
+        """Stage of the next step; ``"done"`` once ranks are due to be cut."""
         return "done" if self.forced is not None or self.due else "early"
 
     @property
     def due(self) -> bool:
-        """Whether it is time for :meth:`finish_`, which has not run yet."""
+        """Whether :meth:`finish_` is to be called now; False once it has run."""
         return self.forced is None and self.steps_left == 0
 
     @property
     def steps_left(self) -> int:
-        """Number of steps until ranks are :attr:`due` to be cut."""
+        """Number of steps until rank learning is :attr:`due` to cut ranks."""
         return max(0, self._steps - self.steps_done)
 
     def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -288,8 +288,8 @@ class RankLearning(ABC):
 
         Args:
             loss: Loss of the batch.
-            seen: Loss that the size is weighed against, by default ``loss``: the mean over several
-                processes, so that all make the same choice.
+            seen: Loss to compare the size with, by default ``loss``; several processes give their
+                mean loss, so that all make the same choice.
         """
         if self.stage == "done":
             return loss
@@ -301,16 +301,16 @@ class RankLearning(ABC):
 
     @abstractmethod
     def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
-        """Return the objective; on the host it may branch only on values of :meth:`identity`.
+        """Return the objective; code may branch on the host only by values in :meth:`identity`.
 
-        ``seen`` is the loss, or the mean of several processes', without a gradient.
+        ``seen`` is the loss, or the mean loss of several processes, without a gradient.
         """
 
     def step(self, loss: Tensor | float, optimizer: AnyOptimizer | None = None) -> None:
         """Count one optimizer step whose mean loss was ``loss`` (detached).
 
         Args:
-            loss: Loss of the batch; the mean loss where a step has several batches.
+            loss: Loss of the batch; the mean loss if a step has several batches.
             optimizer: The optimizer that has stepped. Its state is cut along with the ranks, and
                 reset for cores that are brought into canonical form.
 
@@ -325,7 +325,7 @@ class RankLearning(ABC):
         self.count_(optimizer)
 
     def count_(self, optimizer: AnyOptimizer | None = None) -> None:
-        """Count a step: the host part of :meth:`step`."""
+        """Count a step: the part of :meth:`step` that runs on the host."""
         if optimizer is not None and optimizer is not self._optimizer:
             check_holds_cores(optimizer, self.model)
             check_can_be_cut(tensor_trains(self.model), optimizer)
@@ -334,14 +334,14 @@ class RankLearning(ABC):
 
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
-        """Close gates after a step, on the device: the part of :meth:`step` in a CUDA graph."""
+        """Reopen gates if a step closed too many: the part of :meth:`step` in a CUDA graph."""
         if self._live is not None:
             # Many gates may close in one step, and a closed one has no gradient to open again.
             self._target_met |= self.size.hold_(self._live, self.target_size)
             self._live = None
 
     def discard_(self) -> None:
-        """Discard the objective, as after a step that raised an error; call ``zero_grad`` too."""
+        """Discard the objective of a step that raised an error; call ``zero_grad`` as well."""
         self._live = None
 
     @abstractmethod
@@ -354,25 +354,25 @@ class RankLearning(ABC):
 
         Returns:
             ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, the number of gates
-            above 0.1 that were closed; ``reached``, the size before that.
+            above 0.1 that were closed; ``reached``, the size before gates were closed.
 
         Raises:
-            ValueError: If processes hold different gates or would cut different ranks; then none
-                changes anything. If cores are not finite or the optimizer's state cannot be cut.
+            ValueError: If processes hold different gates or would cut different ranks; then no
+                process changes anything. If cores are not finite or optimizer state cannot be cut.
             RuntimeError: If another process cannot cut its ranks.
         """
 
     @abstractmethod
     def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Warn if the steps are too few for the optimizer to close gates."""
+        """Warn if the remaining steps are too few for the optimizer to close gates."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return what a CUDA graph fixes: host values and tensor addresses of the objective."""
+        """Return the host values and tensor addresses that a CUDA graph of the objective fixes."""
         sizes = self.target_size, self.start_size, self.min_rank
         return self.method, self.stage, *sizes, self._target_met.data_ptr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values for a resumed run."""
+        """Return the state of rank learning as tensors and plain values, to resume a run."""
         return {
             "method": self.method,
             "steps_done": self.steps_done,
@@ -413,10 +413,10 @@ class RankLearning(ABC):
         return [core for layer in self.size.layers.values() for core in layer.cores]
 
     def _processes(self, **settings: object) -> "ProcessGroup | None":
-        """Return the group to work with, whose processes hold the same ranks, gates and settings.
+        """Return the process group; check that all hold the same ranks, gates and settings.
 
         Raises:
-            ValueError: If they do not, in all of them; the message has the difference.
+            ValueError: In all processes, if ranks, gates or settings differ; it names the first.
         """
         check_unsharded(self.model, self.method)
         given = self.process_group
@@ -438,7 +438,7 @@ class RankLearning(ABC):
         importance: Mapping[int, Tensor] | None = None,
         min_keep: float = 0.0,
     ) -> dict[str, Any]:
-        """Close gates until the target is met, alike in all processes, and truncate."""
+        """Close the same gates in all processes until the target is met, and truncate."""
         optimizer = optimizer or self._optimizer
         reached, gates = int(self.size.exact()), self.size.gates
         before, closed = [gate.clone() for gate in gates], list[float]()

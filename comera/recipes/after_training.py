@@ -37,10 +37,10 @@ _quiet = without_remarks("comera.machine")
 
 @_quiet
 def list_runs(folder: str = "runs", /, *, console: Console) -> None:
-    """List runs, or the files of one.
+    """List runs, or the files of one run.
 
     Args:
-        folder: Folder of runs, or of one.
+        folder: Folder of runs, or of one run.
     """
     path = Path(folder).expanduser()
     if not is_run(path):
@@ -69,8 +69,8 @@ def evaluate(
 
     Args:
         run: Folder of a finished run.
-        device: As of a run.
-        set: Where its data are now, if they have moved: --set='[nli.train=pairs.jsonl]'.
+        device: Device, as the setting of a run.
+        set: Where the run's data are now, if they have moved: --set='[nli.train=pairs.jsonl]'.
     """
     folder, where = Path(run).expanduser(), find_device(device)
     trained = load_run(folder, device=where)
@@ -128,8 +128,8 @@ def predict(
 
     Args:
         run: Folder of a finished run.
-        file: Lines of text, or rows of clicks as JSON; without it they are read as they come.
-        device: As of a run.
+        file: File of lines of text, or of rows of clicks as JSON (default: the standard input).
+        device: Device, as the setting of a run.
         tokens: Tokens that a causal language model adds.
     """
     if tokens < 1:
@@ -159,7 +159,7 @@ def _flat(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _lines(file: str | None) -> Iterator[str]:
-    """Yield lines, with surrogates for bytes that are no text."""
+    """Yield the lines of a file or of the standard input, with surrogates for invalid bytes."""
     if file is None:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")
@@ -195,7 +195,7 @@ _MB = 1e6
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run."""
+    """Return whether a folder is the folder of a run."""
     return (folder / "config.yaml").is_file() and bool(
         _read(read_yaml, folder / "config.yaml").get("train")
     )
@@ -225,7 +225,7 @@ def report(folder: str, /, *, console: Console) -> None:
 
 
 def holds_runs(folder: Path) -> bool:
-    """Return whether there are runs below a folder that is no run itself."""
+    """Return whether a folder holds runs, but is not a run itself."""
     return folder.is_dir() and not is_run(folder) and any(_runs(folder))
 
 
@@ -263,7 +263,7 @@ def _runs(folder: Path) -> Iterator[Path]:
 
 
 def _has_only_a_log(folder: Path) -> bool:
-    """Return whether a sweep has started a run here that has no settings yet."""
+    """Return whether a folder has only the log of a run that a sweep has just started."""
     return not (folder / "config.yaml").exists() and last_session(folder) is not None
 
 

@@ -1,4 +1,4 @@
-"""The command ``comera``.
+"""Run the command ``comera``.
 
 Each command is a function: its parameters are the arguments and options, its docstring is the help.
 ``train`` and ``plan`` take every setting of a run instead, as an option by its dotted name:
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], int]:
-    """Return a call of the command that was typed, with its arguments and options.
+    """Return a function that runs the command that was typed, with its arguments and options.
 
     Raises ``ValueError`` if a command or option is unknown, or an option takes other values.
     """
@@ -151,7 +151,7 @@ def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], in
 
 
 def _command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command, of one word or two, and the words after it."""
+    """Return the command, which has one word or two, and the words after the command."""
     found, rest = "", list(words)
     while found not in COMMANDS:
         start = f"{found} " if found else ""
@@ -181,14 +181,14 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises ``ValueError`` where argparse prints the usage."""
+    """A parser that raises ``ValueError`` instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}")
 
 
 def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    """Add a function's parameters; those without default or before ``/`` are positional."""
+    """Add a function's parameters to a parser; those without default or before ``/`` are words."""
     texts = {p.arg_name: p.description or "" for p in parse(function.__doc__ or "").params}
     for each in _parameters(function):
         text = " ".join(texts[each.name].split()).replace("``", "").replace("%", "%%")
@@ -275,7 +275,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def train_or_plan(command: str, settings: RunConfig, console: Console, count: int) -> int:
-    """Run ``train`` or ``plan`` in one of ``count`` processes; returns the exit status."""
+    """Run ``train`` or ``plan`` in one of ``count`` processes; return the exit status."""
     from comera.recipes.run import print_plan, run
 
     if command == "plan":
@@ -343,7 +343,7 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
 
 
 def changes_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return settings by dotted names, of words ``KEY=VALUE``; ``ValueError`` for other words."""
+    """Parse words ``KEY=VALUE`` to settings by dotted names; ``ValueError`` for other words."""
     changes = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -354,9 +354,9 @@ def changes_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
-    """Return ``--dry-run=true`` as ``--dry_run=true``, if that alone is an option.
+    """Return ``--dry-run=true`` as ``--dry_run=true``, if only the latter is an option.
 
-    Keys inside a mapping stay, as ``user-id`` in ``--dlrm.table-sizes.user-id=3``.
+    Keys inside a mapping stay as they are, such as ``user-id`` in ``--dlrm.table-sizes.user-id=3``.
     """
     name, equals, value = word.partition("=")
     parts = name[2:].split(".")
@@ -389,7 +389,7 @@ def _of_file(word: str) -> tuple[Path, dict[str, Any]]:
 
 
 def value_of(text: str, hint: Any) -> Any:
-    """Read a word as a value of YAML, unless it can only be a text."""
+    """Parse a word as YAML, unless the type allows only a text."""
     if hint is str:
         return text
     try:
@@ -402,7 +402,7 @@ def value_of(text: str, hint: Any) -> Any:
 
 @functools.cache
 def settings_by_name() -> dict[str, tuple[Any, type]]:
-    """Return type and dataclass of every setting, sections before the settings in them."""
+    """Return type and dataclass of every setting by name; sections precede their settings."""
     found: dict[str, tuple[Any, type]] = {}
 
     def walk(kind: type, within: str) -> None:
@@ -419,7 +419,7 @@ def settings_by_name() -> dict[str, tuple[Any, type]]:
 
 
 def _hint_of(key: str) -> Any:
-    """Return the type of a setting, ``Any`` inside a mapping; None for no setting."""
+    """Return the type of a setting, ``Any`` for a key in a mapping; None if there is no such."""
     known = settings_by_name()
     if key in known or "." not in key:
         return known.get(key, (None,))[0]
@@ -429,7 +429,7 @@ def _hint_of(key: str) -> Any:
 
 
 def help_of(command: str, words: Sequence[str]) -> str | None:
-    """Return the help that a word asks for, or None."""
+    """Return the help that a word, such as ``--help``, asks for; else None."""
     known = settings_by_name()
     for word in words:
         section = word.removeprefix("--").removesuffix(".help")
@@ -465,7 +465,7 @@ sections of settings:
 
 
 def _entry(key: str, with_type: bool = True) -> str:
-    """Return the entry of a setting in a help, with its default in brackets."""
+    """Return the text on a setting in a help, with its default in brackets."""
     hint, holder = settings_by_name()[key]
     if section_of(hint)[0] is not None:
         return f"\n{key}: {_text(key)}"
@@ -487,7 +487,7 @@ def _text(key: str) -> str:
 
 
 def row(name: str, text: str) -> str:
-    """Return an entry of a help: a name, and a text beside it."""
+    """Return the lines of a help on a name, with a text beside it."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     start, below = f"  {name}".ljust(_COLUMN), " " * _COLUMN
     if len(start) > _COLUMN or (name and start[-1] != " "):
