@@ -31,7 +31,7 @@ Indices = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Network:
-    """A tensor network: indices of tensors and output, and their sizes; others are summed."""
+    """Indices of the tensors and the output, with sizes; a product sums over all other indices."""
 
     tensors: Mapping[str, Indices]
     sizes: Mapping[str, int]
