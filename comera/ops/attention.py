@@ -44,15 +44,16 @@ def attend(
     """Compute ``softmax(scale * q @ k.T) @ v``, with dropout on the softmax.
 
     Returns ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width of v)`` in memory. On
-    a CPU it can be differentiated once. Raises ``ValueError`` if ``dropout`` is no probability.
+    a CPU the result can be differentiated once. Raises ``ValueError`` if ``dropout`` is no
+    probability.
 
     Args:
         q_BHME: Queries; a view of ``(B, M, H, E)`` in memory is not copied on a GPU.
         k_BGTE: Keys, of every head or one for all.
         v_BGTE: Values, as the keys; their width may be another.
         keep_BT: Keys that may be attended to, booleans or integers as Hugging Face has them, or the
-            result of :func:`score_bias`. A sequence without any is attended to evenly. None for all
-            keys, which takes a GPU less time.
+            result of :func:`score_bias`. A sequence without such a key is attended to evenly. None
+            for all keys, which takes a GPU less time.
         scale: Factor of the scores.
         dropout: Probability of dropping an attention weight.
     """

@@ -1,4 +1,4 @@
-"""Steps of a layer's computation, and candidates that add up the time and memory of their steps."""
+"""Candidates: ways to compute a layer, with the time and memory added up over their steps."""
 
 import functools
 import math
@@ -193,8 +193,8 @@ def candidate(
 ) -> Candidate:
     """Make a candidate, and add up the time and memory of its steps.
 
-    ``parameters`` are sizes by name. The backward pass is left out without training, as is the
-    gradient of an input that needs none.
+    ``parameters`` maps names to sizes. The backward pass is left out if ``work`` does not train,
+    and the input's gradient if the input needs none.
     """
     wanted = [step for step in backward if work.input_grad or step.result != "grad(x)"]
     backward = wanted if work.train else []

@@ -138,8 +138,8 @@ NONE = WayTimes("built-in order: never measured here")
 class Setting:
     """Device and versions for which times are valid; ``kind`` is ``"cpu"`` or ``"cuda"``.
 
-    ``threads`` are those in use on a CPU, None on a card; ``kernels`` is the digest of the sources
-    of the kernels, empty on a CPU.
+    ``threads`` is the number of threads in use on a CPU, None on a card; ``kernels`` is the digest
+    of the sources of the kernels, empty on a CPU.
     """
 
     kind: str

@@ -315,10 +315,10 @@ class RankLearning(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of :meth:`state_dict`; the target is that of this object.
+        """Resume from a state of :meth:`state_dict`, but keep the target of this object.
 
         Raises:
-            ValueError: If the state is one of another method, or the target is out of reach;
+            ValueError: If the state belongs to another method, or the target is out of reach;
                 nothing is changed.
         """
         if state.get("method") != self.method:

@@ -220,7 +220,7 @@ class DlrmConfig:
 
 @dataclass
 class TrainConfig:
-    """The loop.
+    """Settings of the training loop.
 
     Args:
         steps: Optimizer steps; these or ``epochs`` have to be given.
@@ -234,9 +234,9 @@ class TrainConfig:
             multiply in eight bits.
         compile: Run the model through ``torch.compile``.
         graph: Replay the step as one CUDA graph; null does so on a GPU.
-        log_every: Steps a line of the log.
+        log_every: Steps between lines of the log.
         eval_every: Steps between evaluations; 0 for only one at the end.
-        eval_batches: Batches an evaluation; null for all there are.
+        eval_batches: Batches that an evaluation reads; null for all of the data.
         save_every: Steps between checkpoints; 0 for only one at the end.
         threads: CPU threads; null for torch's choice.
     """

@@ -35,8 +35,8 @@ def factorized_linears(
 ) -> list[Tensor]:
     """Compute ``x @ left @ right`` for each pair of factors, all in one pass over x.
 
-    Returns ``(*, O)`` for each pair, at autocast's dtype where autocast is on, except of float64.
-    Raises ``ValueError`` if x has another width than the layer.
+    Returns ``(*, O)`` for each pair. The dtype is autocast's where autocast is on, unless the
+    factors are float64. Raises ``ValueError`` if x has another width than the layer.
 
     Args:
         x_BI: ``(*, I)``.
