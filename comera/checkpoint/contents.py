@@ -317,7 +317,7 @@ def decode(
 def _read_model(
     reader: StreamReader, records: list[Record], base: Mapping[str, Tensor] | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the model's tensors, and the positions of kept entries of lossy ones."""
+    """Return the model's tensors, and for lossy tensors the positions of kept entries."""
     tensors, kept = dict[str, Tensor](), dict[str, Tensor]()
     for record in records:
         if record.part != "model":

@@ -64,8 +64,7 @@ class ClickData:
         hash_rows: Number of rows that the categories of a field share by their hashes, in each
             field with more categories than this number; null shares no rows by hash.
         heldout: Share of the rows for evaluation, by which settings are chosen.
-        test: Share of the rows for one evaluation of the trained model, after all settings are
-            chosen.
+        test: Share of the rows for one last evaluation, after all settings are chosen.
         split: ``random``, or ``last`` for the last rows of the file, such as a log's last day, of
             which a test takes the very last.
         skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there. A

@@ -44,8 +44,7 @@ def attend(
     """Compute ``softmax(scale * q @ k.T) @ v``, with dropout on the softmax.
 
     Returns ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width of v)`` in memory. On
-    a CPU the result can be differentiated once. Raises ``ValueError`` if ``dropout`` is no
-    probability.
+    a CPU the result can be differentiated once. Raises ``ValueError`` for a wrong ``dropout``.
 
     Args:
         q_BHME: Queries; a view of ``(B, M, H, E)`` in memory is not copied on a GPU.
@@ -178,7 +177,7 @@ _attend.register_autograd(_back_attend, setup_context=_setup_attend)
 
 
 def _drop(x: Tensor, keep: Tensor, n: slice) -> Tensor:
-    """Zero the dropped entries; the caller scales the kept ones, after a product with them."""
+    """Zero the dropped entries; the caller scales the product that the kept entries go into."""
     return keep[n].to(x.dtype).mul_(x) if keep.numel() else x
 
 
@@ -281,7 +280,7 @@ def check_probability(p: float) -> None:
 
 
 def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
-    """Draw an int8 mask on the CPU, zero with probability p; return it and the kept ones' scale."""
+    """Draw an int8 mask on the CPU, zero with probability p; also return the scale of the rest."""
     if not math.prod(shape):  # as in evaluation, which leaves torch's random state alone
         return torch.zeros(shape, dtype=torch.int8), torch.ones(())
     seed = int(torch.randint(1 << 62, ()))  # torch's seed decides; numpy draws twice as fast

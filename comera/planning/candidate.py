@@ -18,7 +18,7 @@ class Step:
     Attributes:
         result: Name of the tensor it makes.
         reads: Names of the tensors it reads.
-        what: The einsum equation of a product, words for anything else.
+        what: The einsum equation of a product, or words that describe any other step.
         size: Numbers in the result.
         operations: Multiply-adds.
         moved: Numbers read or written in the order in which they lie in memory.

@@ -165,7 +165,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    """Add a function's parameters to a parser; those without default or before ``/`` are words."""
+    """Add parameters of a function to a parser, as words without a default or before ``/``."""
     texts = {p.arg_name: p.description or "" for p in parse(function.__doc__ or "").params}
     for each in _parameters(function):
         text = " ".join(texts[each.name].split()).replace("``", "").replace("%", "%%")

@@ -128,7 +128,7 @@ class ModelConfig:
         qk_norm: Normalise queries and keys, which bounds attention scores.
         qk_init: ``same``: keys begin as a copy of queries, see ``comera.init_keys_as_queries_``.
         position_std: Standard deviation of fresh embeddings of positions and segments, of an
-            encoder; those of words have 0.02.
+            encoder; embeddings of words have 0.02.
     """
 
     d_model: int = 256

@@ -46,11 +46,11 @@ class Walk:
         blocks: Number of thread blocks that share the columns of the last core.
         share: Numbers that a block writes for the second backward launch.
         room: Offsets in shared memory of the partial products, and the end of their room. Partial
-            products alternate between both ends of it, as each is needed for the next one only.
-        room_back: Such offsets for the second backward launch, which keeps all partial products;
+            products alternate between both ends of the room: each is needed for the next one only.
+        room_back: Offsets like ``room`` of the second backward launch, which keeps all products;
             the gradient of each overwrites the next one.
         at_once: How many values of each inner core's mode are loaded to shared memory at once.
-        at_once_back: Such counts for the second backward launch, which loads gradients as well.
+        at_once_back: The counts of the second backward launch, which loads gradients as well.
         shared: Bytes of shared memory of a block in the forward and the two backward launches.
     """
 

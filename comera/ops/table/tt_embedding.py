@@ -209,7 +209,7 @@ def is_whole(indices_N: Tensor, factor: Sequence[Tensor]) -> bool:
 def _slices(factor: Sequence[Tensor], numbers_N: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
     """Return slices ``(U, left bond, columns, right bond)`` of gated cores, and each entry's slice.
 
-    ``numbers_N`` are the entries' slices in the whole factor; the result numbers those in U.
+    ``numbers_N`` numbers each entry's slice in the whole factor, the result numbers it within U.
     """
     if whole:
         return _rows_first(contract_chain(factor), factor), numbers_N
