@@ -64,7 +64,7 @@ class Quality:
     key_bits: int = 6
 
     def of(self, name: str) -> "Quality":
-        """Return the quality for a tensor: finer for cores, whose errors add up in a weight."""
+        """Return a tensor's quality, which is finer for cores: their errors add up in a weight."""
         if not _CORE.search(name):
             return self
         return replace(self, rate=self.rate / _FINER, key_bits=min(8, self.key_bits + 2))

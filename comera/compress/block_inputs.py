@@ -309,7 +309,7 @@ class UnfinishedBlocks:
             save_file(states, temporary, {_KEY: json.dumps(done)})
 
     def put_layers_(self, k: int, block: nn.Module) -> None:
-        """Replace layers of the dense block number ``k`` by the compressed ones, on ``meta``."""
+        """Replace layers of dense block number ``k`` by its compressed layers, on ``meta``."""
         rebuild_(block, self._noted(k)["described"])
 
     def layers(self, k: int) -> list[CompressedLayer]:

@@ -148,7 +148,7 @@ class NliPairs:
 
     @classmethod
     def prepare(cls, settings: NliData, digests: Mapping[str, str] | None = None) -> "NliPairs":
-        """Read and encode the pairs, or load them from the cache; ``digests`` may be known already.
+        """Read and encode the pairs, or load them from the cache; ``digests`` are computed if None.
 
         Raises ``FileNotFoundError``, which describes the expected format, if a file is missing, and
         ``ValueError`` if a row has no label or sentence, or no file is named.

@@ -108,7 +108,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         return dict(zip(names, sums, strict=True))
 
     def _places(self, parts: Mapping[str, Lookup]) -> Tensor:
-        """Return the places of the tables in the joined table, cached for CUDA graphs."""
+        """Return the places of the tables within the joined table, cached for CUDA graphs."""
         at, names = places(list(parts.values())), tuple(parts)
         device = parts[names[0]].left_VPR.device
         kept_at, kept = self._at.get(names, (None, None))

@@ -341,7 +341,7 @@ def _every(states: Sequence[State], key: str) -> list[Tensor]:
 
 
 def _stack(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Stack tensors of equal shape to a copy of ``shape``; a single tensor is only viewed so."""
+    """Stack tensors of equal shape and reshape the copy; a single tensor is reshaped uncopied."""
     if len(tensors) == 1:
         return tensors[0].detach().reshape(shape)
     return torch.stack([tensor.detach() for tensor in tensors]).view(shape)

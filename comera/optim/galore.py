@@ -107,7 +107,7 @@ class GaLore(Optimizer):
         super().__init__(groups, dict(self._inner.defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, projected if it has a ``rank``; raises errors of the class."""
+        """Add a parameter group, projected if it has a ``rank``; errors are those of the class."""
         group = {**param_group, "params": _as_list(param_group["params"])}
         inner, name = self._inner, type(self._inner).__name__
         known = {*inner.defaults, *COMMON_KEYS, *_KEYS}
@@ -462,7 +462,7 @@ def _as_list(params: Any) -> list[Any]:
 
 
 def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
-    """Check a group; return the inner optimizer's group. New stand-ins are put in ``stand_ins``."""
+    """Check a group; return the inner optimizer's group. Adds new stand-ins to ``stand_ins``."""
     own = {key: value for key, value in group.items() if key not in _KEYS}
     if "rank" not in group:
         if misplaced := sorted(_KEYS & set(group)):

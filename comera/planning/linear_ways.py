@@ -220,7 +220,7 @@ def _factors(layer: Layer) -> list[Step]:
 
 
 def _core_gradients(layer: Layer) -> list[Step]:
-    """List the steps that compute the gradients of cores and gates from those of A and B."""
+    """List the steps from the gradients of A and B to the gradients of cores and gates."""
     left, right = factor_chains(layer.shape)
     steps = [*left.backward, *right.backward, gates(layer.shape, layer.operators, backward=True)]
     return [replace(step, calls=step.calls / layer.together) for step in steps]

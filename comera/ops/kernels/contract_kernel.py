@@ -269,7 +269,7 @@ _captured: set[object] = set()  # keys of those that graphs hold
 def _plans(
     file: str, groups: Sequence[Chains], widths: Sequence[int], backward: bool
 ) -> list[_Plan]:
-    """Return the launches that contract these groups; cached ones have descriptors already."""
+    """Return the launches that contract these groups, from the cache if it has them."""
     device = groups[0].cores[0].device
     tensors = [t for g in groups for of in (g.cores, g.biases) for t in of]
     # In numbers from the first gate: the same wherever all lie together.

@@ -193,7 +193,7 @@ _WORTH_IT = 1 << 20
 
 
 def is_whole(indices_N: Tensor, factor: Sequence[Tensor]) -> bool:
-    """Return whether to contract a whole factor, as only the slices a batch reads cost more."""
+    """Return whether to contract a whole factor rather than only the slices that a batch reads."""
     if len(factor) == 1 or not may_read_values(indices_N):
         return True
     if factor[0].dtype.itemsize < 4:  # slices would be rounded twice
