@@ -111,7 +111,7 @@ def _seconds(run: Run, device: str) -> float:
 
 
 def _onednn_gain(say: Say) -> float:
-    """Return oneDNN's speed over that of torch's default library: the lower at two sizes."""
+    """Return oneDNN's speed divided by that of torch's default library, the lower of two sizes."""
     if not has_onednn():
         return 1.0
     gains = []

@@ -102,7 +102,7 @@ def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
 
 
 def best_tree(layer: Layer) -> Search | None:
-    """Return the best tree of a tensor train; None for blocks, or if a rank is zero."""
+    """Return the best contraction tree of a tensor train; None for blocks, or if a rank is zero."""
     if not isinstance(layer.shape, TTShape) or 0 in layer.shape.ranks:
         return None
     network = linear_network(layer.shape, layer.tokens)

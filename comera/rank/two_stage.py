@@ -193,8 +193,8 @@ class TwoStage(RankLearning):
     def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
         """Cut ranks, see :meth:`~comera.rank.learning.RankLearning.finish_`.
 
-        If too many ranks are open, gates are closed greedily until the target is met, starting with
-        the smallest share of the layer. A warning tells if many were above 0.1.
+        If too many ranks are open, gates are closed greedily until the target is met, first gates
+        with the smallest share in their layer. A warning tells if many of these were above 0.1.
         """
         group = self._processes()
         live = int(self.size.read().live.sum())

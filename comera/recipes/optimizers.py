@@ -24,7 +24,7 @@ _ADAFACTOR_EPS = (1e-15, 1e-3)
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its schedule. ``optimizer: came`` sets only the name.
+    """The optimizer and its schedule. ``optimizer: came`` is short for a section with this name.
 
     Null means the optimizer's default; a setting that the optimizer does not have is an error.
 
@@ -352,5 +352,5 @@ def keys_of(kind: type[OptimizerConfig]) -> set[str]:
 
 
 def gate_rate(late_steps: int) -> float:
-    """Return the default ``gate_lr``, by which Adam can close gates in the late stage."""
+    """Return the default ``gate_lr``, high enough for Adam to close gates in the late stage."""
     return max(2e-3, 1.25 / late_steps) if late_steps else 2e-3

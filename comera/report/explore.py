@@ -59,9 +59,10 @@ def explore(
     """Measure a trained model at many sizes, each on a copy of it; the model is not changed.
 
     For each budget :func:`~comera.compress_` makes a copy smaller; the calibration data are read
-    once. For each configuration :func:`~comera.tensorize_` does so with ``init="svd"``, tables
-    included unless ``target_modules`` excludes them. Ctrl-C returns the points measured so far. An
-    error at a point, such as a budget out of reach, becomes the point's note.
+    once. For each configuration a copy is made smaller by :func:`~comera.tensorize_` with
+    ``init="svd"``, tables included unless ``target_modules`` excludes them. Ctrl-C returns the
+    points measured so far. An error at a point, such as a budget out of reach, becomes the point's
+    note.
 
     Args:
         model: Any trained model.

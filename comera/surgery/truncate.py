@@ -149,7 +149,7 @@ def _check_follows(what: str, tensor: Tensor, shape: torch.Size) -> None:
 
 
 def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Tensor]) -> Tensor:
-    """Select the kept entries along each dimension in which a tensor has the parameter's size."""
+    """Cut a tensor to the indices in ``keep``, in dimensions of the parameter's old size."""
     _check_follows(what, tensor, old_shape)
     for dim, indices in keep.items():
         if tensor.shape[dim] == old_shape[dim]:

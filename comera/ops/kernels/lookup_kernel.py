@@ -177,7 +177,7 @@ class _WarpTable(ctypes.Structure):
 
 
 def warps_take(dtype: torch.dtype) -> bool:
-    """Return whether ``ttm_warps.cu`` reads a dtype; its right factor is stored transposed."""
+    """Return whether ``ttm_warps.cu`` reads a dtype; it reads right factors stored transposed."""
     return dtype in DTYPES and dtype.itemsize == 2
 
 

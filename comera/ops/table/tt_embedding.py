@@ -160,7 +160,7 @@ def _in_part(request: Request) -> tuple[Tensor, Tensor, Tensor, int] | None:
     """Contract only the slices that a batch reads; return None if whole factors are cheaper.
 
     Returns the indices renumbered to these slices, the slices of both factors, and the number of
-    rows that hot rows and slices make.
+    rows: hot rows, and a row for each pair of slices.
     """
     indices_N, cores, split = request.indices, request.cores, len(request.cores) // 2
     left_whole, right_whole = is_whole(indices_N, cores[:split]), is_whole(indices_N, cores[split:])
