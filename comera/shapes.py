@@ -208,7 +208,7 @@ class Shape:
         return tuple(bonds[1:-1])
 
     def with_compression(self, compression: float) -> Self:
-        """Return the shape with the largest uniform rank at this compression (dense size over size).
+        """Return the shape of the largest uniform rank with this compression: dense size over size.
 
         Raises ValueError if rank one is too large, or ``compression`` is not above 1.
         """

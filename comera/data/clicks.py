@@ -68,8 +68,7 @@ class ClickData:
         split: ``random``, or ``last`` for the last rows of the file, such as a log's last day, of
             which a test takes the very last.
         skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there. A
-            line is malformed if it has other columns, or words, ``nan`` or ``inf`` in the place
-            of a number.
+            malformed line has other columns, or words, ``nan`` or ``inf`` in place of a number.
     """
 
     file: str = field(default="", metadata=PATH)

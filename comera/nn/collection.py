@@ -130,7 +130,7 @@ def _named(table: str) -> Iterator[None]:
 
 
 def _kind(table: nn.Module) -> Any:
-    """Return a key; tables of equal keys are looked up together, a table with None by itself."""
+    """Return a key of tables that are looked up together; None for a table looked up alone."""
     if type(table) is not TTEmbeddingBag or table.mode == "max" or not is_plain(table, _FORWARD):
         return None
     if isinstance(table.hot, HotRows) or any(p.numel() == 0 for p in table.cores):

@@ -270,7 +270,7 @@ class TensorTrainModule(WeightByAssignment):
             self.shared.renew()
 
     def rank_norms(self) -> Tensor:
-        """Return the squared norm of each rank's part of the weight, ``(R,)``; not for chains."""
+        """Return the squared norm of each rank's part of the weight, ``(R,)``; chains have none."""
         raise NotImplementedError
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:

@@ -121,7 +121,7 @@ OUTPUT_GRADIENT = "gy"
 
 
 class Work:
-    """Base of what the planner plans: a layer or table at one batch size."""
+    """Base of a layer or table at one batch size, for which the planner predicts costs."""
 
     shape: Shape
     tokens: int

@@ -109,7 +109,7 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.betas={betas} must be decay rates in [0, 1)")
 
     def filled_in(self, width: int) -> Self:
-        """Return the settings with defaults for name and rate, and GaLore's rank by the width."""
+        """Return the settings with name and rate filled in, and GaLore's rank by this width."""
         lr = self.default_lr if self.lr is None else self.lr
         return dataclasses.replace(self, name=type(self).name, lr=lr)
 

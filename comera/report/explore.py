@@ -61,8 +61,7 @@ def explore(
     For each budget :func:`~comera.compress_` makes a copy smaller; the calibration data are read
     once. For each configuration a copy is made smaller by :func:`~comera.tensorize_` with
     ``init="svd"``, tables included unless ``target_modules`` excludes them. Ctrl-C returns the
-    points measured so far. An error at a point, such as a budget out of reach, becomes the point's
-    note.
+    points measured so far. An error at a point, such as a budget out of reach, becomes its note.
 
     Args:
         model: Any trained model.

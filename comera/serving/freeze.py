@@ -296,7 +296,7 @@ class _Contraction:
         return new
 
     def _gain_of_dense(self, thin: Any, layer: TTLinear | TiedTTLinear) -> float:
-        """Return how many times faster than ``thin`` a dense layer is; infinite if smaller."""
+        """Return the speed of a dense layer over that of ``thin``; infinite if dense is smaller."""
         numbers = sum(
             param.numel() for name, param in thin.named_parameters() if "bias" not in name
         )
