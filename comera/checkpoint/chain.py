@@ -306,7 +306,8 @@ class CheckpointChain:
 
         Raises:
             FileNotFoundError: If there is no checkpoint of that step, or none at all.
-            ValueError: If this checkpoint or one it builds on is damaged; the message has the file.
+            ValueError: If this checkpoint or one it builds on is damaged; the message names the
+                file.
         """
         self.wait()
         steps = self.steps()

@@ -44,7 +44,7 @@ def attend(
     """Compute ``softmax(scale * q @ k.T) @ v``, with dropout on the softmax.
 
     Returns ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width of v)`` in memory. On
-    a CPU the result can be differentiated once. Raises ``ValueError`` for a wrong ``dropout``.
+    a CPU the result can be differentiated once. A ``dropout`` outside [0, 1] is a ``ValueError``.
 
     Args:
         q_BHME: Queries; a view of ``(B, M, H, E)`` in memory is not copied on a GPU.

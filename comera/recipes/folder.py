@@ -150,7 +150,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If the model is not finished.
-        ValueError: If the file is damaged; the message has a command that writes it again.
+        ValueError: If the file is damaged; the message names it and a command to write it again.
     """
     path = folder / "result.json"
     try:

@@ -51,7 +51,7 @@ class Seen:
 
 
 class RateWatch:
-    """Checks the weights that an optimizer holds, and warns of a learning rate that is too high.
+    """Checks an optimizer's weights; warns once of each sign that the learning rate is too high.
 
     ``every`` is the number of steps between checks after the first checks, 0 for none at all;
     ``warns`` is whether this process warns. ``last`` is the result of the last check, or None.
