@@ -38,7 +38,7 @@ class MissingPackageError(ModuleNotFoundError):
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """If an import inside fails, raise MissingPackageError: ``what`` needs that package."""
+    """Raise MissingPackageError, with ``what`` needs the package, if an import inside fails."""
     try:
         yield
     except ModuleNotFoundError as missing:

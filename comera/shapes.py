@@ -130,7 +130,7 @@ class Shape:
 
     @property
     def split(self) -> int:
-        """Number of cores in the left factor: those of the input, or half of a table's."""
+        """Number of cores in the left factor: the input's cores, or half of a table's cores."""
         raise NotImplementedError
 
     @property

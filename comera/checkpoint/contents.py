@@ -196,7 +196,7 @@ class _Moments(NamedTuple):
 
 
 def _find_moments(snapshot: Snapshot) -> list[_Moments]:
-    """Pair first and second moments; if a weight has two first moments, pair the former."""
+    """Pair first and second moments; if a weight has two first moments, pair only the earlier."""
     found: list[_Moments] = []
     for first, tensor in snapshot.rest.items():
         parameter, _, key = first.removeprefix("optimizer.").rpartition(".")

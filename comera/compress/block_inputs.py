@@ -141,7 +141,7 @@ def record_calls(
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Make models inside with parameters on the ``meta`` device, keeping ties; not buffers."""
+    """Put new parameters, but not buffers, on the ``meta`` device inside; keep ties."""
     before = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

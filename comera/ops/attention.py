@@ -27,7 +27,7 @@ _STEPS = 1 << 8  # probabilities of dropout that a mask of bytes can have
 
 
 def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what masks scores when added: zero for keys to attend to, very negative for others."""
+    """Return a mask to add to scores: zero for keys to attend to, very negative for others."""
     lowest = torch.finfo(dtype).min / 2  # finite: a softmax over -inf alone is NaN
     bias_BT = torch.logical_not(keep_BT, out=torch.empty_like(keep_BT, dtype=dtype))
     return bias_BT.mul_(lowest)

@@ -307,7 +307,7 @@ class GaLore(Optimizer):
         return grad.add(param, alpha=-rate if group.get("maximize") else rate)
 
     def _share_state(self) -> None:
-        """Show the inner optimizer's state of parameters that are not projected as this state."""
+        """Put the inner optimizer's state of parameters that are not projected in ``state``."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param not in self._stand_ins and param in self._inner.state:

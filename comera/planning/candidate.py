@@ -230,7 +230,7 @@ def candidate(
 def _peak(
     steps: Sequence[Step], start: Mapping[str, int], keep: set[str], parameters: Mapping[str, int]
 ) -> int:
-    """Return the most numbers held at once, if tensors not in ``keep`` go after their last read."""
+    """Return the most numbers held at once; tensors not in ``keep`` end with their last read."""
     last = {name: k for k, step in enumerate(steps) for name in step.reads}
     held = dict(start)
     most = sum(held.values())

@@ -136,7 +136,7 @@ class Machine:
         )
 
     def in_all(self, working: float, starting: float) -> float:
-        """Combine the seconds of work and of starting kernels to those of both."""
+        """Combine the seconds of work and of starting kernels to the seconds of both together."""
         return max(working, starting) if self.runs_ahead else working + starting
 
     def share(self, narrow: int, depth: int) -> float:
@@ -266,7 +266,7 @@ def _load(kind: str, name: str | None, threads: int | None) -> Machine:
 
 
 def profile_path(kind: str, name: str, threads: int | None, what: str = "") -> Path:
-    """Return the file of a device's measurements ``what``; of its profile if that is empty."""
+    """Return the file of a device's measurements ``what``, or its profile if ``what`` is empty."""
     words = re.findall(r"[a-z0-9]+", f"{kind} {name}".lower())
     threaded = [f"{threads}threads"] if threads else []
     more = re.findall(r"[a-z0-9]+", what.lower())

@@ -201,7 +201,7 @@ def settings_by_name() -> dict[str, tuple[Any, type]]:
 
 
 def _hint_of(key: str) -> Any:
-    """Return the type of a setting, ``Any`` for a key in a mapping; None if there is no such."""
+    """Return the type of a setting: ``Any`` for a key in a mapping, None for an unknown one."""
     known = settings_by_name()
     if key in known or "." not in key:
         return known.get(key, (None,))[0]

@@ -442,7 +442,7 @@ class RunConfig:
 
     @property
     def tokens(self) -> int:
-        """Rows that a layer gets at once: those of a batch, or of one part if it is split."""
+        """Rows that a layer gets at once: the rows of a batch, or of one part of a split batch."""
         rows = max(1, self.train.batch_size // self.train.accumulate)
         return rows * getattr(self.data, "length", 1)
 

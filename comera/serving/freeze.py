@@ -224,7 +224,7 @@ def _contracted(
 
 
 class _Contraction:
-    """Makes contracted layers, which share parameters if cores do; ``dense`` lists dense ones."""
+    """Makes contracted layers, which share parameters if cores do; ``dense`` names dense layers."""
 
     def __init__(self, batch: int | None, keep_forms: bool) -> None:
         self.dense: list[str] = []

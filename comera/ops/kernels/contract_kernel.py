@@ -114,7 +114,7 @@ class Walk:
         return _up_to_four(outer * (modes * inner + self.right))
 
     def _beside(self, core: int, modes: int) -> int:
-        """Count the numbers in shared memory for such slices together with their gradient."""
+        """Count the numbers in shared memory of the slices of :meth:`staged` and their gradient."""
         spans = max(1, -(-self.bonds[core] // 32))
         grad = modes * self.rows[core - 1] * (32 * spans + 4)
         return self.staged(core, modes) + max(grad, 256)

@@ -41,7 +41,7 @@ def _case(given: Lookup, *_: Any) -> Case:
 
 
 def _case_if_static(given: Lookup, checked: bool) -> Case | None:
-    """Return :func:`_case`, for times, if shapes are static; None if they may vary."""
+    """Return the :func:`_case` to look up times by, if shapes are static; None if they may vary."""
     return _case(given) if shapes_are_static(given.indices_N) else None
 
 
