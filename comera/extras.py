@@ -38,7 +38,7 @@ class MissingPackageError(ModuleNotFoundError):
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Raise MissingPackageError, with ``what`` needs the package, if an import inside fails."""
+    """Raise MissingPackageError if an import inside fails: ``what`` needs the package."""
     try:
         yield
     except ModuleNotFoundError as missing:

@@ -331,7 +331,7 @@ class CheckpointChain:
         raise FileNotFoundError(f"no checkpoint in {self.folder}" + (" is sound" if steps else ""))
 
     def verify(self, checked: Callable[[int], None] | None = None) -> dict[int, str | None]:
-        """Read all checkpoints; return the damage of each by step, None if it can be restored.
+        """Read all checkpoints; return for each step the damage, or None if it can be restored.
 
         ``checked`` is called with every step after its check.
         """

@@ -25,9 +25,9 @@ from comera.saved.shards import Shards, read_tensor
 
 @dataclass
 class Calls:
-    """Arguments of blocks: ``states`` are, for each batch, the first argument of the next block.
+    """Arguments of blocks: ``states`` has the first argument of the next block for each batch.
 
-    ``others`` are, for each block and batch, the other arguments and the keywords.
+    ``others`` has the other arguments and the keywords for each block and batch.
     """
 
     states: list[Tensor]

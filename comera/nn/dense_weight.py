@@ -58,7 +58,7 @@ class WeightByAssignment(nn.Module):
     """A module whose ``weight`` is a property, which can also be assigned an ``nn.Parameter``."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Set the property on ``layer.weight = nn.Parameter(...)``; register other parameters."""
+        """Assign a parameter named ``weight`` to the property; register all other parameters."""
         if name == "weight" and param is not None:
             self.weight = param.detach()
         else:

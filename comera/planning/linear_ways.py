@@ -81,7 +81,7 @@ class Layer(Work):
 
     @property
     def operators(self) -> float:
-        """Python operators in each pass: one that layers share for cores, one for the batch."""
+        """Python operators in each pass: one for the batch, and a share of one for the cores."""
         return 1 + 1 / self.together
 
     @property

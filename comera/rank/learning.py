@@ -233,7 +233,7 @@ class RankLearning(ABC):
 
     @abstractmethod
     def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
-        """Return the objective; code may branch on the host only by values in :meth:`identity`.
+        """Return the objective. Host code may branch only on values that :meth:`identity` returns.
 
         ``seen`` is the loss, or the mean loss of several processes, without a gradient.
         """

@@ -121,7 +121,7 @@ class OptimizerConfig:
         return AdamWConfig(**{key: getattr(twin, key) for key in keys_of(AdamWConfig)})
 
     def build(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer of a model, by settings that are filled in.
+        """Return the optimizer of a model; call it on the result of :meth:`filled_in`.
 
         Raises ``ValueError`` for a setting out of range, a missing package, or no weight for
         GaLore.

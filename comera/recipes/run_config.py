@@ -427,7 +427,7 @@ class RunConfig:
 
     @property
     def task(self) -> str:
-        """The name of the section that describes the data, which is that of the task."""
+        """The name of the task, which is also the name of the section that describes the data."""
         return next(name for name in TASKS if getattr(self, name) is not None)
 
     @property

@@ -107,7 +107,7 @@ def _coordinates(hot: HotRows, rows: Tensor) -> Tensor:
 def _set_rows_(
     param: nn.Parameter, dim: int, places: Tensor, rows: Tensor, optimizer: Optimizer | None
 ) -> None:
-    """Set rows of a parameter, and their optimizer state, so that their steps are not longer."""
+    """Set rows of a parameter; reset their optimizer state so that no step of them is too long."""
     moved = param.data.movedim(dim, 0)
     moved[places] = rows.to(param.dtype).view(len(places), *moved.shape[1:])
     if param.grad is not None:

@@ -311,7 +311,7 @@ class _Draft:
         self.shares = 0
 
     def on_card(self, file: str, device: torch.device) -> _Plan:
-        """Write the descriptors to the card: by kernels, so that a CUDA graph can capture it."""
+        """Write the descriptors to the card by kernels, which a CUDA graph can capture."""
         # Long ones first.
         numbers = sorted(range(len(self.walks)), key=lambda n: -self.walks[n].share)
         codes = [n << 16 | block for n in numbers for block in range(self.walks[n].blocks)]
