@@ -45,12 +45,6 @@ def end_now(number: int = signal.SIGINT, frame: FrameType | None = None) -> None
     os._exit(INTERRUPTED)
 
 
-def imports_are_done() -> None:
-    """Make Ctrl-C raise ``KeyboardInterrupt`` again, which code can handle."""
-    if signal.getsignal(signal.SIGINT) is end_now:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 if is_command(sys.orig_argv):  # a program that only imports comera keeps its own
     sys.excepthook = end_in_one_line
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by nohup

@@ -10,27 +10,6 @@ from torch import Tensor, nn
 from comera.extras import listed
 
 
-@torch.no_grad()
-def set_data_(param: Tensor, new: Tensor) -> None:
-    """Replace a parameter's data, of any shape, and drop its gradient.
-
-    The dtype changes for a moment, as torch then makes a new gradient accumulator: the old one,
-    which a graph may keep alive, expects the old shape.
-    """
-    param.grad = None
-    other = torch.float64 if new.dtype != torch.float64 else torch.float32
-    param.data = torch.empty(0, dtype=other, device=new.device)
-    param.data = new
-
-
-def is_sharded(param: Tensor) -> bool:
-    """Return whether a parameter is a DTensor, as of ``torch.distributed.fsdp.fully_shard``."""
-    # By name: the class need not be imported to be asked for.
-    return type(param) is not nn.Parameter and any(
-        cls.__name__ == "DTensor" for cls in type(param).__mro__
-    )
-
-
 class Undisturbed:
     """Watch named tensors for writes, while a model is saved; writes via ``.data`` go unnoticed."""
 

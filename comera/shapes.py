@@ -558,6 +558,18 @@ def check_whole_numbers(**given: Any) -> None:
             raise ValueError(f"{name}={value!r} must be a whole number") from None
 
 
+def check_tolerance(tolerance: float | None) -> None:
+    """Raise ``ValueError`` for a tolerance out of range."""
+    if tolerance is not None and not (is_number(tolerance) and 0 <= tolerance < 1):
+        raise ValueError(f"tolerance={tolerance!r} must be in [0, 1): a relative Frobenius error")
+
+
+def check_min_rank(min_rank: Any) -> None:
+    """Raise ``ValueError`` unless ``min_rank`` is 0 or 1."""
+    if min_rank not in (0, 1):
+        raise ValueError(f"min_rank={min_rank!r} must be 0 (layers may vanish) or 1")
+
+
 def only_one(**given: object) -> None:
     """Raise ValueError when more than one of the named settings is given."""
     named = [f"{key}={value}" for key, value in given.items() if value is not None]

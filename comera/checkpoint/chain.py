@@ -4,23 +4,22 @@ import contextlib
 import logging
 import operator
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from torch import Tensor, nn
 
 from comera.checkpoint.archive import Archive, Manifest, packed
 from comera.checkpoint.contents import (
-    Policy,
     Quality,
     Snapshot,
     decode,
-    decode_model,
     encode,
     take_snapshot,
 )
@@ -28,8 +27,45 @@ from comera.checkpoint.streams import DamagedError
 
 log = logging.getLogger("comera")
 
+Treatment = Literal["exact", "lossy", "skip"]
+
 KEY_EVERY = 20
 """Default number of checkpoints from one key frame to the next."""
+
+_SMALLEST_LOSSY = 256
+"""Smaller tensors are kept exactly, as are vectors: a loss is sensitive to them."""
+
+
+class Policy:
+    """How to treat a tensor: by the first pattern that matches its whole name, else by its kind.
+
+    Weights and moments of floats are lossy if they are matrices or larger; all else is exact:
+    vectors, counters, projections, quantised states, buffers, and everything in ``extra``.
+    """
+
+    def __init__(self, patterns: Mapping[str, str] | None = None, lossless: bool = False) -> None:
+        """Compile the patterns; raise ``ValueError`` if a pattern or a treatment is invalid."""
+        self._patterns, self._lossless = [], lossless
+        for pattern, treatment in (patterns or {}).items():
+            if treatment not in get_args(Treatment):
+                raise ValueError(
+                    f"policy {pattern!r}: {treatment!r} is not one of {get_args(Treatment)}"
+                )
+            try:
+                self._patterns.append((re.compile(pattern), treatment))
+            except re.error as problem:
+                raise ValueError(
+                    f"policy {pattern!r} is no regular expression: {problem}"
+                ) from None
+
+    def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
+        """Return the treatment of a tensor; ``lossy`` is whether it is a weight or a moment."""
+        wide = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
+        for pattern, treatment in self._patterns:
+            if pattern.fullmatch(name) and (treatment != "lossy" or wide):
+                return treatment
+        matrix = tensor.ndim > 1 and tensor.numel() >= _SMALLEST_LOSSY
+        return "lossy" if lossy and not self._lossless and wide and matrix else "exact"
 
 
 @dataclass(frozen=True)
@@ -90,7 +126,6 @@ class CheckpointChain:
         keep_last: int | None = None,
         keep_every: int | None = None,
         background: bool = True,
-        max_bytes: int | None = None,
     ) -> None:
         """
         Args:
@@ -118,7 +153,6 @@ class CheckpointChain:
             keep_every: Checkpoints of steps divisible by this number are never deleted.
             background: Compress and write in another thread, after the state is copied. The next
                 call of a method raises errors of that thread.
-            max_bytes: Most memory that reading may take; None for the memory of this machine.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -132,18 +166,13 @@ class CheckpointChain:
             if not 0 <= size < float("inf"):
                 raise ValueError(f"{name} is {size}; it must be 0 or more")
         for name, least in (("key_every", key_every), ("keep_last", keep_last),
-                            ("keep_every", keep_every), ("max_bytes", max_bytes)):  # fmt: skip
+                            ("keep_every", keep_every)):  # fmt: skip
             if least is not None and least < 1:
                 raise ValueError(f"{name} is {least}; it must be 1 or more")
         self._archive = Archive(Path(folder))
         self._policy = Policy(policy, lossless=mode == "lossless")
         self._quality = Quality(bits, rate, alpha, beta, key_bits)
         self._key_every, self._keep_last, self._keep_every = key_every, keep_last, keep_every
-        try:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (AttributeError, ValueError, OSError):  # not on every system
-            memory = 1 << 36
-        self._max_bytes = max_bytes or memory
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
         self._calls = threading.RLock()
@@ -197,7 +226,7 @@ class CheckpointChain:
                     "folder"
                 )
             began = time.perf_counter()
-            snapshot = take_snapshot(model, optimizer, extra, self._policy, parameters)
+            snapshot = take_snapshot(model, optimizer, extra, self._policy.treatment, parameters)
             copying = time.perf_counter() - began
             if self._thread is None:
                 self._write(step, snapshot, copying)
@@ -322,7 +351,7 @@ class CheckpointChain:
             try:
                 links = self._archive.links(number)
                 streams = self._archive.streams(links[-1])
-                parts, _ = decode(streams, self._weights(links[:-1]), self._max_bytes)
+                parts, _ = decode(streams, self._weights(links[:-1]))
                 return Checkpoint(number, **parts)
             except DamagedError as problem:
                 if step != "latest":
@@ -344,7 +373,7 @@ class CheckpointChain:
                 last = links[-2].checksum if len(links) > 1 else None
                 known = before[1] if before and before[0] == last else self._weights(links[:-1])
                 streams = self._archive.streams(links[-1])
-                _, weights = decode(streams, known, self._max_bytes)
+                _, weights = decode(streams, known)
                 before = (links[-1].checksum, weights)
                 found[step] = None
             except DamagedError as problem:
@@ -356,7 +385,7 @@ class CheckpointChain:
     def _weights(self, links: list[Manifest]) -> dict[str, Tensor] | None:
         weights: dict[str, Tensor] | None = None
         for manifest in links:
-            weights = decode_model(self._archive.streams(manifest), weights, self._max_bytes)
+            _, weights = decode(self._archive.streams(manifest), weights, model_only=True)
         return weights
 
 

@@ -131,16 +131,12 @@ class Record:
     def _is_possible(self) -> bool:
         """Return whether all types are right, and all numbers are possible for the shape."""
         exact, count = self.codec == "exact", len(self.dtypes)
-        if not (
+        return (
             isinstance(self.change, bool)
             and all(map(_is_count, (self.kept, *self.shape, *self.books)))
             and all(isinstance(name, str) for name in self.names)
             and isinstance(self.weight, str | None)
-        ):
-            return False
-        most_gaps = self.kept + self.size // 255  # bytes
-        return (
-            self.codec in ("exact", "change", "moments")
+            and self.codec in ("exact", "change", "moments")
             and 1 <= count == len(self.names) <= (2 if self.codec == "moments" else 1)
             and len(self.books) == (0 if exact else count)
             and all(book <= _MOST_VALUES for book in self.books)
@@ -149,7 +145,7 @@ class Record:
             and (self.places != "all" or self.codec != "moments")
             and (
                 self.places in ("all", "many")
-                or (_is_count(self.places) and self.places <= most_gaps)
+                or (_is_count(self.places) and self.places <= self.kept + self.size // 255)
             )
         )
 

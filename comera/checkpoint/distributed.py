@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -32,11 +32,9 @@ def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, 
         ``model`` and ``optimizer`` for :meth:`CheckpointChain.save`; None on the other ranks.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    if optimizer is None:
-        parts: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
-    else:
-        states = get_state_dict(model, optimizer, options=options)
-        parts = dict(zip(("model", "optimizer"), states, strict=True))
+    parts: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
+    if optimizer is not None:
+        parts["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
     return parts if _is_first() else None
 
 

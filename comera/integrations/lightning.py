@@ -24,7 +24,7 @@ __all__ = ["RankCallback"]
 _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 
 
-class RankCallback(Callback):
+class RankCallback(RankSteps, Callback):
     """Callback of Lightning that learns the ranks of a model.
 
     The callback adds the terms of ``ranks`` to the loss that ``training_step`` returns; the logged
@@ -51,15 +51,9 @@ class RankCallback(Callback):
     """
 
     def __init__(self, ranks: RankLearning) -> None:
-        self.ranks = ranks
-        self._steps = RankSteps(ranks)
+        super().__init__(ranks)
         self._taken = 0  # optimizer steps counted
         self._random: dict[str, Any] | None = None  # of a checkpoint, until training starts
-
-    @property
-    def outcome(self) -> dict[str, Any] | None:
-        """Result of :meth:`~comera.TwoStage.finish_`; None before ranks are cut."""
-        return self._steps.outcome
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of rank learning and the random state, for a checkpoint."""
@@ -119,12 +113,12 @@ class RankCallback(Callback):
     def on_train_start(self, trainer, pl_module):
         """Override ``strategy.backward`` to differentiate the objective."""
         self._taken = trainer.global_step
-        self._steps.begin(trainer.estimated_stepping_batches - trainer.global_step)
+        self.begin(trainer.estimated_stepping_batches - trainer.global_step)
         backward = trainer.strategy.backward
 
         def of_objective(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             # Read each time: a GradientAccumulationScheduler changes it.
-            objective = self._steps.objective(closure_loss, trainer.accumulate_grad_batches)
+            objective = self.objective(closure_loss, trainer.accumulate_grad_batches)
             return backward(objective, *args, **kwargs)
 
         trainer.strategy.backward = of_objective
@@ -134,15 +128,15 @@ class RankCallback(Callback):
         if trainer.global_step == self._taken:
             return
         self._taken = trainer.global_step
-        self._steps.end_step(trainer.optimizers[0])
-        outcome = self._steps.cut_if_due(trainer.optimizers[0])
+        self.end_step(trainer.optimizers[0])
+        outcome = self.cut_if_due(trainer.optimizers[0])
         if outcome is not None:
             pl_module.log_dict({f"ranks_{key}": float(value) for key, value in outcome.items()})
 
     def on_train_end(self, trainer, pl_module):
         """Restore the trainer's ``backward``; warn if no rank was cut."""
         self.on_exception(trainer, pl_module, None)
-        self._steps.end()
+        self.end()
 
     def on_exception(self, trainer, pl_module, exception):
         """Restore the trainer's ``backward``."""

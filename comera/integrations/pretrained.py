@@ -15,9 +15,10 @@ from comera.extras import listed, needed_by
 from comera.nn.convert import densify_, tensorize_
 from comera.nn.forms import experts_apart
 from comera.nn.linear import CompressedLinear
+from comera.nn.swap import rename_tied_weights_
 from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TiedTTLinear, rename_tied_weights_
+from comera.nn.tied import TiedTTLinear
 from comera.saved.description import Entry, check_description, describe, rebuild_
 from comera.serving.freeze import refuse_training_
 from comera.surgery.rows import append_rows_

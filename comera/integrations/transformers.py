@@ -113,18 +113,12 @@ def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) ->
     return callback
 
 
-class RankCallback(TrainerCallback, ExportableState):
+class RankCallback(RankSteps, TrainerCallback, ExportableState):
     """Callback that :func:`learn_ranks_` adds; its state is part of ``trainer_state.json``."""
 
     def __init__(self, trainer: Any, ranks: RankLearning) -> None:
-        self.ranks = ranks
+        super().__init__(ranks)
         self._trainer = trainer
-        self._steps = RankSteps(ranks)
-
-    @property
-    def outcome(self) -> dict[str, Any] | None:
-        """Result of :meth:`~comera.TwoStage.finish_`; None before ranks are cut."""
-        return self._steps.outcome
 
     def state(self) -> dict[str, Any]:
         """Return the state of rank learning for JSON, whose numbers hold all dtypes exactly."""
@@ -151,7 +145,7 @@ class RankCallback(TrainerCallback, ExportableState):
             for key, value in saved["attributes"]["ranks"].items()
         }
         self.ranks.load_state_dict(ranks)
-        self._steps.begin(state.max_steps - state.global_step)
+        self.begin(state.max_steps - state.global_step)
         self._trainer.accelerator.backward = self._backward
         if args.device.type == "cpu":
             reuse_by_default()
@@ -159,16 +153,16 @@ class RankCallback(TrainerCallback, ExportableState):
     def on_train_end(self, args, state, control, **kwargs):
         """Restore the trainer's accelerator."""
         del self._trainer.accelerator.backward
-        self._steps.end()
+        self.end()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Count an optimizer step, unless it was skipped for non-finite gradients."""
         skipped = self._trainer.accelerator.optimizer_step_was_skipped
-        self._steps.end_step(self._trainer.optimizer, skipped)
+        self.end_step(self._trainer.optimizer, skipped)
 
     def on_step_end(self, args, state, control, **kwargs):
         """Cut ranks if they are due, before this step is evaluated or saved."""
-        outcome = self._steps.cut_if_due(self._trainer.optimizer)
+        outcome = self.cut_if_due(self._trainer.optimizer)
         if outcome is None:
             return
         # A best model from before the cut would bring its ranks back.
@@ -181,4 +175,4 @@ class RankCallback(TrainerCallback, ExportableState):
         """Differentiate the objective of one part of a step; the losses of its parts add up."""
         accelerator = self._trainer.accelerator
         parts = self._trainer.current_gradient_accumulation_steps
-        type(accelerator).backward(accelerator, self._steps.objective(loss, parts), **kwargs)
+        type(accelerator).backward(accelerator, self.objective(loss, parts), **kwargs)

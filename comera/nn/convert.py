@@ -14,7 +14,12 @@ from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import as_torch, experts_apart, form_of, from_torch, fuse_experts_
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model
-from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
+from comera.nn.swap import (
+    evaluation_mode,
+    every_layer_called,
+    rename_tied_weights_,
+    swap_layers_,
+)
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     TTConfig,
@@ -24,8 +29,8 @@ from comera.nn.targets import (
     other_holders,
     tied_groups,
 )
-from comera.nn.tied import TiedTTLinear, rename_tied_weights_
-from comera.planning.planner import break_even
+from comera.nn.tied import TiedTTLinear
+from comera.planning.planner import plan_layer
 from comera.shapes import BTTShape
 
 log = logging.getLogger("comera")
@@ -138,12 +143,13 @@ def _tensorized(
     for members in alike.values():
         layer = members[0][1]
         setting = layer.planner_setting()
-        found = break_even(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
-        if found.worst > _WORST_RATIO:
-            slower = found.loses_time or (found.eager_ratio or 0) > 1
+        plan = plan_layer(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
+        if plan.worst_ratio > _WORST_RATIO:
+            slower = max(plan.time_ratio, plan.eager_ratio or 0.0) > 1
             guess = "" if setting["machine"].measured else _GUESS
             which = listed([name for name, _ in members], most=2)
-            log.log(logging.WARNING if slower else logging.INFO, _LOSES, which, found, guess)
+            level = logging.WARNING if slower else logging.INFO
+            log.log(level, _LOSES, which, plan.sentence(), guess)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
     return cast(Model, converted)  # or the layer in its place

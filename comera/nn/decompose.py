@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera.shapes import TTMShape, TTShape, is_number
+from comera.shapes import TTMShape, TTShape, check_tolerance
 
 _OVERSAMPLE = 10
 _POWER_ITERATIONS = 3
@@ -144,8 +144,3 @@ def _cut(singular_values: Tensor, allowed: float) -> tuple[int, float]:
 def _pad(matrix: Tensor, rows: int, cols: int) -> Tensor:
     missing = (0, cols - matrix.shape[1], 0, rows - matrix.shape[0])
     return torch.nn.functional.pad(matrix, missing) if any(missing) else matrix
-
-
-def check_tolerance(tolerance: float | None) -> None:
-    if tolerance is not None and not (is_number(tolerance) and 0 <= tolerance < 1):
-        raise ValueError(f"tolerance={tolerance!r} must be in [0, 1): a relative Frobenius error")

@@ -54,17 +54,6 @@ class DenseWeight(Tensor):
             return _guard_views(result, guarded)
 
 
-class WeightByAssignment(nn.Module):
-    """A module whose ``weight`` is a property, which can also be assigned an ``nn.Parameter``."""
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Assign a parameter named ``weight`` to the property; register all other parameters."""
-        if name == "weight" and param is not None:
-            self.weight = param.detach()
-        else:
-            super().register_parameter(name, param)
-
-
 def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
     """Return the computed weight as a :class:`DenseWeight`; ``remedy`` is the error of a write.
 

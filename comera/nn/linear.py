@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import check_tolerance, decompose_matrix, widened
+from comera.nn.decompose import decompose_matrix, widened
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name, may_share, params_of
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
@@ -23,7 +23,7 @@ from comera.ops.linear.tt_linear import (
     tt_to_dense,
 )
 from comera.planning.linear_ways import Layer
-from comera.shapes import LinearShape, TTShape, only_one, padded_rank
+from comera.shapes import LinearShape, TTShape, check_tolerance, only_one, padded_rank
 
 
 class CompressedLinear(TensorTrainModule):
@@ -308,8 +308,9 @@ def _dense_from(shape: Any, layer: Any, dtype: str, device: str) -> int:
         return sys.maxsize
     from comera.planning.linear_ways import dense_from  # few layers have ranks so large
 
-    layer = Layer(TTShape(*shape), 1, *layer)
-    rows = dense_from(layer, dtype=dtype, machine=machine_of(torch.device(device)))
+    *layer, train = layer
+    machine = machine_of(torch.device(device))
+    rows = dense_from(Layer(TTShape(*shape), 1, *layer), machine=machine, dtype=dtype, train=train)
     return sys.maxsize if rows is None else rows
 
 

@@ -9,14 +9,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import check_tolerance
-from comera.nn.dense_weight import WeightByAssignment, read_only
+from comera.nn.dense_weight import read_only
 from comera.nn.init import Init, init_
 from comera.ops.context import machine_of
-from comera.ops.cores import is_open, rank_gate
+from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
-from comera.params import is_sharded, set_data_
-from comera.shapes import Shape, is_number
+from comera.shapes import Shape, check_tolerance, is_number
 
 
 class SharedGates(NamedTuple):
@@ -65,6 +63,11 @@ _WRITTEN = (
 )
 
 
+def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
+    """Return which ranks are open, ``(R,)``: above the threshold, as in ``rank_gate``."""
+    return gate_R > threshold
+
+
 class Gates(nn.ParameterList):
     """Trainable vectors, one for each bond, that stay at least float32 when the module is cast."""
 
@@ -86,6 +89,17 @@ def params_of(params: nn.ParameterList) -> list[Tensor]:
     found = list(params._parameters.values())
     whole = len(found) == params._size and type(None) not in map(type, found)
     return found if whole else [params[k] for k in range(len(params))]  # type: ignore[return-value]
+
+
+class WeightByAssignment(nn.Module):
+    """A module whose ``weight`` is a property, which can also be assigned an ``nn.Parameter``."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Set the property on ``layer.weight = nn.Parameter(...)``; register other parameters."""
+        if name == "weight" and param is not None:
+            self.weight = param.detach()
+        else:
+            super().register_parameter(name, param)
 
 
 class TensorTrainModule(WeightByAssignment):
@@ -434,10 +448,31 @@ def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
 
 
 @torch.no_grad()
+def set_data_(param: Tensor, new: Tensor) -> None:
+    """Replace a parameter's data, of any shape, and drop its gradient.
+
+    The dtype changes for a moment, as torch then makes a new gradient accumulator: the old one,
+    which a graph may keep alive, expects the old shape.
+    """
+    param.grad = None
+    other = torch.float64 if new.dtype != torch.float64 else torch.float32
+    param.data = torch.empty(0, dtype=other, device=new.device)
+    param.data = new
+
+
+@torch.no_grad()
 def resize_(param: Tensor, size: Sequence[int]) -> None:
     """Resize a parameter in place, without defined contents; it stays the same object."""
     if param.shape != torch.Size(size):
         set_data_(param, torch.empty(size, device=param.device, dtype=param.dtype))
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Return whether a parameter is a DTensor, as of ``torch.distributed.fsdp.fully_shard``."""
+    # By name: the class need not be imported to be asked for.
+    return type(param) is not nn.Parameter and any(
+        cls.__name__ == "DTensor" for cls in type(param).__mro__
+    )
 
 
 def check_unsharded(model: nn.Module, what: str) -> None:

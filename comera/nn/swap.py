@@ -115,6 +115,38 @@ def _with_hooks_of(old: nn.Module, new: nn.Module) -> nn.Module:
     return new
 
 
+_PARTS = {"cores", "gates", "hot"}
+
+
+def rename_tied_weights_(model: nn.Module) -> None:
+    """Update transformers' lists of tied weights, for saving and for ``tie_weights()``."""
+    for module in model.modules():
+        kept = {
+            key: names
+            for key in ("_tied_weights_keys", "all_tied_weights_keys")
+            if isinstance(names := getattr(module, key, None), dict)
+        }
+        if not kept:
+            continue
+        layers: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
+        params = dict(module.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        tied = {
+            name: first[id(param)]
+            for name, param in params.items()
+            if first.setdefault(id(param), name) != name
+        }
+
+        def is_gone(name: str, layers=layers, params=params) -> bool:  # a pattern never is
+            owner = layers.get(name.removesuffix(".weight"))
+            converted = owner is not None and "weight" not in owner._parameters
+            return converted or (name not in params and not _PARTS.isdisjoint(name.split(".")))
+
+        for key, names in kept.items():
+            still = {a: b for a, b in names.items() if not (is_gone(a) or is_gone(b))}
+            setattr(module, key, {**still, **tied})
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, and restore the mode of each module afterwards."""

@@ -11,11 +11,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from comera.extras import did_you_mean, listed, names_misspelt
-from comera.nn.decompose import check_tolerance
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
-from comera.shapes import check_whole_numbers, is_number, only_one, whole_number
+from comera.shapes import (
+    check_tolerance,
+    check_whole_numbers,
+    is_number,
+    only_one,
+    whole_number,
+)
 
 log = logging.getLogger("comera")
 

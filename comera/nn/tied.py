@@ -1,4 +1,4 @@
-"""Define output layers that share the cores of an embedding; keep names of tied weights."""
+"""An output layer that shares the cores of an embedding."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.dense_weight import WeightByAssignment
-from comera.nn.module import dtype_name, dtype_of
+from comera.nn.module import WeightByAssignment, dtype_name, dtype_of
 from comera.nn.table import TTTable
 
 
@@ -81,35 +80,3 @@ class TiedTTLinear(TableHead):
         dense.weight = weight
         dense.register_parameter("bias", self.bias)
         return dense.train(self.training)
-
-
-_PARTS = {"cores", "gates", "hot"}
-
-
-def rename_tied_weights_(model: nn.Module) -> None:
-    """Update transformers' lists of tied weights, for saving and for ``tie_weights()``."""
-    for module in model.modules():
-        kept = {
-            key: names
-            for key in ("_tied_weights_keys", "all_tied_weights_keys")
-            if isinstance(names := getattr(module, key, None), dict)
-        }
-        if not kept:
-            continue
-        layers: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
-        params = dict(module.named_parameters(remove_duplicate=False))
-        first: dict[int, str] = {}
-        tied = {
-            name: first[id(param)]
-            for name, param in params.items()
-            if first.setdefault(id(param), name) != name
-        }
-
-        def is_gone(name: str, layers=layers, params=params) -> bool:  # a pattern never is
-            owner = layers.get(name.removesuffix(".weight"))
-            converted = owner is not None and "weight" not in owner._parameters
-            return converted or (name not in params and not _PARTS.isdisjoint(name.split(".")))
-
-        for key, names in kept.items():
-            still = {a: b for a, b in names.items() if not (is_gone(a) or is_gone(b))}
-            setattr(module, key, {**still, **tied})

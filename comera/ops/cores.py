@@ -105,13 +105,8 @@ def contract_chain(
         return contracted.flatten(1, -2).to(cores[0].dtype)
 
 
-def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
-    """Return which ranks are not pruned, ``(R,)``: those above the threshold, as in kernels."""
-    return gate_R > threshold
-
-
 def open_gate(gate_R: Tensor, threshold: float) -> Tensor:
-    """Return the gate with its pruned ranks set to zero; NaN stays."""
+    """Return the gate where it is above the threshold, and zero elsewhere; NaN stays."""
     return torch.threshold(gate_R, threshold, 0.0)
 
 
@@ -140,7 +135,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     core, gate_R = ctx.saved_tensors
     per_rank_R = (grad.to(gate_R.dtype) * core).flatten(0, -2).sum(0)
-    grad_gate_R = torch.where(is_open(gate_R, ctx.threshold), per_rank_R, 0)
+    grad_gate_R = torch.where(gate_R > ctx.threshold, per_rank_R, 0)
     return rank_gate_reference(grad, gate_R, ctx.threshold), grad_gate_R, None
 
 

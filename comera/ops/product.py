@@ -121,11 +121,14 @@ def _backward(ctx, grad_BO: Tensor):
     x_BI, weight_IO = ctx.saved_tensors
     need_x, need_weight, need_bias = ctx.needs_input_grad
     with without_autocast(grad_BO):
-        return (
-            product(grad_BO, weight_IO.T) if need_x else None,
-            product(x_BI.T, grad_BO) if need_weight else None,
-            grad_BO.sum(0) if need_bias else None,
-        )
+        grad_x = product(grad_BO, weight_IO.T) if need_x else None
+        if need_weight and need_bias and x_BI.shape[1] < grad_BO.shape[1]:
+            # A row of ones sums the gradient within the product: reading it again takes longer.
+            with_ones = torch.cat([x_BI.T, x_BI.new_ones(1, x_BI.shape[0])])
+            grads = product(with_ones, grad_BO)
+            return grad_x, grads[:-1], grads[-1].clone()
+        grad_weight = product(x_BI.T, grad_BO) if need_weight else None
+        return grad_x, grad_weight, grad_BO.sum(0) if need_bias else None
 
 
 _affine.register_autograd(

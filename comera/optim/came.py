@@ -126,10 +126,7 @@ class CAME(Optimizer):
         Raises:
             RuntimeError: If a gradient is sparse or complex. No parameter of its group has changed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             lr = group["lr"]
             settings = {**group, "lr": lr.reshape(()) if isinstance(lr, Tensor) else lr}
@@ -175,9 +172,11 @@ class CAME(Optimizer):
         states = [self.state[param] for param in params]
         view = matrix_view(params[0].shape)
         shape = (len(params), *(view or (params[0].numel(),)))
-        param = _stack(params, shape)
-        grad = _stack([p.grad for p in params if p.grad is not None], shape)
-        average = _read_average(states, shape)
+        param = _stack(params).view(shape)
+        grad = _stack([p.grad for p in params if p.grad is not None]).view(shape)
+        held = {key: _stack(_every(states, key)) for key in states[0] if key != "step"}
+        kept, scales = held["exp_avg_update"], held.get("exp_avg_update_scale")
+        average = (kept if scales is None else dequantized(kept, scales)).view(shape)
         corrections = None
         if settings["bias_correction"]:
             # The number of this step: a parameter has no count before its first one.
@@ -185,28 +184,27 @@ class CAME(Optimizer):
             steps_b1 = steps.to(average.dtype).unsqueeze(1)
             first, second, third = (1 - beta**steps_b1 for beta in settings["betas"])
             corrections = second.sqrt(), 1 / first if view is None else 1 / first * third.sqrt()
+        means = [held[key] for key in (_FULL[:1] if view is None else _FACTORS)]
         if view is None:
-            square = _stack(_every(states, "exp_avg_sq"), shape)
-            _plain_step_(param, grad, average, square, settings, corrections)
-            means = {"exp_avg_sq": square}
+            _plain_step_(param, grad, average, means[0], settings, corrections)
         else:
-            flat = (len(params), sum(view))
-            square, residual = (_stack(_every(states, key), flat) for key in _FACTORS)
-            _factored_step_(param, grad, average, square, residual, settings, corrections)
-            means = dict(zip(_FACTORS, (square, residual), strict=True))
+            _factored_step_(param, grad, average, means[0], means[1], settings, corrections)
+        if scales is not None:
+            codes, new_scales = quantized(average.reshape(len(states), -1))
+            kept.copy_(codes)
+            scales.copy_(new_scales)
         if "step" in states[0]:
             torch._foreach_add_(_every(states, "step"), 1.0)
         else:
             # A parameter whose first gradient is all zero stays without state: that is how
             # torch.distributed.checkpoint asks for it to be laid out before it loads.
             live = grad.flatten(1).any(1).to(torch.float32)
-            for mean in means.values():
+            for mean in means:
                 mean.mul_(live.to(mean.dtype).unsqueeze(1))
             for state, count in zip(states, live.unbind(), strict=True):
                 state["step"] = count.clone()
-        for key, mean in means.items():
-            _write(_every(states, key), mean)
-        _write_average(states, average)
+        for key, stacked in held.items():
+            _write(_every(states, key), stacked)
         _write(params, param)
 
     @torch.no_grad()
@@ -257,8 +255,9 @@ class CAME(Optimizer):
         state = self.state.get(param)
         if not state:
             return
-        state["exp_avg_update"] = _read_average([state], (1, param.numel())).view(param.shape)
-        state.pop("exp_avg_update_scale", None)
+        if (scales := state.pop("exp_avg_update_scale", None)) is not None:
+            average = dequantized(state["exp_avg_update"].view(1, -1), scales.unsqueeze(0))
+            state["exp_avg_update"] = average.view(param.shape)
         if (view := matrix_view(param.shape)) is not None:
             for key, full in zip(_FACTORS, _FULL, strict=True):
                 state[full] = product(state.pop(key).unsqueeze(0), view[0]).view(param.shape)
@@ -273,12 +272,10 @@ class CAME(Optimizer):
         state = self.state.get(param)
         if not state:
             return
-        average = state["exp_avg_update"]
-        state |= _empty_average(param, group_of(self, param)["state_dtype"])
-        if "exp_avg_update_scale" in state:
-            _write_average([state], average.view(1, -1))
-        else:
-            state["exp_avg_update"] = average
+        if _is_packed(param, group_of(self, param)["state_dtype"]):
+            codes, scales = quantized(state["exp_avg_update"].view(1, -1))
+            state["exp_avg_update"] = codes.view(param.shape)
+            state["exp_avg_update_scale"] = scales[0]
         if (view := matrix_view(param.shape)) is None:
             state.pop("exp_avg_res", None)
             return
@@ -315,64 +312,43 @@ def _all(values: Any, count: int, fits: Callable[[float], bool]) -> bool:
     return isinstance(values, Sequence) and len(values) == count and all(map(fits, values))
 
 
+def _is_packed(param: Tensor, state_dtype: str | None) -> bool:
+    """Return whether the first moment of a parameter is kept in eight bits."""
+    wanted = state_dtype is not None and param.numel() >= _SMALLEST
+    return wanted and param.dtype != torch.float64
+
+
 def _empty_state(param: Tensor, state_dtype: str | None) -> State:
     """Return the state before the first step, all zero and without ``step``."""
     wide = torch.promote_types(param.dtype, torch.float32)
-    state = _empty_average(param, state_dtype)
-    view = matrix_view(param.shape)
+    packed, view = _is_packed(param, state_dtype), matrix_view(param.shape)
+    dtype = torch.int8 if packed else wide
+    state = {"exp_avg_update": param.new_zeros(param.shape, dtype=dtype)}
+    if packed:
+        scales = -(-param.numel() // _SCALED)
+        state["exp_avg_update_scale"] = param.new_zeros(scales, dtype=torch.float32)
     if view is None:
         return state | {"exp_avg_sq": param.new_zeros(param.shape, dtype=wide)}
     return state | {key: param.new_zeros(sum(view), dtype=wide) for key in _FACTORS}
-
-
-def _empty_average(param: Tensor, state_dtype: str | None) -> State:
-    if state_dtype is None or param.numel() < _SMALLEST or param.dtype == torch.float64:
-        wide = torch.promote_types(param.dtype, torch.float32)
-        return {"exp_avg_update": param.new_zeros(param.shape, dtype=wide)}
-    blocks = -(-param.numel() // _SCALED)
-    return {
-        "exp_avg_update": param.new_zeros(param.shape, dtype=torch.int8),
-        "exp_avg_update_scale": param.new_zeros(blocks, dtype=torch.float32),
-    }
 
 
 def _every(states: Sequence[State], key: str) -> list[Tensor]:
     return [state[key] for state in states]
 
 
-def _stack(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Stack tensors of equal shape and reshape the copy; a single tensor is reshaped uncopied."""
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack ``b`` tensors of equal shape to ``(b, n)``: a single one's memory, else a copy."""
     if len(tensors) == 1:
-        return tensors[0].detach().reshape(shape)
-    return torch.stack([tensor.detach() for tensor in tensors]).view(shape)
+        return tensors[0].detach().reshape(1, -1)
+    return torch.stack([tensor.detach() for tensor in tensors]).view(len(tensors), -1)
 
 
 def _write(tensors: list[Tensor], stacked: Tensor) -> None:
+    """Write stacked tensors back, unless it was one, whose memory has changed already."""
     if len(tensors) > 1:
         torch._foreach_copy_(tensors, stacked.view(len(tensors), *tensors[0].shape).unbind())
-    elif not tensors[0].is_contiguous():  # otherwise it was changed in place
+    elif not tensors[0].is_contiguous():
         tensors[0].copy_(stacked.view(tensors[0].shape))
-
-
-def _read_average(states: Sequence[State], shape: Sequence[int]) -> Tensor:
-    """Return the first moments, unpacked from eight bits, as one tensor of ``shape``."""
-    codes = _every(states, "exp_avg_update")
-    if "exp_avg_update_scale" not in states[0]:
-        return _stack(codes, shape)
-    flat = (len(states), -1)
-    scales = _stack(_every(states, "exp_avg_update_scale"), flat)
-    return dequantized(_stack(codes, flat), scales).view(shape)
-
-
-def _write_average(states: Sequence[State], average: Tensor) -> None:
-    """Write the first moments back to the states, in eight bits if these hold eight bits."""
-    held = _every(states, "exp_avg_update")
-    if "exp_avg_update_scale" not in states[0]:
-        _write(held, average)
-        return
-    codes, scales = quantized(average.reshape(len(states), -1))
-    torch._foreach_copy_(held, codes.reshape(len(states), *held[0].shape).unbind())
-    torch._foreach_copy_(_every(states, "exp_avg_update_scale"), scales.unbind())
 
 
 def matrix_view(shape: Sequence[int]) -> tuple[int, int] | None:

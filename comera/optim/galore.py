@@ -64,7 +64,8 @@ class GaLore(Optimizer):
             every step, 0.25; ``proj_type``: ``"std"`` (the shorter side) or ``"full"`` (both).
             A tensor of more than two dimensions is taken as ``(first, all others)``. A matrix
             whose sides are not above the rank is neither projected nor scaled.
-        inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`.
+        inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`. The attribute
+            ``inner`` is that optimizer, of the stand-ins and all parameters that are not projected.
         **settings: Settings of the inner optimizer: ``lr``, ``betas``, ...; groups may differ.
 
     Note:
@@ -99,17 +100,17 @@ class GaLore(Optimizer):
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
-        _check_once([param for group in groups for param in group["params"]], ())
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
-        self._inner = inner([_for_inner(g, self._stand_ins) for g in groups], **settings)
+        seen = set[int]()
+        self.inner = inner([_for_inner(g, self._stand_ins, seen) for g in groups], **settings)
         # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
-        self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
-        super().__init__(groups, dict(self._inner.defaults))
+        self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self.inner.param_groups)
+        super().__init__(groups, dict(self.inner.defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, projected if it has a ``rank``; errors are those of the class."""
         group = {**param_group, "params": _as_list(param_group["params"])}
-        inner, name = self._inner, type(self._inner).__name__
+        inner, name = self.inner, type(self.inner).__name__
         known = {*inner.defaults, *COMMON_KEYS, *_KEYS}
         if isinstance(inner, MuonAdamW):
             known.add("muon")
@@ -126,10 +127,10 @@ class GaLore(Optimizer):
             )
         theirs, number = inner.param_groups, len(self.param_groups)
         stand_ins: dict[Tensor, nn.Parameter] = {}
-        _check_once(group["params"], self.param_groups)
         try:
             if number == len(theirs):  # else the inner optimizer was constructed with it
-                inner.add_param_group(_for_inner(group, stand_ins))
+                seen = {id(param) for known in self.param_groups for param in known["params"]}
+                inner.add_param_group(_for_inner(group, stand_ins, seen))
             own = _DEFAULTS if "rank" in group else {}
             super().add_param_group({**theirs[number], **own, **group})
         except BaseException:
@@ -138,12 +139,7 @@ class GaLore(Optimizer):
         self._stand_ins |= stand_ins
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} around {self._inner!r}"
-
-    @property
-    def inner(self) -> Optimizer:
-        """Return the optimizer that trains stand-ins and all parameters that are not projected."""
-        return self._inner
+        return f"{type(self).__name__} around {self.inner!r}"
 
     def stand_in(self, param: Tensor) -> nn.Parameter | None:
         """Return the tensor that the inner optimizer trains in place of a projected parameter."""
@@ -159,13 +155,10 @@ class GaLore(Optimizer):
             TypeError: If the inner optimizer keeps counts in its groups. Projected parameters have
                 then been decayed, but not stepped.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         begun, settings = self._begin_all()
         try:
-            self._inner.step()
+            self.inner.step()
         finally:
             for param, *_, grad in begun:
                 param.grad = grad
@@ -180,14 +173,14 @@ class GaLore(Optimizer):
             self._pass_settings(position)
             if "rank" in group:
                 begun += [self._begin(p, group) for p in group["params"] if p.grad is not None]
-        return begun, [dict(group) for group in self._inner.param_groups]
+        return begun, [dict(group) for group in self.inner.param_groups]
 
     @_eagerly
     def _end_all(self, begun: list[_Begun], settings: list[dict[str, Any]]) -> None:
-        name = type(self._inner).__name__
+        name = type(self.inner).__name__
         instead = f"use {name} without GaLore, or GaLore around torch.optim.AdamW"
-        for old, new in zip(settings, self._inner.param_groups, strict=True):
-            check_keeps_no_count(self._inner, old, new, instead, _SCHEDULED)
+        for old, new in zip(settings, self.inner.param_groups, strict=True):
+            check_keeps_no_count(self.inner, old, new, instead, _SCHEDULED)
         self._share_state()
         self._end(begun)
 
@@ -199,17 +192,17 @@ class GaLore(Optimizer):
         stand_in, grad = self._stand_ins.get(param), param.grad
         begun = [self._begin(param, group)] if "rank" in group else []
         try:
-            step_param(self._inner, param if stand_in is None else stand_in, position)
+            step_param(self.inner, param if stand_in is None else stand_in, position)
         finally:
             param.grad = grad
-        if stand_in is None and param in self._inner.state:
-            self.state[param] = self._inner.state[param]
+        if stand_in is None and param in self.inner.state:
+            self.state[param] = self.inner.state[param]
         self._end(begun)
 
     def _pass_settings(self, position: int) -> None:
         """Copy a group's settings, which schedulers change, to the inner optimizer."""
-        mine, theirs = self.param_groups[position], self._inner.param_groups[position]
-        theirs |= {key: mine[key] for key in self._inner.defaults if key in mine}
+        mine, theirs = self.param_groups[position], self.inner.param_groups[position]
+        theirs |= {key: mine[key] for key in self.inner.defaults if key in mine}
         if self._tensor_lr and not isinstance(mine["lr"], Tensor):
             theirs["lr"] = torch.tensor(mine["lr"], dtype=torch.float32)
         if "rank" in mine:
@@ -288,7 +281,7 @@ class GaLore(Optimizer):
         return {side: state[_OURS + side] for side in ("left", "right") if _OURS + side in state}
 
     def _factor(self, param: Tensor, group: dict[str, Any]) -> float | Tensor:
-        if not isinstance(self._inner, torch.optim.Adafactor) or param not in self._stand_ins:
+        if not isinstance(self.inner, torch.optim.Adafactor) or param not in self._stand_ins:
             return group["scale"]
         # Its steps are relative to the size of the parameter: eps[1] for a stand-in, which is zero.
         least = group["eps"][1]
@@ -301,7 +294,7 @@ class GaLore(Optimizer):
         if not rate:
             return grad
         # torch's Adam and its subclasses have a setting for it
-        if group.get("decoupled_weight_decay", not isinstance(self._inner, _COUPLED)):
+        if group.get("decoupled_weight_decay", not isinstance(self.inner, _COUPLED)):
             param.mul_(1 - group["lr"] * rate)
             return grad
         return grad.add(param, alpha=-rate if group.get("maximize") else rate)
@@ -310,12 +303,12 @@ class GaLore(Optimizer):
         """Put the inner optimizer's state of parameters that are not projected in ``state``."""
         for group in self.param_groups:
             for param in group["params"]:
-                if param not in self._stand_ins and param in self._inner.state:
-                    self.state[param] = self._inner.state[param]
+                if param not in self._stand_ins and param in self.inner.state:
+                    self.state[param] = self.inner.state[param]
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values only: the inner optimizer's state and the subspaces."""
-        mine, theirs = super().state_dict(), self._inner.state_dict()["state"]
+        mine, theirs = super().state_dict(), self.inner.state_dict()["state"]
         numbers = {**theirs, **mine["state"]}
         state = {k: {**theirs.get(k, {}), **mine["state"].get(k, {})} for k in numbers}
         return {**mine, "state": state}
@@ -339,7 +332,7 @@ class GaLore(Optimizer):
                 {key: value for key, value in group.items() if key not in _KEYS}
                 for group in given["param_groups"]
             ]
-            self._inner.load_state_dict({"state": theirs, "param_groups": groups})
+            self.inner.load_state_dict({"state": theirs, "param_groups": groups})
             for number, param in params.items():
                 for key, value in state.get(number, {}).items():
                     if key.startswith(_OURS):
@@ -395,23 +388,23 @@ class GaLore(Optimizer):
 
     def unpack_state_(self, param: Tensor) -> None:
         """Unpack the inner optimizer's state, for :func:`~comera.truncate_`."""
-        state_layout.unpack_state_(self._inner, param)
+        state_layout.unpack_state_(self.inner, param)
 
     def pack_state_(self, param: Tensor) -> None:
         """Pack the inner optimizer's state again after :meth:`unpack_state_`."""
-        state_layout.pack_state_(self._inner, param)
+        state_layout.pack_state_(self.inner, param)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes, so that a copy has stand-ins for the copied parameters."""
-        inner = (type(self._inner), state_layout.whole(self._inner))
-        return {**state_layout.whole(self), "_inner": inner}
+        inner = (type(self.inner), state_layout.whole(self.inner))
+        return {**state_layout.whole(self), "inner": inner}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_inner" in state:  # torch calls this with less, to load a state
-            kind, whole = state["_inner"]
+        if "inner" in state:  # torch calls this with less, to load a state
+            kind, whole = state["inner"]
             inner = kind.__new__(kind)
             inner.__setstate__(whole)
-            state = {**state, "_inner": inner}
+            state = {**state, "inner": inner}
         super().__setstate__(state)
 
 
@@ -461,8 +454,18 @@ def _as_list(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
-    """Check a group; return the inner optimizer's group. Adds new stand-ins to ``stand_ins``."""
+def _for_inner(
+    group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter], seen: set[int]
+) -> dict[str, Any]:
+    """Check a group; return that of the inner optimizer. Fills ``stand_ins`` and ``seen``."""
+    for one in group["params"]:
+        param = one[1] if isinstance(one, tuple) else one
+        if id(param) in seen:
+            raise ValueError(
+                f"some parameters appear in more than one parameter group, or twice in one: one "
+                f"of shape {tuple(param.shape)}. Give GaLore each parameter once"
+            )
+        seen.add(id(param))
     own = {key: value for key, value in group.items() if key not in _KEYS}
     if "rank" not in group:
         if misplaced := sorted(_KEYS & set(group)):
@@ -505,16 +508,3 @@ def _release(stand_in: nn.Parameter) -> None:
     """Free the memory of a stand-in's value and gradient, but keep its shape."""
     stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None
-
-
-def _check_once(params: Iterable[Any], groups: Iterable[dict[str, Any]]) -> None:
-    """Raise ``ValueError`` if a new parameter is given twice, or is in one of the groups."""
-    seen = {id(param) for group in groups for param in group["params"]}
-    for one in params:
-        param = one[1] if isinstance(one, tuple) else one
-        if id(param) in seen:
-            raise ValueError(
-                f"some parameters appear in more than one parameter group, or twice in one: one "
-                f"of shape {tuple(param.shape)}. Give GaLore each parameter once"
-            )
-        seen.add(id(param))

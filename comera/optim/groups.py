@@ -47,9 +47,6 @@ def contracted_scale(layer: CompressedLinear) -> float:
     return target * math.sqrt(_AT_WIDTH * layer.out_features) / layer.in_features / moved
 
 
-_MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
 def param_groups(
     model: nn.Module,
     lr: float,
@@ -99,40 +96,33 @@ def param_groups(
         if not weights:
             raise ValueError(f"muon_modules={muon_modules!r} names no dense layer that is trained")
         kind |= {id(weight): "matrices" for weight in weights}
-    members: dict[str, list[nn.Parameter]] = {}
+    scale_of: dict[int, float] = {}  # tables keep their rate
+    scaled = scale_rates is not None
+    for layer in layers:
+        if scaled and isinstance(layer, CompressedLinear):
+            scale = float(f"{contracted_scale(layer):.3g}")  # few groups: neighbours are as good
+            for core in layer.cores:
+                scale_of.setdefault(id(core), scale)
+    members: dict[str, dict[float, list[nn.Parameter]]] = {}
     for param in model.parameters():
         if param.requires_grad:
-            default = "dense" if param.dim() > 1 else "vectors"
-            members.setdefault(kind.get(id(param), default), []).append(param)
+            name = kind.get(id(param), "dense" if param.dim() > 1 else "vectors")
+            scale = scale_of.get(id(param), 1.0)
+            members.setdefault(name, {}).setdefault(scale, []).append(param)
     core_lr = lr if core_lr is None else core_lr
     rates = {"gates": gate_lr, "cores": core_lr, "matrices": core_lr}
-    groups: list[dict[str, Any]] = [
+    return [
         {
             "name": name,
-            "params": members[name],
+            "params": params,
             "lr": rates.get(name, lr),
             **_decay(weight_decay if name in ("dense", "matrices") else 0.0),
             **({"muon": True} if name == "matrices" else {}),
+            **({"lr": scale * core_lr, "rate_scale": scale} if scaled and name == "cores" else {}),
         }
         for name in ("cores", "gates", "matrices", "dense", "vectors")
-        if name in members
+        for scale, params in members.get(name, {}).items()
     ]
-    if scale_rates is None or "cores" not in members:
-        return groups
-    scales: dict[int, float] = {}
-    for layer in layers:
-        if isinstance(layer, CompressedLinear):
-            scale = float(f"{contracted_scale(layer):.3g}")  # few groups: neighbours are as good
-            for core in layer.cores:
-                scales.setdefault(id(core), scale)
-    by_scale: dict[float, list[nn.Parameter]] = {}
-    for core in members["cores"]:
-        by_scale.setdefault(scales.get(id(core), 1.0), []).append(core)
-    cores, *others = groups
-    return [
-        {**cores, "params": params, "lr": scale * core_lr, "rate_scale": scale}
-        for scale, params in by_scale.items()
-    ] + others
 
 
 def _check(**numbers: Any) -> None:
@@ -215,7 +205,8 @@ def _dense_weights(model: nn.Module, modules: str | list[str]) -> list[Tensor]:
     }
     found: dict[int, Tensor] = {}
     for name, module in model.named_modules():
-        if isinstance(module, _MATRICES) and (modules == "all-linear" or matches(name, modules)):
+        is_matrix = isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if is_matrix and (modules == "all-linear" or matches(name, modules)):
             weight = module.weight
             if weight.requires_grad and id(weight) not in shared:
                 found[id(weight)] = weight

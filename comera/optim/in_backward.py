@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from comera.nn.module import is_sharded
 from comera.optim.state_layout import plain_step, step_param
 
 
@@ -281,7 +282,7 @@ def _check(optimizer: Optimizer, process_group: "dist.ProcessGroup | None") -> N
                 "gradients only after hooks have run: shard with "
                 "torch.distributed.fsdp.fully_shard"
             )
-        if not _is(param, "DTensor"):
+        if not is_sharded(param):
             continue
         if process_group is not None:
             raise ValueError(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera.nn.module import is_sharded
 from comera.ops.context import without_autocast
 from comera.optim.state_layout import plain_step
-from comera.params import is_sharded
 
 log = logging.getLogger("comera")
 
@@ -132,10 +132,7 @@ class MuonAdamW(torch.optim.AdamW):
         Raises:
             RuntimeError: If a gradient is sparse or complex.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["muon"]]
         try:
@@ -172,8 +169,12 @@ class MuonAdamW(torch.optim.AdamW):
             # A core of blocks, not the weight of a 3-d convolution.
             is_core = len(shape) == 5 and 1 in (shape[0], shape[-1])
             blocks = is_core and group.get("name") != "matrices"
-            make = _steps_of_blocks if blocks else _steps
-            steps = make(updates, group["ns_steps"]).mul_(lr * STEP_SIZE)
+            matrices = updates.transpose(1, 2) if blocks else updates
+            rows, cols = block_matrix(shape) if blocks else core_matrix(shape)
+            size = block_step(shape) if blocks else math.sqrt(max(rows, cols))
+            steps = orthogonalize(matrices.reshape(-1, rows, cols), group["ns_steps"])
+            steps = steps.mul_(size).view(matrices.shape).mul_(lr * STEP_SIZE)
+            steps = steps.transpose(1, 2) if blocks else steps
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
             move = torch._foreach_add_ if group["maximize"] else torch._foreach_sub_
@@ -188,27 +189,11 @@ def _check(settings: dict[str, Any]) -> None:
         raise ValueError(f"ns_steps={ns_steps} must be at least 1")
 
 
-def _steps(updates: Tensor, ns_steps: int) -> Tensor:
-    """Return the steps from stacked average gradients, before the factor ``lr * STEP_SIZE``."""
-    rows, cols = core_matrix(updates.shape[1:])
-    steps = orthogonalize(updates.view(-1, rows, cols), ns_steps).view(updates.shape)
-    return steps.mul_(math.sqrt(max(rows, cols)))
-
-
-def _steps_of_blocks(updates: Tensor, ns_steps: int) -> Tensor:
-    """Return the steps of block cores; each block is orthogonalized as a matrix.
-
-    Block cores are ``(left bond, blocks, block size, blocks of the other side, right bond)``.
-    """
-    blocks = updates.transpose(1, 2)
-    rows, cols = block_matrix(updates.shape[1:])
-    steps = orthogonalize(blocks.reshape(-1, rows, cols), ns_steps)
-    steps *= block_step(updates.shape[1:])
-    return steps.view(blocks.shape).transpose(1, 2)
-
-
 def block_matrix(shape: torch.Size) -> tuple[int, int]:
-    """Return the rows and columns of each block of a block core, as a matrix."""
+    """Return the rows and columns of each block of a core of a block tensor train.
+
+    Such a core is ``(left bond, blocks, block size, blocks of the other side, right bond)``.
+    """
     left, _, width, others, right = shape
     return left * width, others * right
 

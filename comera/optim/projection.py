@@ -4,13 +4,13 @@ Leading singular vectors of the gradient span a subspace. The bases are ``left (
 ``right (R, N)``, where M and N are the gradient's rows and columns and R is the rank.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 ProjType = Literal["std", "full"]
-PROJ_TYPES = ("std", "full")
+PROJ_TYPES = get_args(ProjType)
 
 _OVERSAMPLING = 8
 

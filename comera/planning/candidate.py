@@ -2,11 +2,11 @@
 
 import functools
 import math
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from comera.planning.contraction import chain_indices
 from comera.planning.machine import Machine, item_size
 from comera.shapes import Shape, TTMShape, TTShape
 
@@ -125,8 +125,6 @@ class Work:
 
     shape: Shape
     tokens: int
-    train: bool
-    input_grad: bool = True
 
     def sizes(self, dtype: str) -> tuple[dict[str, int], int]:
         """Return the size of each input by name, and the size of the output."""
@@ -193,11 +191,8 @@ def candidate(
 ) -> Candidate:
     """Make a candidate, and add up the time and memory of its steps.
 
-    ``parameters`` maps names to sizes. The backward pass is left out if ``work`` does not train,
-    and the input's gradient if the input needs none.
+    ``parameters`` are sizes by name.
     """
-    wanted = [step for step in backward if work.input_grad or step.result != "grad(x)"]
-    backward = wanted if work.train else []
     inputs, output = work.sizes(dtype)
     sizes = {**inputs, **{step.result: step.size for step in forward}}
     made, read_first = set[str](), set[str]()
@@ -244,6 +239,36 @@ def _peak(
     return most
 
 
+BATCH = "b"
+_MODES = string.ascii_lowercase.replace(BATCH, "")
+_BONDS = string.ascii_uppercase
+
+Indices = tuple[str, ...]
+
+
+def chain_indices(
+    modes: Sequence[int], ranks: Sequence[int]
+) -> tuple[list[str], dict[str, Indices], dict[str, int]]:
+    """Return the letters of a chain's modes, the indices of each core, and the index sizes.
+
+    Modes are lower-case letters, bonds upper-case ones. The outer bonds, of size one, have none.
+    """
+    mode_letters = [_letter(_MODES, k) for k in range(len(modes))]
+    bond_letters = [_letter(_BONDS, k) for k in range(len(ranks))]
+    cores = {
+        f"core{k}": (*bond_letters[max(0, k - 1) : k], mode, *bond_letters[k : k + 1])
+        for k, mode in enumerate(mode_letters)
+    }
+    sizes = dict(zip([*mode_letters, *bond_letters], [*modes, *ranks], strict=True))
+    return mode_letters, cores, sizes
+
+
+def _letter(alphabet: str, k: int) -> str:
+    """Return the k-th letter, or past the end every other one after those of Latin-1."""
+    more = 2 * (k - len(alphabet)) + (alphabet is _BONDS)
+    return alphabet[k] if k < len(alphabet) else chr(ord("À") + more)
+
+
 class FactorChain(NamedTuple):
     """The contraction of the factor ``name`` (``A``, ``B`` or its only core), outermost core first.
 
@@ -268,7 +293,7 @@ def factor_chains(shape: TTShape | TTMShape) -> tuple[FactorChain, FactorChain]:
 
 
 def _factor_chain(
-    name: str, cores: list[tuple[str, tuple[str, ...]]], sizes: Mapping[str, int], from_left: bool
+    name: str, cores: list[tuple[str, Indices]], sizes: Mapping[str, int], from_left: bool
 ) -> FactorChain:
     """Plan the products of the cores, from the outermost to the bond in the middle.
 

@@ -22,7 +22,6 @@ from comera.planning.candidate import (
     product,
     product_seconds,
 )
-from comera.planning.contraction import Search, linear_network, search
 from comera.planning.machine import Machine, item_size
 from comera.shapes import BTTShape, LinearShape, TTShape, padded_rank
 
@@ -40,8 +39,6 @@ class Layer(Work):
         in_features: Width of the input if the modes multiply to more.
         out_features: Width of the output if the modes multiply to more.
         bias: Whether a bias is added.
-        train: Whether a backward pass follows.
-        input_grad: Whether the input needs a gradient; the first layer's does not.
         together: Number of layers of this shape that contract their cores in the same calls.
     """
 
@@ -50,8 +47,6 @@ class Layer(Work):
     in_features: int = None  # type: ignore[assignment]  # filled in by __post_init__
     out_features: int = None  # type: ignore[assignment]
     bias: bool = True
-    train: bool = True
-    input_grad: bool = True
     together: int = 1
 
     def __post_init__(self) -> None:
@@ -99,15 +94,6 @@ def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
     if not isinstance(layer.shape, TTShape):
         raise TypeError(f"no candidates are known for a {type(layer.shape).__name__}")
     return [factorized(layer, machine, dtype), reconstructed(layer, machine, dtype)]
-
-
-def best_tree(layer: Layer) -> Search | None:
-    """Return the best contraction tree of a tensor train; None for blocks, or if a rank is zero."""
-    if not isinstance(layer.shape, TTShape) or 0 in layer.shape.ranks:
-        return None
-    network = linear_network(layer.shape, layer.tokens)
-    wanted = set(network.tensors) - (set() if layer.input_grad else {"x"})
-    return search(network, wanted if layer.train else ())
 
 
 def _factorized_products(layer: Layer) -> tuple[Dims, ...]:
@@ -268,16 +254,18 @@ _MOST_TOKENS = 1 << 24
 
 
 @functools.lru_cache(maxsize=1024)
-def dense_from(layer: Layer, *, machine: Machine, dtype: str = "float32") -> int | None:
+def dense_from(
+    layer: Layer, *, machine: Machine, dtype: str = "float32", train: bool = True
+) -> int | None:
     """Return the number of tokens from which multiplying by the dense weight beats its two factors.
 
-    None if the dense weight is slower up to 2**24 tokens, or if a rank of the layer is zero.
+    None if dense is slower at any batch (up to 2**24 tokens), or the layer's weight has vanished.
+    Without ``train`` only the forward pass counts.
     """
     machine.rate(dtype)
     if 0 in layer.shape.ranks:
         return None
     item, call = item_size(dtype), machine.call_overhead
-    train, bias, high = layer.train, layer.bias, layer.out_features
 
     def seconds(products: Iterable[Dims]) -> float:
         return sum(product_seconds(machine, dtype, 1, *dims) for dims in products)
@@ -289,9 +277,10 @@ def dense_from(layer: Layer, *, machine: Machine, dtype: str = "float32") -> int
         here = replace(layer, tokens=tokens)
         factorized = seconds(_factorized_products(here)[: 6 if train else 2])
         reconstructed = seconds(_reconstructed_products(here)[1 : 4 if train else 2]) + fixed
-        if bias:  # a column of ones in one way, a sum over rows in the other
+        if layer.bias:  # a column of ones in one way, a sum over rows in the other
             factorized += call + machine.moving(tokens * item)
-            reconstructed += call + machine.moving(tokens * high * item) if train else 0.0
+            if train:
+                reconstructed += call + machine.moving(tokens * layer.out_features * item)
         return reconstructed < factorized
 
     return first_where(dense_wins, _MOST_TOKENS) if dense_wins(_MOST_TOKENS) else None

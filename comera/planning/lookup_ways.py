@@ -17,7 +17,6 @@ from comera.planning.candidate import (
     gates,
     product,
 )
-from comera.planning.contraction import Search, lookup_network, search
 from comera.planning.machine import Machine, item_size
 from comera.shapes import TTMShape
 
@@ -28,7 +27,7 @@ _OPERATORS = 3
 
 @dataclass(frozen=True)
 class Lookup(Work):
-    """One batch of ``tokens`` lookups in a table of ``shape``; ``train`` adds a backward pass.
+    """One batch of ``tokens`` lookups in a table of ``shape``.
 
     ``distinct`` is the expected number of different indices; None means as many as possible.
     ``num_embeddings`` and ``embedding_dim`` are the table's sizes if the modes multiply to more.
@@ -39,7 +38,6 @@ class Lookup(Work):
     distinct: int = None  # type: ignore[assignment]  # filled in by __post_init__
     num_embeddings: int = None  # type: ignore[assignment]
     embedding_dim: int = None  # type: ignore[assignment]
-    train: bool = True
 
     def __post_init__(self) -> None:
         self.check_count("tokens")
@@ -68,14 +66,6 @@ def candidates(lookup: Lookup, machine: Machine, dtype: str) -> list[Candidate]:
         return [only_zeros(lookup, machine, dtype)]
     factors = from_factors(lookup, machine, dtype, unique=False)
     return [from_factors(lookup, machine, dtype, unique=True), replace(factors, runs=False)]
-
-
-def best_tree(lookup: Lookup) -> Search | None:
-    """Return the best contraction tree of a lookup row by row; None if a rank is zero."""
-    if 0 in lookup.shape.ranks:
-        return None
-    network = lookup_network(lookup.shape, lookup.tokens)
-    return search(network, network.tensors if lookup.train else ())
 
 
 def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) -> Candidate:

@@ -8,7 +8,6 @@ import functools
 import json
 import logging
 import math
-import os
 import platform
 import re
 from dataclasses import asdict, dataclass, fields, replace
@@ -200,17 +199,28 @@ def default_machine(kind: str = "cpu") -> Machine:
     return _DEFAULTS[kind]
 
 
+@functools.cache  # a missing profile is logged once
 def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None = None) -> Machine:
     """Load the saved profile of a machine; if there is none, log that once and return defaults.
 
-    ``name`` and ``threads`` default to this processor and all threads of the process; a GPU needs a
-    name.
+    By default the name is that of this computer's processor. A GPU needs one.
     """
     _check_kind(kind)
-    if kind == "cpu":
-        name = processor_name() if name is None else name
-        threads = usable_threads() if threads is None else threads
-    return _load(kind, name, threads)
+    name = processor_name() if name is None and kind == "cpu" else name
+    path = profile_path(kind, name or "", threads)
+    if name is None or not path.exists():
+        problem = f"no profile of this machine ({name or kind})"
+    else:
+        try:
+            content = json.loads(path.read_text())
+            unknown = set(content) ^ {field.name for field in fields(Machine)}
+            if unknown:
+                raise ValueError(f"the entries {sorted(unknown)} are missing or not known")
+            return Machine(**{**content, "flops": tuple(content["flops"].items())})
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            problem = f"the profile {path} cannot be used ({error})"
+    log.info("%s: times are predicted from default numbers; run `comera calibrate`", problem)
+    return default_machine(kind)
 
 
 def save_machine(machine: Machine) -> Path:
@@ -219,7 +229,7 @@ def save_machine(machine: Machine) -> Path:
     content = {**asdict(machine), "flops": dict(machine.flops)}
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=2) + "\n")
-    _load.cache_clear()
+    load_machine.cache_clear()
     return path
 
 
@@ -237,32 +247,6 @@ def cpu_info(entry: str) -> str | None:
         return None
     found = re.search(rf"^{entry}\s*:\s*(.+)$", text, re.MULTILINE)
     return found.group(1).strip() if found else None
-
-
-@functools.cache
-def usable_threads() -> int:
-    """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-@functools.cache  # a missing profile is logged once
-def _load(kind: str, name: str | None, threads: int | None) -> Machine:
-    path = profile_path(kind, name or "", threads)
-    if name is None or not path.exists():
-        problem = f"no profile of this machine ({name or kind})"
-    else:
-        try:
-            content = json.loads(path.read_text())
-            unknown = set(content) ^ {field.name for field in fields(Machine)}
-            if unknown:
-                raise ValueError(f"the entries {sorted(unknown)} are missing or not known")
-            return Machine(**{**content, "flops": tuple(content["flops"].items())})
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            problem = f"the profile {path} cannot be used ({error})"
-    log.info("%s: times are predicted from default numbers; run `comera calibrate`", problem)
-    return default_machine(kind)
 
 
 def profile_path(kind: str, name: str, threads: int | None, what: str = "") -> Path:

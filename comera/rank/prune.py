@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from comera.nn.module import TensorTrainModule
-from comera.shapes import is_number
-from comera.surgery.truncate import check_finite, check_min_rank, kept_ranks, not_finite
+from comera.shapes import check_min_rank, is_number
+from comera.surgery.truncate import check_finite, kept_ranks, not_finite
 
 
 @dataclass

@@ -22,10 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.optim.state_layout import AnyOptimizer, unwrap
-from comera.rank.learning import RankLearning, Stage, check_steps
-from comera.rank.size import AllGates
-from comera.shapes import is_number
-from comera.surgery.truncate import check_min_rank
+from comera.rank.learning import AllGates, RankLearning, Stage, check_steps
+from comera.shapes import check_min_rank, is_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

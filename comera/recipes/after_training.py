@@ -1,4 +1,4 @@
-"""Define commands for trained models: ``list``, ``evaluate``, ``predict`` and ``export``."""
+"""Commands for trained runs: ``list``, ``evaluate``, ``predict``, ``export`` and ``report``."""
 
 import contextlib
 import io
@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from comera.checkpoint.archive import Archive
+from comera.recipes.cli import changes_of
 from comera.recipes.folder import (
     DataRecord,
     missing_data,
@@ -25,7 +26,6 @@ from comera.recipes.folder import (
 from comera.recipes.jobs import LOG, last_session, why_failed
 from comera.recipes.parse import read_yaml
 from comera.recipes.run import find_device, without_remarks
-from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import TASKS
 from comera.recipes.tasks.task import prepare_task
 from comera.recipes.trained import export, load_run, predictions
@@ -199,6 +199,29 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and bool(
         _read(read_yaml, folder / "config.yaml").get("train")
     )
+
+
+def report(folder: str, /, *, console: Console) -> None:
+    """Write one HTML file about a run or a sweep.
+
+    Args:
+        folder: Folder of the run or the sweep.
+    """
+    from comera.recipes.report.run_report import write_report
+    from comera.recipes.report.sweep_report import write_sweep_report
+
+    path = Path(folder).expanduser()
+
+    def say(text: str) -> None:
+        console.print(f"in {path}, {text}", markup=False, highlight=False, soft_wrap=True)
+
+    of_a_sweep = (path / "results.json").is_file()
+    if not of_a_sweep and not (path / "metrics.jsonl").is_file() and holds_runs(path):
+        raise FileNotFoundError(
+            f"{path} is not a run but holds some: give one of those that comera list {path} shows"
+        )
+    written = write_sweep_report(path) if of_a_sweep else write_report(path, say)
+    console.print(f"wrote {written}", markup=False)
 
 
 def holds_runs(folder: Path) -> bool:

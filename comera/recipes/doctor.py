@@ -1,14 +1,16 @@
-"""Define ``comera doctor``, which shows CUDA kernels and the way each operator runs."""
+"""Commands for this machine: ``doctor`` and ``calibrate``."""
 
 import platform
 from collections.abc import Callable
 from importlib import metadata
+from typing import Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from comera import __version__
+from comera.allocator import reuse_freed_memory
 from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
@@ -31,6 +33,25 @@ def examine(console: Console) -> None:
     ways = [table(torch.device(kind)) for kind in kinds for table in (_ways, _times, _linears)]
     for table in (_found(), _kernels(), *ways):
         console.print(table, markup=False)
+
+
+def calibrate(
+    device: Literal["cpu", "cuda"] = "cpu", threads: int | None = None, *, console: Console
+) -> None:
+    """Measure this machine for the planner, and save the result.
+
+    Args:
+        device: Device to measure.
+        threads: Number of CPU threads to measure with (default: what torch chooses).
+    """
+    from comera.calibrate.machine import calibrate as measure  # not needed for the help
+
+    reuse_freed_memory()
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads={threads} must be at least 1")
+        torch.set_num_threads(threads)
+    measure(device, console.print)
 
 
 def _found() -> Table:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from rich.console import Console
 
 from comera.extras import did_you_mean, listed
 from comera.files import naming_what_is_no_text
@@ -278,6 +279,22 @@ def file_of(word: str, beside: Path = Path()) -> Path:
 def described() -> list[tuple[str, str]]:
     """List the names of all configurations, each with the first sentence of its file."""
     return [(name, first_sentence(folder() / f"{name}.yaml")) for name in names()]
+
+
+def init(name: str | None = None, /, *, console: Console) -> None:
+    """Print a configuration to begin with: comera init NAME > mine.yaml
+
+    Args:
+        name: Name of a configuration; without it all are listed.
+    """
+    # As a file and not as to a terminal: no line may be broken.
+    if name is not None:
+        print(file_of(name).read_text(encoding="utf-8"), end="")
+        return
+    listed = described()
+    width = max(len(each) for each, _ in listed)
+    for each, text in listed:
+        print(f"{each:{width}}  {text}")
 
 
 def first_sentence(path: Path) -> str:

@@ -19,6 +19,7 @@ from comera.params import model_size
 from comera.planning.machine import processor_name
 from comera.planning.printing import show_bytes
 from comera.recipes import parse
+from comera.recipes.cli import changes_of
 from comera.recipes.parse import read_yaml
 from comera.recipes.report.sweep_report import comparison_cells, read_comparison
 from comera.recipes.run import (
@@ -28,7 +29,6 @@ from comera.recipes.run import (
     planned_model,
     without_remarks,
 )
-from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, unskipped
 from comera.recipes.tasks.task import Batch, task_of

@@ -5,7 +5,6 @@ To do so, the optimizer's own step runs on copies of the parameters on torch's m
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,18 +172,17 @@ def memory_report(
     rest = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor not in states]
     if rest:
         members.setdefault("not trained", []).extend(dict.fromkeys(rest))
-    groups = tuple(_memory(name, tensors, states) for name, tensors in members.items())
+    groups = tuple(
+        GroupMemory(
+            name,
+            entries=sum(tensor.numel() for tensor in tensors),
+            weights=sum(map(stored_bytes, tensors)),
+            gradients=sum(stored_bytes(tensor) for tensor in tensors if tensor.requires_grad),
+            state=sum(states.get(tensor, 0) for tensor in tensors),
+        )
+        for name, tensors in members.items()
+    )
     kind = type(optimizer).__name__
     if type(optimizer) is GaLore:
         kind += f" around {type(optimizer.inner).__name__}"
     return MemoryReport(kind, groups, title)
-
-
-def _memory(name: str, tensors: Sequence[Tensor], states: dict[Tensor, int]) -> GroupMemory:
-    return GroupMemory(
-        name,
-        entries=sum(tensor.numel() for tensor in tensors),
-        weights=sum(map(stored_bytes, tensors)),
-        gradients=sum(stored_bytes(tensor) for tensor in tensors if tensor.requires_grad),
-        state=sum(states.get(tensor, 0) for tensor in tensors),
-    )

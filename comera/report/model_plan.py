@@ -14,7 +14,7 @@ from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of
 from comera.planning.linear_ways import Layer
 from comera.planning.machine import Machine
-from comera.planning.planner import Plan, plan_layer, suggest
+from comera.planning.planner import Plan, plan_layer
 from comera.planning.printing import Report, Table, show_bytes, show_seconds
 from comera.report.compression import CompressionReport, planned_work
 
@@ -97,7 +97,7 @@ class ModelPlan(Report):
         rows = [
             (
                 layer.shown_names,
-                layer.plan.title,
+                str(layer.plan.layer),
                 layer.plan.chosen.name,
                 show_seconds(layer.plan.chosen.seconds),
                 f"{layer.plan.time_ratio:.2f}x",
@@ -215,13 +215,12 @@ def plan(
         work = planned_work(layer, tokens, len(members))
         if work is None:  # hot rows: a gather and one product, which have no order
             continue
-        mine = layer.planner_setting() | setting
-        layer_plan = plan_layer(work, **mine)
+        layer_plan = plan_layer(work, **layer.planner_setting() | setting)
         if isinstance(model, TensorTrainModule):
             return layer_plan
         instead = ""
         if layer_plan.time_ratio > 1 and isinstance(work, Layer):
-            better = suggest(work, **mine)
+            better = layer_plan.suggestion
             instead = "dense" if better is None else f"{better.change}: {better.time_ratio:.2f}x"
         made.append(LayerPlan(names, layer_plan, instead))
     return ModelPlan(tuple(made), tokens, made[0].plan.machine, report)

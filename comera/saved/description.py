@@ -18,9 +18,9 @@ from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import as_torch, split_names
 from comera.nn.linear import TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
-from comera.nn.swap import swap_layers_
+from comera.nn.swap import rename_tied_weights_, swap_layers_
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TableHead, TiedTTLinear, rename_tied_weights_
+from comera.nn.tied import TableHead, TiedTTLinear
 from comera.serving.freeze import refuses_training
 from comera.serving.layers import FactoredHead, FactoredTable, ThinLinear
 
@@ -183,19 +183,32 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
     return described
 
 
-def rebuild_(model: nn.Module, layers: Mapping[str, Entry]) -> nn.Module:
+def rebuild_(
+    model: nn.Module,
+    layers: Mapping[str, Entry],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> nn.Module:
     """Replace layers of a dense model by ``layers`` of :func:`describe`, in place.
 
     The model, possibly on ``meta``, is made like the dense model before compression. Returns the
-    model, or the layer that replaces it; new layers are on ``meta``. Raises ``ValueError``, with
-    the layer's name, if an entry is damaged or a layer is missing; the model is then unchanged.
+    model, or the layer that replaces it; new layers are on ``meta``. Raises ``ValueError`` with a
+    name if an entry is damaged, there is no such layer to replace, or the tensors of the result
+    would not have these ``shapes`` by name; the model is then unchanged.
     """
-    made = build_layers(layers)
-    check_places(model, made)
-    return put_in_place_(model, made)
+    made = _build_layers(layers)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    _check_places(modules, made)
+    replacements = {id(modules[name]): new for name, new in made.items()}
+    if shapes is not None:
+        _check_tensors(model, modules, replacements, shapes)
+    for name, new in made.items():
+        new.train(modules[name].training)
+    model = swap_layers_(model, replacements, biases=False)
+    rename_tied_weights_(model)
+    return model
 
 
-def build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
+def _build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
     """Make all layers of a description by name, on the ``meta`` device."""
     made: dict[str, nn.Module] = {}
 
@@ -225,9 +238,8 @@ def build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
     return {name: build(name) for name in layers}
 
 
-def check_places(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
-    """Raise ``ValueError`` unless the model has a layer of equal size for each new layer."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+def _check_places(modules: Mapping[str, nn.Module], made: Mapping[str, nn.Module]) -> None:
+    """Raise ``ValueError`` unless a model's modules have a layer of equal size for each new one."""
     taken: dict[int, str] = {}
     for name, new in made.items():
         old = modules.get(name)
@@ -265,26 +277,17 @@ def _size(layer: Any) -> tuple[int, ...] | None:
     return None if weight is None else tuple(weight.shape)
 
 
-def put_in_place_(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
-    """Put new layers into a model by name, after :func:`check_places`; return the model."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name, new in made.items():
-        new.train(modules[name].training)
-    model = swap_layers_(
-        model, {id(modules[name]): new for name, new in made.items()}, biases=False
-    )
-    rename_tied_weights_(model)
-    return model
-
-
-def check_tensors(
-    model: nn.Module, made: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]
+def _check_tensors(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    replacements: Mapping[int, nn.Module],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise ``ValueError`` unless the model with the new layers has tensors of these shapes."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    new_at = {id(modules[name]): new for name, new in made.items()}
+    """Raise ``ValueError`` unless the model, with layers replaced, has these tensor shapes."""
     inside = {
-        f"{n}.".lstrip("."): new_at[id(old)] for n, old in modules.items() if id(old) in new_at
+        f"{name}.".lstrip("."): replacements[id(old)]
+        for name, old in modules.items()
+        if id(old) in replacements
     }
     state = {
         key: value

@@ -22,15 +22,7 @@ from comera.nn.forms import experts_apart
 from comera.nn.module import check_unsharded, dtype_name
 from comera.nn.targets import TTConfig
 from comera.params import Undisturbed
-from comera.saved.description import (
-    build_layers,
-    check_description,
-    check_places,
-    check_tensors,
-    describe,
-    fill_,
-    put_in_place_,
-)
+from comera.saved.description import check_description, describe, fill_, rebuild_
 from comera.saved.shards import bytes_of, write_tensors
 from comera.serving.freeze import refuse_training_
 
@@ -187,10 +179,8 @@ def load_model(
     here = next((param.device for param in model.parameters() if not param.is_meta), "cpu")
     where = torch.device(here if device is None else device)
     with experts_apart(model, described["split_experts"]):
-        layers = build_layers(described["layers"])
-        check_places(model, layers)
-        check_tensors(model, layers, {name: tuple(t.shape) for name, t in tensors.items()})
-    model = put_in_place_(model, layers)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        model = rebuild_(model, described["layers"], shapes)
     fill_(model, tensors, tied, described["frozen"])
     for name in described["served"]:
         refuse_training_(model.get_submodule(name))

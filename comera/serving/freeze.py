@@ -214,7 +214,7 @@ def _contracted(
     made: dict[int, nn.Module] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, (TTTable, TTLinear, TiedTTLinear)):
-            made[id(layer)] = contraction.of(name, layer)
+            made[id(layer)] = contraction.of(name, layer).train(layer.training)
     where = "" if batch is None else f" at batch={batch}, as measured"
     log.info(
         "contracted %d layers; dense%s: %s",
@@ -239,31 +239,25 @@ class _Contraction:
         if isinstance(layer, TiedTTLinear):
             table: Any = self._table(layer.embedding)
             if not isinstance(table, FactoredTable):
-                return _linear(table.weight, layer.bias).train(layer.training)
+                return _linear(table.weight, layer.bias)
             bias = None if layer.bias is None else _kept(layer.bias)
-            thin: Any = FactoredHead(table, bias).train(layer.training)
+            thin: Any = FactoredHead(table, bias)
         else:
-            thin = self._thin(layer)
+            key = id(layer.cores)
+            if key not in self._shared:
+                self._shared[key] = [_kept(factor.T) for factor in thin_factors(layer)]
+            left, right = self._shared[key]
+            form = layer.dense_form if _is_pointwise(layer) else None
+            first, second = _linear(left), _linear(right, layer.bias)
+            thin = ThinLinear(from_torch(first, form), from_torch(second, form), form)
         if self._gain_of_dense(thin, layer) <= _WORTH_ITS_MEMORY:
             return thin
         self.dense.append(name)
         return self._dense(layer)
 
-    def _thin(self, layer: TTLinear) -> ThinLinear:
-        if id(layer.cores) not in self._shared:
-            self._shared[id(layer.cores)] = [_kept(factor.T) for factor in thin_factors(layer)]
-        left, right = self._shared[id(layer.cores)]
-        form = layer.dense_form if _is_pointwise(layer) else None
-        first, second = (
-            from_torch(_linear(left), form),
-            from_torch(_linear(right, layer.bias), form),
-        )
-        return ThinLinear(first, second, form).train(layer.training)
-
     def _dense(self, layer: TTLinear | TiedTTLinear) -> nn.Module:
         if isinstance(layer, TiedTTLinear):
-            weight = _kept(layer.embedding.dense_weight())
-            return _linear(weight, layer.bias).train(layer.training)
+            return _linear(_kept(layer.embedding.dense_weight()), layer.bias)
         dense: Any = layer.to_dense()
         dense.weight = self._shared.setdefault(("dense", id(layer.cores)), dense.weight)
         if self._keep_forms or _is_pointwise(layer):
@@ -290,8 +284,9 @@ class _Contraction:
                 more |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
             sizes = table.num_embeddings, table.embedding_dim
             new = FactoredTable(*sizes, left, right, **more, padding_idx=table.padding_idx)
-            new.share_(self._shared.setdefault(id(table.cores), new))
-            new.train(table.training)
+            lead = self._shared.setdefault(id(table.cores), new)
+            for part in ("left", "right", "hot", "basis", "row_order"):
+                setattr(new, part, getattr(lead, part))
         self._shared[id(table)] = new
         return new
 

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from comera.nn.dense_weight import read_only
 from comera.nn.forms import as_torch, from_torch
 from comera.nn.linear import TTLinear
-from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, whole_numbers
+from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, is_open, whole_numbers
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TableHead
-from comera.ops.cores import is_open
 
 _WRITTEN = (
     "the weight of this {0} is the product of two factors, so that an edit in place would change "
@@ -119,12 +118,6 @@ class FactoredTable(nn.Module):
         self.basis = None if basis is None else nn.Parameter(basis, requires_grad=False)
         self.hot_rows = 0 if hot is None else hot.shape[0]
         self.register_buffer("row_order", row_order)
-
-    def share_(self, lead: "FactoredTable") -> None:
-        """Share the factors and hot rows of another table of the same sizes."""
-        self.left, self.right = lead.left, lead.right
-        self.hot, self.basis = lead.hot, lead.basis
-        self.row_order = lead.row_order
 
     @property
     def weight(self) -> Tensor:

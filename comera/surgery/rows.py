@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.extras import listed
-from comera.nn.module import check_model
+from comera.nn.module import check_model, set_data_
 from comera.nn.table import HotRows, TTTable
 from comera.optim.state_layout import AnyOptimizer, pack_state_, unpack_state_, unwrap_separable
-from comera.params import set_data_
 from comera.surgery.truncate import AVERAGES, FIRST_MOMENTS, follows, wrappers_of
 
 

@@ -3,7 +3,6 @@
 import gc
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
-from comera.ops.cores import is_open
+from comera.nn.module import (
+    TensorTrainModule,
+    check_unsharded,
+    is_open,
+    set_data_,
+    tensor_trains,
+)
 from comera.optim.state_layout import (
     AnyOptimizer,
     group_of,
@@ -21,7 +25,7 @@ from comera.optim.state_layout import (
     unpack_state_,
     unwrap_separable,
 )
-from comera.params import set_data_
+from comera.shapes import check_min_rank
 
 log = logging.getLogger("comera")
 
@@ -306,9 +310,3 @@ def not_finite(name: str, what: str) -> ValueError:
         f"the {what} of {name or 'the layer'} hold numbers that are not finite: there is no "
         "telling its ranks apart. Go back to a checkpoint from before"
     )
-
-
-def check_min_rank(min_rank: Any) -> None:
-    """Raise ``ValueError`` unless ``min_rank`` is 0 or 1."""
-    if min_rank not in (0, 1):
-        raise ValueError(f"min_rank={min_rank!r} must be 0 (layers may vanish) or 1")

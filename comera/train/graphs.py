@@ -26,11 +26,6 @@ class Contents:
     peak_bytes: int | None = None
 
 
-def graphs_on(device: torch.device) -> "CudaGraphs | None":
-    """Return an object that records work on a device; None unless it is a GPU."""
-    return CudaGraphs(device) if device.type == "cuda" else None
-
-
 class CudaGraphs:
     """Records work on a GPU as CUDA graphs.
 

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from comera.checkpoint.chain import Checkpoint, CheckpointChain
+from comera.checkpoint.contents import names_of_parameters
 from comera.checkpoint.skeleton import parsed, put_together, take_apart
-from comera.nn.module import tensor_trains
+from comera.nn.module import is_sharded, tensor_trains
 from comera.optim.state_layout import unwrap
-from comera.params import is_sharded
 from comera.train.data_parallel import unwrapped_model
 from comera.train.host_state import random_state, set_random_state
 from comera.train.sharded import (
-    has_shared_parts,
     shared_model_state,
     shared_optimizer_state,
     whole_state,
@@ -48,17 +47,14 @@ def save_checkpoint(
     this, since each may hold a part of the model; ``writes`` is True in the process that writes.
     """
     model, state = unwrapped_model(step.model), _state_besides(step, extra)
-    if not has_shared_parts(model):
+    if not any(map(is_sharded, model.parameters())):
         if writes:
             chain.save(step.steps_done, model, step.optimizer, state)
         return
     optimizer = unwrap(step.optimizer)
     parts = whole_state(model.state_dict()), whole_state(optimizer.state_dict())
     if writes:
-        names = {id(param): name for name, param in model.named_parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        by_number = {number: names[id(param)] for number, param in enumerate(params)}
-        chain.save(step.steps_done, *parts, state, by_number)
+        chain.save(step.steps_done, *parts, state, names_of_parameters(model, optimizer))
 
 
 def _state_besides(step: TrainStep, extra: dict[str, Any] | None) -> dict[str, Any]:
@@ -106,7 +102,7 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
         more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
         raise ValueError(f"{path} belongs to another model: {'; '.join(differences[:4])}{more}")
     weights, moments = saved.model, saved.optimizer
-    if has_shared_parts(model):
+    if any(map(is_sharded, model.parameters())):
         weights = shared_model_state(model, weights)
         moments = shared_optimizer_state(unwrap(step.optimizer), moments)
     model.load_state_dict(weights)

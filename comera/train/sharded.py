@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from comera.nn.module import tensor_trains
+from comera.nn.module import is_sharded, tensor_trains
 from comera.optim.state_layout import AnyOptimizer
-from comera.params import is_sharded
 
 # Before torch 2.13 they had other names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -224,11 +223,6 @@ class Sharded:
         for grad in (*shared, *whole):
             grad.mul_(share)
         return norm
-
-
-def has_shared_parts(model: nn.Module) -> bool:
-    """Return whether any parameter of a model is sharded among processes."""
-    return any(map(is_sharded, model.parameters()))
 
 
 def whole_state(state: Any) -> Any:

@@ -3,8 +3,8 @@
 import itertools
 import logging
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.batched_contraction import BatchedContraction
-from comera.nn.module import check_model, check_unsharded
+from comera.nn.module import check_model, check_unsharded, is_sharded
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
 from comera.ops.linear.fp8 import why_not_fp8
@@ -27,10 +27,10 @@ from comera.rank.learning import RankLearning, check_holds_cores
 from comera.shapes import check_whole_numbers, is_number
 from comera.train.capture import WARM_UP, Capture, StepDescription
 from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, decisions_of, mean_over
-from comera.train.graphs import graphs_on
+from comera.train.graphs import CudaGraphs
 from comera.train.host_state import HostState
 from comera.train.rate_watch import EVERY, RateWatch
-from comera.train.sharded import Sharded, has_shared_parts
+from comera.train.sharded import Sharded
 
 log = logging.getLogger("comera")
 
@@ -137,7 +137,7 @@ class TrainStep:
         self.scheduler = scheduler
         self.contracted = BatchedContraction(model, self.autocast)
         self.steps_done = 0
-        self._eager_loss_fn = loss_fn
+        self._compiled = compile
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
         self._device = next(model.parameters()).device
         why_not = why_not_fp8(self._device) if precision == "fp8" else None
@@ -151,7 +151,8 @@ class TrainStep:
         self.parallel: DataParallel | None = None
         self._group: ProcessGroup | None = None
         # None, or for a model whose dense matrices are shared out by fully_shard.
-        self._sharded = Sharded(model, optimizer) if has_shared_parts(model) else None
+        shared = any(map(is_sharded, model.parameters()))
+        self._sharded = Sharded(model, optimizer) if shared else None
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self.parallel = DataParallel(model)
             self._group = self.parallel.group
@@ -236,7 +237,8 @@ class TrainStep:
         for number, (part, share) in enumerate(parts, 1):
             # From the last part's forward pass on, whatever backward comes next is averaged.
             self._unreduced = 1 < number == len(parts)
-            with self.contracted, self._updates(last=number == len(parts)):
+            quiet = _without_compiler_warnings() if self._compiled else nullcontext()
+            with self.contracted, self._updates(last=number == len(parts)), quiet:
                 # The rank objective uses the mean loss, so that all processes learn the same ranks.
                 loss = self._loss(part)
                 seen = mean_over(self._group, loss.detach())
@@ -269,13 +271,7 @@ class TrainStep:
             fp8_products() if self.scaled else nullcontext(),
             torch.autocast(self._device.type, self.autocast, enabled=enabled, cache_enabled=cached),
         ):
-            if self._loss_fn is self._eager_loss_fn:
-                loss = self._loss_fn(self.model, part)
-            else:
-                with warnings.catch_warnings():
-                    # torch.compile looks at .grad of all it is given, shared factors included.
-                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
-                    loss = self._loss_fn(self.model, part)
+            loss = self._loss_fn(self.model, part)
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
@@ -327,6 +323,21 @@ class TrainStep:
             )
 
 
+@contextmanager
+def _without_compiler_warnings() -> Iterator[None]:
+    """Ignore warnings of torch.compile, forward and backward, of which nobody can be rid."""
+    with warnings.catch_warnings():
+        # It looks at .grad of all tensors that it is given, shared factors included.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
+        warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")
+        yield
+
+
+def graphs_on(device: torch.device) -> CudaGraphs | None:
+    """Return an object that records work on a device; None unless it is a GPU."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
 def _check_kinds(model: object, loss_fn: object, optimizer: Any) -> None:
     check_model(model)
     if not callable(loss_fn):
@@ -349,7 +360,7 @@ def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
             "each in backward: leave clip_norm out and take an optimizer that bounds its own steps "
             "(comera.CAME, torch.optim.Adafactor), or give TrainStep the optimizer itself"
         )
-    if has_shared_parts(model):
+    if any(map(is_sharded, model.parameters())):
         raise ValueError(
             "OptimizerInBackward steps before the gradients of tensor trains, which every process "
             "holds whole, are averaged: give TrainStep the optimizer itself, or leave all of the "
