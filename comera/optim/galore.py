@@ -457,7 +457,7 @@ def _as_list(params: Any) -> list[Any]:
 def _for_inner(
     group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter], seen: set[int]
 ) -> dict[str, Any]:
-    """Check a group; return that of the inner optimizer. Fills ``stand_ins`` and ``seen``."""
+    """Check a group; return the inner optimizer's group. Adds to ``stand_ins`` and ``seen``."""
     for one in group["params"]:
         param = one[1] if isinstance(one, tuple) else one
         if id(param) in seen:

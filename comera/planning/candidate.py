@@ -191,7 +191,7 @@ def candidate(
 ) -> Candidate:
     """Make a candidate, and add up the time and memory of its steps.
 
-    ``parameters`` are sizes by name.
+    ``parameters`` maps names to sizes.
     """
     inputs, output = work.sizes(dtype)
     sizes = {**inputs, **{step.result: step.size for step in forward}}
@@ -264,7 +264,7 @@ def chain_indices(
 
 
 def _letter(alphabet: str, k: int) -> str:
-    """Return the k-th letter, or past the end every other one after those of Latin-1."""
+    """Return the k-th letter; past the end of the alphabet, every other letter from ``À`` on."""
     more = 2 * (k - len(alphabet)) + (alphabet is _BONDS)
     return alphabet[k] if k < len(alphabet) else chr(ord("À") + more)
 

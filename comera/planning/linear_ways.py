@@ -259,8 +259,8 @@ def dense_from(
 ) -> int | None:
     """Return the number of tokens from which multiplying by the dense weight beats its two factors.
 
-    None if dense is slower at any batch (up to 2**24 tokens), or the layer's weight has vanished.
-    Without ``train`` only the forward pass counts.
+    Returns None if the dense weight is slower up to 2**24 tokens, or if a rank is zero. Without
+    ``train`` only the forward pass counts.
     """
     machine.rate(dtype)
     if 0 in layer.shape.ranks:

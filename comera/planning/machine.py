@@ -203,7 +203,7 @@ def default_machine(kind: str = "cpu") -> Machine:
 def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None = None) -> Machine:
     """Load the saved profile of a machine; if there is none, log that once and return defaults.
 
-    By default the name is that of this computer's processor. A GPU needs one.
+    By default the name is that of this computer's processor. For a GPU the name is needed.
     """
     _check_kind(kind)
     name = processor_name() if name is None and kind == "cpu" else name

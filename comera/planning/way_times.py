@@ -143,7 +143,7 @@ attention_space 128 x 32 x 64, bfloat16, captured: ranks 267 us, heads 296 us
 
 
 def _timing(line: str) -> Timing:
-    """Return what a line of ``comera calibrate`` describes."""
+    """Parse a line that ``comera calibrate`` prints."""
     what, ways = line.split(": ")
     case, dtype, *captured = what.split(", ")
     group, _, sizes = case.partition(" ")

@@ -1,4 +1,4 @@
-"""The base of the methods of rank learning, and the size of a model counted by its gates."""
+"""Define the base of the methods of rank learning, and count a model's size by its gates."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Commands for trained runs: ``list``, ``evaluate``, ``predict``, ``export`` and ``report``."""
+"""Define commands for trained runs: ``list``, ``evaluate``, ``predict``, ``export``, ``report``."""
 
 import contextlib
 import io
