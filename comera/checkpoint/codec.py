@@ -372,8 +372,8 @@ def write_moments(
 ) -> Record:
     """Write first moments, and any second moments, pruned together and quantised.
 
-    A first moment that is left out is read as zero, its second moment as the product of the means
-    of left-out moments in its row and its column. Roots of second moments are quantised.
+    Left-out first moments are read as zero, their second moments as the mean of those left out or,
+    in a large matrix, row mean times column mean over mean. Roots of second moments are quantised.
 
     Args:
         streams: The streams to write to.

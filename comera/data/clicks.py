@@ -62,13 +62,13 @@ class ClickData:
             (empty, or NaN in ``.npz`` and ``.parquet``) become 0.
         min_count: Categories seen less often in training share one row.
         hash_rows: Number of rows that the categories of a field share by their hashes, in each
-            field with more categories than this number; null shares no rows by hash.
+            field with at least so many categories in training; null shares no rows by hash.
         heldout: Share of the rows for evaluation, by which settings are chosen.
         test: Share of the rows for one last evaluation, after all settings are chosen.
         split: ``random``, or ``last`` for the last rows of the file, such as a log's last day, of
             which a test takes the very last.
-        skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there. A
-            malformed line has other columns, or words, ``nan`` or ``inf`` in place of a number.
+        skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there: lines
+            of more or fewer columns, without label, or with words, ``nan`` or ``inf`` for numbers.
     """
 
     file: str = field(default="", metadata=PATH)

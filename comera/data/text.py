@@ -46,13 +46,13 @@ class TextData:
         folder: Folder of the text files, with its subfolders except those written by runs; by
             default the standard library of the running interpreter.
         pattern: Glob pattern of the text files; ``.gz`` and ``.xz`` files are decompressed.
-        max_megabytes: Stop reading after so much text, in a fixed pseudo-random order of files.
+        max_megabytes: Read files in a fixed pseudo-random order until they exceed so much text.
         vocab_size: Tokens of the byte-pair tokenizer, trained on the text.
         length: Tokens of a sequence.
-        heldout: Share of the text kept for evaluation, by which settings are chosen: the first
-            files of the pseudo-random order, or the end of the text if there is only one file.
-        test: Share of the text kept for one evaluation of the trained model, after all settings are
-            chosen: the files after the held-out files, or the text before the held-out end.
+        heldout: Share of the files, or of the text of a single file, kept for evaluation, by which
+            settings are chosen: the first files in that order, at least one, or the text's end.
+        test: Share kept in the same way for one evaluation of the trained model, after all settings
+            are chosen: the files after the held-out files, or the text before the held-out end.
     """
 
     folder: str | None = field(default=None, metadata=PATH)

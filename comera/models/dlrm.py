@@ -287,11 +287,11 @@ def replace_tables_(
 ) -> nn.ModuleDict:
     """Replace dense tables by small tables with at most ``params`` parameters in all, in place.
 
-    All small tables get equally many rows; a table with no more rows than that stays dense.
-    ``tables`` are :class:`torch.nn.EmbeddingBag` of one width by name; ``kind`` is ``hashed``,
-    ``quotient_remainder`` or ``shared_array``. In a :class:`HashedTable`, ``own`` is the share of
-    rows that belong to one index each, and ``rank`` the width of rows; ``block`` is that of a
-    :class:`SharedArrayTable`. Raises ``ValueError`` if ``params`` is too small.
+    Tables of kind ``hashed`` get equally many rows, of ``quotient_remainder`` equally many
+    remainders; a table that would not shrink stays dense, unless a ``rank`` or a ``shared_array``
+    replaces all. ``tables`` are :class:`torch.nn.EmbeddingBag` of one width by name. ``own`` is the
+    share of hashed rows that belong to one index each, ``rank`` the width of these rows; ``block``
+    is that of a :class:`SharedArrayTable`. Raises ``ValueError`` if ``params`` is too small.
     """
     sizes = {name: int(table.num_embeddings) for name, table in tables.items()}  # type: ignore[arg-type]
     width = int(next(iter(tables.values())).embedding_dim)  # type: ignore[arg-type]

@@ -233,7 +233,7 @@ class TensorTrainModule(WeightByAssignment):
             The relative Frobenius error of the weight that the module now holds.
 
         Raises:
-            ValueError: If the shape differs, an entry is not finite, or all ranks were cut.
+            ValueError: If the shape differs, an entry is not finite, or no rank was left to keep.
             TypeError: If ``weight`` is no tensor.
         """
         if not isinstance(weight, Tensor):

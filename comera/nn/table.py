@@ -22,7 +22,7 @@ class HotRows(TensorTrainModule):
     """The hot rows of a table as a ``(rows, width)`` matrix of low rank, with one gated bond.
 
     Raises:
-        ValueError: If the rank is below one, or so high that dense rows would have fewer numbers.
+        ValueError: If the rank is below one, or so high that dense rows have no more numbers.
     """
 
     shape: TTShape  # type: ignore[assignment]

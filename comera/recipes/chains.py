@@ -283,8 +283,8 @@ def compress(
         mode: Whether small errors are accepted (lossy) or every bit is kept (lossless).
         bits: Bits of the code of a changed entry, 2 to 8.
         rate: Error that is accepted to save one bit, as a share of the values' variance.
-        alpha: Factor alpha of the paper's rule for changes that are left out; 0 leaves it to the
-            rate.
+        alpha: Alpha of ExCP's rule for leaving out small changes, see ``comera.CheckpointChain``;
+            at 0 the rate alone decides.
         beta: Leave out first moments smaller than this many times their mean.
         key_every: Number of checkpoints from one complete checkpoint to the next.
         key_bits: Bits of the code of a weight in a complete checkpoint.

@@ -34,8 +34,8 @@ class OptimizerConfig:
             ``comera.MuonAdamW``. By default muon in a run with a section ``tensorize``
             (``docs/experiments.md``), else adamw.
         lr: Peak learning rate; by default 5e-4 for adamw and came, 7e-4 for muon, 1e-2 for
-            adafactor, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by
-            ``scale``.
+            adafactor, also with galore, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are
+            multiplied by ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
         core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
         scale_rates: contracted multiplies the rate of each linear layer's cores by a factor from
@@ -46,7 +46,7 @@ class OptimizerConfig:
         in_backward: Step each parameter inside backward and free its gradient at once, see
             ``comera.OptimizerInBackward``. Needs ``train.clip_norm: null``.
         warmup_share: Share of all steps with a rising rate.
-        schedule: How the rate falls afterwards, to zero.
+        schedule: How the rate falls to zero afterwards; constant keeps it.
     """
 
     default_lr: ClassVar[float]
@@ -270,8 +270,8 @@ class GaLoreConfig(OptimizerConfig):
     """Settings of the projection of ``comera.GaLore``, for the optimizers below.
 
     Args:
-        rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, about that
-            of its authors.
+        rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, for clicks
+            of ``dlrm.embedding_dim``; about that of its authors.
         update_proj_gap: Steps between two subspaces of GaLore.
         scale: Factor of every projected step of GaLore.
         target_modules: Dense layers to project, a regular expression or names; by default all.

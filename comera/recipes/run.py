@@ -209,7 +209,7 @@ def _places(config: RunConfig) -> list[str]:
 
 
 def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | None]:
-    """Return report and plan of a run's model and its final size; allocate and read nothing."""
+    """Return a run's report, plan and target size of the cores; allocate and read nothing."""
     config.check()
     model = planned_model(config)
     report = compression_report(model, config.tokens)

@@ -228,7 +228,7 @@ class TrainConfig:
         seconds: End after so many seconds in training steps, if that comes first, at the next line
             of the log. Learning rate and rank learning follow the number of steps.
         batch_size: Rows a step, of all processes together.
-        accumulate: Parts each batch is split into before one optimizer step.
+        accumulate: Number of parts to split a batch into; one step adds up their gradients.
         clip_norm: Largest gradient norm; null for none.
         precision: ``fp32``, or ``bf16`` for mixed precision; in ``fp8`` tensor-train linears also
             multiply in eight bits.
@@ -236,7 +236,7 @@ class TrainConfig:
         graph: Replay the step as one CUDA graph; null does so on a GPU.
         log_every: Steps between lines of the log.
         eval_every: Steps between evaluations; 0 for only one at the end.
-        eval_batches: Batches that an evaluation reads; null for all of the data.
+        eval_batches: Batches of an evaluation; null for all of the data, or 32 of ``masked_text``.
         save_every: Steps between checkpoints; 0 for only one at the end.
         threads: CPU threads; null for torch's choice.
     """

@@ -291,7 +291,7 @@ class _Contraction:
         return new
 
     def _gain_of_dense(self, thin: Any, layer: TTLinear | TiedTTLinear) -> float:
-        """Return the speed of a dense layer over that of ``thin``; infinite if dense is smaller."""
+        """Return a dense layer's speed over that of ``thin``; infinite if dense is no larger."""
         numbers = sum(
             param.numel() for name, param in thin.named_parameters() if "bias" not in name
         )

@@ -209,7 +209,7 @@ class Sharded:
 
     @torch.no_grad()
     def clip_(self, largest: float) -> Tensor:
-        """Clip whole and sharded gradients to a common norm ``largest``; return their norm."""
+        """Clip whole and sharded gradients to a common norm ``largest``; return the norm before."""
         grads: list[Any] = [param.grad for param in self._params if param.grad is not None]
         shared = [grad.to_local() for grad in grads if is_sharded(grad)]
         whole = [grad for grad in grads if not is_sharded(grad)]

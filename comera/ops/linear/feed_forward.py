@@ -335,7 +335,7 @@ def _dtype_of_sums(x: Tensor, hidden: int) -> torch.dtype:
 
 
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:
-    """Return the number of rows of a piece: all, or on a CPU what fits the cache, at least 64."""
+    """Return the rows of a piece: all, or on a CPU what fits the cache, but more than 32."""
     rows = max(1, x.shape[0])
     if not is_on_cpu(x):
         return rows
