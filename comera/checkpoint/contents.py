@@ -1,14 +1,14 @@
-"""The contents of a checkpoint: a copy of a training state, written into streams and read back.
+"""Copy a training state, write it into the streams of a checkpoint, and read it back.
 
-The model's tensors come first and have streams of their own: following a chain reads no others.
+The model's tensors come first and have streams of their own, so that reading a checkpoint needs
+only these streams of the checkpoints it builds on.
 """
 
 import json
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +22,6 @@ from comera.checkpoint.skeleton import check_dtype, parsed, put_together, take_a
 from comera.checkpoint.streams import DamagedError, StreamReader, Streams
 from comera.params import Undisturbed
 
-Treatment = Literal["exact", "lossy", "skip"]
-
-_SMALLEST_LOSSY = 256
-"""Smaller tensors are kept exactly, as are vectors: a loss is sensitive to them."""
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENT = "exp_avg_sq"
 _SMALLEST = 1e-30
@@ -34,43 +30,11 @@ _LARGEST_INDEX = 1 << 28
 _LENGTH = 8
 
 
-class Policy:
-    """Treatment of tensors: by patterns of whole names, the first match counts, else by kind.
-
-    Weights and moments of floats are lossy if they are matrices or larger; all else is exact:
-    vectors, counters, projections, quantised states, buffers, and everything in ``extra``.
-    """
-
-    def __init__(self, patterns: Mapping[str, str] | None = None, lossless: bool = False) -> None:
-        """Compile patterns; ``ValueError`` if one, or a treatment, is invalid."""
-        self._patterns, self._lossless = [], lossless
-        for pattern, treatment in (patterns or {}).items():
-            if treatment not in get_args(Treatment):
-                raise ValueError(
-                    f"policy {pattern!r}: {treatment!r} is not one of {get_args(Treatment)}"
-                )
-            try:
-                self._patterns.append((re.compile(pattern), treatment))
-            except re.error as problem:
-                raise ValueError(
-                    f"policy {pattern!r} is no regular expression: {problem}"
-                ) from None
-
-    def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
-        """Return the treatment of a tensor; ``lossy``: whether it is a weight or a moment."""
-        wide = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
-        for pattern, treatment in self._patterns:
-            if pattern.fullmatch(name) and (treatment != "lossy" or wide):
-                return treatment
-        matrix = tensor.ndim > 1 and tensor.numel() >= _SMALLEST_LOSSY
-        return "lossy" if lossy and not self._lossless and wide and matrix else "exact"
-
-
 @dataclass
 class Snapshot:
-    """Tensors by name, in the order of writing; a chain holds changes of those of ``model``.
+    """Tensors by name, in the order of writing; the tensors of ``model`` are written as changes.
 
-    ``skeleton`` is everything but the tensors; ``lossy`` names those that may change a little.
+    ``skeleton`` is everything but the tensors; ``lossy`` names tensors that may change a little.
     """
 
     skeleton: Any = None
@@ -80,7 +44,7 @@ class Snapshot:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors in memory."""
         return sum(t.nbytes for part in (self.model, self.rest) for t in part.values())
 
 
@@ -88,12 +52,13 @@ def take_snapshot(
     model: nn.Module | Mapping[str, Any],
     optimizer: Any,
     extra: Mapping[str, Any] | None,
-    policy: Policy,
+    treatment_of: Callable[[str, Tensor, bool], str],
     parameters: Mapping[Any, str] | None = None,
 ) -> Snapshot:
     """Copy the state of a model, an optimizer and the caller to the CPU.
 
-    Arguments are those of :meth:`CheckpointChain.save`, and ``policy`` the treatment of tensors.
+    Arguments are those of :meth:`CheckpointChain.save`, and ``treatment_of`` that of a
+    :class:`~comera.checkpoint.chain.Policy`.
     Raises ``TypeError`` with the name of anything but tensors and plain values, and
     ``RuntimeError`` if another thread trains the model meanwhile.
     """
@@ -124,7 +89,7 @@ def take_snapshot(
         if path in name_of_state:
             name = name_of_state[path]
             lossy = name.rpartition(".")[2] in (*_FIRST_MOMENTS, _SECOND_MOMENT)
-        treatment = policy.treatment(name, tensor, lossy)
+        treatment = treatment_of(name, tensor, lossy)
         if treatment == "skip":
             return None
         if tensor.is_nested or tensor.layout != torch.strided:
@@ -169,7 +134,7 @@ def _guessed_names(
 ) -> dict[Any, str]:
     """Return names of weights by the optimizer's keys of parameters, as far as they are known.
 
-    A bare state has its own names, or those of the weights in order if the shapes agree.
+    For a bare state dict they are the names in it, or the weights' names in order if shapes agree.
     """
     if not states or "state" not in states:
         return {}
@@ -217,9 +182,9 @@ def _find_moments(snapshot: Snapshot) -> list[tuple[str | None, str, str | None]
 def encode(
     snapshot: Snapshot, base: Mapping[str, Tensor] | None, quality: Quality
 ) -> tuple[Streams, dict[str, Any], dict[str, Tensor]]:
-    """Return the streams of a snapshot, figures about it, and the model's tensors as decoded.
+    """Return the streams of a snapshot, figures about it, and the model's tensors as read back.
 
-    ``base`` are the decoded tensors of the previous checkpoint; None for a key frame.
+    ``base`` are the tensors read back from the previous checkpoint; None for a key frame.
     """
     streams, records = Streams(), list[Record]()
     written, kept = dict[str, Tensor](), dict[str, Tensor]()
@@ -277,7 +242,7 @@ def encode(
 def decode(
     blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, model_only: bool = False
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return ``model``, ``optimizer``, ``extra``, ``parameters``, and the model's tensors.
+    """Return a dict of ``model``, ``optimizer``, ``extra`` and ``parameters``; the model's tensors.
 
     ``base`` are the model's tensors of the checkpoint before. ``model_only`` reads nothing else,
     and the first dict is empty. Raises ``DamagedError`` if the streams are not ones of
@@ -317,21 +282,21 @@ def decode(
 def _matching(
     base: Mapping[str, Tensor] | None, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the tensor of the previous checkpoint; None if shape or dtype differ."""
+    """Return the previous checkpoint's tensor; None if there is none of this shape and dtype."""
     before = (base or {}).get(name)
     same = before is not None and before.shape == shape and before.dtype == dtype
     return before if same else None
 
 
 def _can_be_float32(tensor: Tensor) -> bool:
-    """Return whether float32 can hold all entries, and the largest is not subnormal."""
+    """Return whether all entries are finite in float32, and the largest is not subnormal."""
     if not bool(tensor.float().sum(dtype=torch.float64).isfinite()):
         return False
     return tensor.dtype != torch.float64 or not 0 < float(tensor.abs().amax()) < _SMALLEST
 
 
 def _read_index(reader: StreamReader) -> tuple[Any, list[Record]]:
-    """Return the skeleton and the records, checked: the memory that they ask for is bounded."""
+    """Return the skeleton and the records, after checks that also bound the memory they need."""
     length = int.from_bytes(reader.read("index", _LENGTH).tobytes(), "little")
     if length > _LARGEST_INDEX:
         raise DamagedError(f"the index says that it is {length} bytes long")

@@ -1,4 +1,4 @@
-"""Rank learning inside a ``Trainer`` of ``lightning.pytorch`` or ``pytorch_lightning``."""
+"""Learn ranks inside a ``Trainer`` of ``lightning.pytorch`` or ``pytorch_lightning``."""
 
 import logging
 from typing import Any
@@ -27,21 +27,21 @@ _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 class RankCallback(RankSteps, Callback):
     """Callback of Lightning that learns the ranks of a model.
 
-    The terms of ``ranks`` are added to the loss that ``training_step`` returns; the logged loss is
-    unchanged. When ``ranks`` is due, ranks and the optimizer's state are cut, before checkpoints of
-    that step. Checkpoints hold the state of rank learning and the random state of host and GPUs, so
-    ``trainer.fit(module, ckpt_path=...)`` resumes exactly if the data loader does. With
-    ``strategy="ddp"`` each resumed process has the random state of the first.
-    ``configure_optimizers`` should use :func:`comera.param_groups`; decayed gates are logged.
+    The callback adds the terms of ``ranks`` to the loss that ``training_step`` returns; the logged
+    loss is unchanged. When ``ranks`` is due, the callback cuts ranks and the optimizer's state,
+    before checkpoints of that step. Checkpoints hold the state of rank learning and the random
+    state of host and GPUs, so ``trainer.fit(module, ckpt_path=...)`` resumes exactly if the data
+    loader does. With ``strategy="ddp"`` each resumed process has the random state of the first.
+    ``configure_optimizers`` should use :func:`comera.param_groups`; the log warns if gates decay.
 
     Args:
         ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of the module, or
-            of a part of it; its steps are optimizer steps.
+            of a part of it; its numbers of steps count optimizer steps.
 
     Raises:
-        ValueError: By ``trainer.fit``: if ``ranks`` is of another model, the checkpoint holds no
-            state of it, or the trainer is sharded, has manual optimization, several optimizers or
-            ``precision="16-mixed"``.
+        ValueError: By ``trainer.fit``: if ``ranks`` belongs to another model, the checkpoint holds
+            no state of rank learning, or the trainer is sharded, has manual optimization, several
+            optimizers or ``precision="16-mixed"``.
 
     Example::
 
@@ -56,11 +56,11 @@ class RankCallback(RankSteps, Callback):
         self._random: dict[str, Any] | None = None  # of a checkpoint, until training starts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in a checkpoint."""
+        """Return the state of rank learning and the random state, for a checkpoint."""
         return {"ranks": self.ranks.state_dict(), "random": random_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state from a checkpoint."""
+        """Load the result of :meth:`state_dict` from a checkpoint."""
         self.ranks.load_state_dict(state_dict["ranks"])
         self._random = state_dict["random"]
 
@@ -134,10 +134,10 @@ class RankCallback(RankSteps, Callback):
             pl_module.log_dict({f"ranks_{key}": float(value) for key, value in outcome.items()})
 
     def on_train_end(self, trainer, pl_module):
-        """Restore the trainer."""
+        """Restore the trainer's ``backward``; warn if no rank was cut."""
         self.on_exception(trainer, pl_module, None)
         self.end()
 
     def on_exception(self, trainer, pl_module, exception):
-        """Restore the trainer."""
+        """Restore the trainer's ``backward``."""
         vars(trainer.strategy).pop("backward", None)

@@ -1,4 +1,4 @@
-"""CAME: Adam-like training with half of Adam's state, or an eighth in eight bits.
+"""Define CAME, an optimizer like Adam with half of Adam's state, or an eighth in eight bits.
 
 Confidence-guided Adaptive Memory Efficient Optimization, Luo et al., ACL 2023, arXiv 2307.02047,
 after the authors' package came-pytorch. Shape suffixes, of tensors stacked along a first dimension:
@@ -36,7 +36,7 @@ _SMALLEST = 4096
 
 
 class CAME(Optimizer):
-    """Adam-like steps from a first moment in full and second moments as row and column means.
+    """Optimizer like Adam that stores second moments of a matrix only as row and column means.
 
     With g the gradient, one step is ``u = g / sqrt(mean of g^2)``, clipped to a root mean square
     of ``clip_threshold``; ``m = mean of u``; ``p -= lr * m / sqrt(mean of (u - m)^2)``, where the
@@ -59,20 +59,20 @@ class CAME(Optimizer):
         params: Parameters, named parameters, or groups of them as for any torch optimizer.
         lr: Learning rate, a float or a tensor of one entry.
         betas: Decay rates of the means of u, of g^2 and of (u - m)^2, each in [0, 1).
-        eps: Added to g^2 and to (u - m)^2.
+        eps: Two numbers, added to g^2 and to (u - m)^2.
         clip_threshold: Largest root mean square of u over one parameter.
         weight_decay: Decoupled: the parameter shrinks by ``lr * weight_decay`` of itself.
         state_dtype: ``"8bit"`` keeps m in int8 for tensors of at least 4096 entries, and unpacks
-            one tensor, or a few small ones, at a time; None keeps it in full.
+            one tensor, or a few small ones, at a time; None keeps m in full.
         bias_correction: Correct all three means for their start at zero, as Adam does, so that a
             step has the size of ``lr`` from the first to the last.
-        maximize: Climb instead of descending.
-        capturable: Accepted for likeness with torch's optimizers; every step can be captured in a
-            CUDA graph. To follow a schedule there, give ``lr`` as a tensor on the device.
+        maximize: Whether to maximize the loss.
+        capturable: Has no effect, as every step can be captured in a CUDA graph; torch's optimizers
+            have it. For a schedule in a graph, give ``lr`` as a tensor on the device.
 
     Raises:
         ValueError: If a setting is out of range.
-        TypeError: If a group has a key that does not exist.
+        TypeError: If a group has an unknown key.
     """
 
     needs_whole_matrices = "stacks whole matrices of equal shape"
@@ -106,7 +106,7 @@ class CAME(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own settings; raises as the class does."""
+        """Add parameters with their own settings; raises the errors of the class."""
         unknown = sorted(set(param_group) - set(self.defaults) - COMMON_KEYS)
         if unknown:
             raise TypeError(
@@ -135,7 +135,7 @@ class CAME(Optimizer):
         return loss
 
     def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Return lists of parameters to update together; create the state of new ones."""
+        """Return lists of parameters to update together; create the state of new parameters."""
         kinds: dict[Any, list[Tensor]] = {}
         for param in group["params"]:
             grad = param.grad
@@ -168,7 +168,7 @@ class CAME(Optimizer):
         return found
 
     def _update(self, params: list[Tensor], settings: dict[str, Any]) -> None:
-        """Take one step for parameters of equal shape, in the same calls."""
+        """Take one step of several parameters of equal shape at once."""
         states = [self.state[param] for param in params]
         view = matrix_view(params[0].shape)
         shape = (len(params), *(view or (params[0].numel(),)))
@@ -247,10 +247,10 @@ class CAME(Optimizer):
 
     @torch.no_grad()
     def unpack_state_(self, param: Tensor) -> None:
-        """Lay a parameter's state out in tensors of its shape, to be cut along with it.
+        """Unpack a parameter's state to tensors of the parameter's shape, so that ranks can be cut.
 
-        Factors become the matrices ``exp_avg_sq`` and ``exp_avg_res``. The optimizer cannot step
-        until :meth:`pack_state_`.
+        Row and column means become the tensors ``exp_avg_sq`` and ``exp_avg_res``. The optimizer
+        cannot step until :meth:`pack_state_`.
         """
         state = self.state.get(param)
         if not state:
@@ -264,10 +264,10 @@ class CAME(Optimizer):
 
     @torch.no_grad()
     def pack_state_(self, param: Tensor) -> None:
-        """Undo :meth:`unpack_state_` for the shape that the parameter has now.
+        """Undo :meth:`unpack_state_`, for the parameter's present shape.
 
-        Second moments of entries that are left stay the same if the tensor is split between the
-        same dimensions; else they are the nearest in row and column means.
+        Second moments of the remaining entries stay the same if the tensor is still split to a
+        matrix between the same dimensions; else they become the nearest row and column means.
         """
         state = self.state.get(param)
         if not state:
@@ -365,7 +365,7 @@ def matrix_view(shape: Sequence[int]) -> tuple[int, int] | None:
 
 
 def product(factors_bf: Tensor, rows: int) -> Tensor:
-    """Return the matrices ``(b, r, c)`` of row and column means: ``row * column / mean``."""
+    """Return matrices ``(b, r, c)`` from row and column means: ``row * column / mean``."""
     row, column = factors_bf[:, :rows], factors_bf[:, rows:]
     share = row / row.mean(1, keepdim=True)
     return share.nan_to_num(0.0).unsqueeze(2) * column.unsqueeze(1)
@@ -447,7 +447,7 @@ def _factored_step_(
 
 
 def _inverse_roots(factors_bf: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return ``1 / sqrt`` of the matrix of the factors, as ``(b, r, 1)`` and ``(b, 1, c)``."""
+    """Return ``(b, r, 1)`` and ``(b, 1, c)``, whose product is ``1 / sqrt(product(factors))``."""
     roots = factors_bf.rsqrt()
     size = factors_bf[:, :rows].mean(1, keepdim=True).sqrt()
     return (roots[:, :rows] * size).unsqueeze(2), roots[:, rows:].unsqueeze(1)
@@ -461,7 +461,7 @@ def _plain_step_(
     settings: dict[str, Any],
     corrections: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Take one step of CAME on tensors that are not factored: without the confidence term."""
+    """Take one step of CAME on tensors that are not factored, without the term of (u - m)^2."""
     beta1, beta2, _ = settings["betas"]
     grad_bn = grad_bn.to(square_bn.dtype)
     square_bn.lerp_(grad_bn.square() + settings["eps"][0], 1 - beta2)
@@ -478,7 +478,7 @@ def _plain_step_(
 
 
 def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: dict[str, Any]) -> None:
-    """Decay param and add ``direction * scale``, in direction's dtype, rounded once."""
+    """Decay ``param`` and add ``direction * scale``, in the dtype of ``direction``; round once."""
     decay = settings["weight_decay"]
     left = 1 - settings["lr"] * decay if decay else 1.0
     if param.dtype == direction.dtype:
@@ -492,8 +492,8 @@ def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: dict[st
 def quantized(values_bn: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize float32 values to codes ``(b, n)`` int8 and scales ``(b, k)`` float32.
 
-    Codes are linear, from -127 to 127; the scale is the largest magnitude in a block of 256. A
-    value that is not finite makes its whole block so.
+    Codes are linear, from -127 to 127; the scale is the largest magnitude in a block of 256. If
+    a value is not finite, its whole block becomes so.
     """
     blocks = _in_blocks(values_bn)
     batch, count, size = blocks.shape

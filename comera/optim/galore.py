@@ -1,8 +1,8 @@
-"""GaLore (arXiv 2403.03507): any optimizer, with its moments in a subspace of the gradient.
+"""Define GaLore (arXiv 2403.03507): any optimizer, with moments in a subspace of the gradient.
 
-A projected parameter has a small stand-in that the inner optimizer trains. Before its step the
-stand-in is zero and has the projected gradient; afterwards its value is the step in the subspace,
-which is mapped back and added to the parameter.
+A projected parameter has a small stand-in that the inner optimizer trains. Before the inner step
+the stand-in is zero and has the projected gradient. Afterwards its value is the step in the
+subspace, which is mapped back and added to the parameter.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,29 +58,29 @@ class GaLore(Optimizer):
     """Low-rank projection of gradients around any optimizer.
 
     Args:
-        params: Parameter groups. A group with the key ``rank`` is projected; the others are the
-            inner optimizer's as they are. Keys of a projected group, those of galore-torch:
+        params: Parameter groups. Groups with the key ``rank`` are projected; the inner optimizer
+            steps the others directly. Keys of a projected group are those of galore-torch:
             ``rank``; ``update_proj_gap``, steps between two subspaces, 200; ``scale``, factor of
             every step, 0.25; ``proj_type``: ``"std"`` (the shorter side) or ``"full"`` (both).
-            A tensor of more than two dimensions is taken as ``(first, all others)``. One whose
-            sides are not above the rank is neither projected nor scaled.
+            A tensor of more than two dimensions is taken as ``(first, all others)``. A matrix
+            whose sides are not above the rank is neither projected nor scaled.
         inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`. The attribute
             ``inner`` is that optimizer, of the stand-ins and all parameters that are not projected.
-        **settings: Of the inner optimizer: ``lr``, ``betas``, ...; groups may replace them.
+        **settings: Settings of the inner optimizer: ``lr``, ``betas``, ...; groups may differ.
 
     Note:
-        An inner optimizer that counts in its groups, as Prodigy and schedule-free ones do, is
-        refused in the first step: it sums over parameters, and would see stand-ins instead.
-        Weight decay acts on the parameter itself, decoupled where the inner optimizer's is, and
-        before the step as in :class:`torch.optim.AdamW`; galore-torch decays after it.
-        Subspaces and projected moments are float32, or wider where parameters are. A gradient that
-        is not finite leaves the subspace as it was; one of zeros finds none, and the parameter
-        waits. A step can be captured in a CUDA graph after one eager step, if the inner
-        optimizer's can; see :meth:`refresh_`.
+        An inner optimizer that keeps counts or sums in its groups, as Prodigy and schedule-free
+        ones do, is refused in the first step: it would sum over stand-ins, not parameters.
+        Weight decay acts on the parameter itself, decoupled if the inner optimizer's is, and
+        before the step as in :class:`torch.optim.AdamW`; galore-torch decays after the step.
+        Subspaces and projected moments are float32, or wider if parameters are. A gradient that is
+        not finite leaves the subspace as it was. While the gradient is zero, no first subspace is
+        found, and the parameter waits. A step can be captured in a CUDA graph after one eager step,
+        if the inner optimizer's can; see :meth:`refresh_`.
 
     Raises:
-        ValueError: If a group has an unknown key or a setting out of range, or holds a vector, or a
-            parameter is there twice.
+        ValueError: If a group has an unknown key or a setting out of range, if a projected group
+            holds a vector, or if a parameter is given twice.
 
     Example::
 
@@ -108,7 +108,7 @@ class GaLore(Optimizer):
         super().__init__(groups, dict(self.inner.defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as to any optimizer, or raise as the class; the key ``rank`` projects it."""
+        """Add a parameter group, projected if it has a ``rank``; raises errors of the class."""
         group = {**param_group, "params": _as_list(param_group["params"])}
         inner, name = self.inner, type(self.inner).__name__
         known = {*inner.defaults, *COMMON_KEYS, *_KEYS}
@@ -152,8 +152,8 @@ class GaLore(Optimizer):
         Raises:
             RuntimeError: If a gradient to be projected is sparse or complex, or the first step of a
                 parameter is captured in a CUDA graph.
-            TypeError: If the inner optimizer counts in its groups. Projected parameters have been
-                decayed, not stepped.
+            TypeError: If the inner optimizer keeps counts in its groups. Projected parameters have
+                then been decayed, but not stepped.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         begun, settings = self._begin_all()
@@ -167,7 +167,7 @@ class GaLore(Optimizer):
 
     @_eagerly
     def _begin_all(self) -> tuple[list[_Begun], list[dict[str, Any]]]:
-        """Project the gradients; return what to undo, and the inner optimizer's settings."""
+        """Give stand-ins the projected gradients; return what :meth:`_end_all` needs."""
         begun = []
         for position, group in enumerate(self.param_groups):
             self._pass_settings(position)
@@ -186,7 +186,7 @@ class GaLore(Optimizer):
 
     @torch.no_grad()
     def step_param_(self, param: Tensor, position: int) -> None:
-        """Step one parameter, in group number ``position``; raises as :meth:`step` does."""
+        """Step one parameter, of group number ``position``; raises the errors of :meth:`step`."""
         self._pass_settings(position)
         group = self.param_groups[position]
         stand_in, grad = self._stand_ins.get(param), param.grad
@@ -209,7 +209,7 @@ class GaLore(Optimizer):
             theirs["weight_decay"] = 0.0
 
     def _begin(self, param: Tensor, group: dict[str, Any]) -> _Begun:
-        """Decay a parameter, and give its stand-in the projected gradient, if it has a subspace."""
+        """Decay a parameter; give its stand-in, if any, the projected gradient."""
         grad = param.grad
         assert grad is not None
         if grad.is_sparse or grad.is_complex():
@@ -248,10 +248,9 @@ class GaLore(Optimizer):
 
     @torch.no_grad()
     def refresh_(self) -> None:
-        """Count a step, and recompute the subspaces that are due from the gradients at hand.
+        """Count a step, and recompute the subspaces that are due, from the present gradients.
 
-        Call it after each replay of a CUDA graph. Subspaces are updated in place for the next
-        replay.
+        Call this after each replay of a CUDA graph, whose next replay uses the new subspaces.
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -259,7 +258,7 @@ class GaLore(Optimizer):
                     self._refresh(param, param.grad.flatten(1), group)
 
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any]) -> None:
-        """Count a step of a parameter, and recompute its subspace if that is due."""
+        """Count a step of a parameter; recompute its subspace every ``update_proj_gap`` steps."""
         state, old = self.state[param], self._bases(param)
         count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64))
         steps = int(count)  # on the CPU: nothing waits for the device
@@ -290,7 +289,7 @@ class GaLore(Optimizer):
         return wide.square().mean().sqrt().clamp(min=least) * (group["scale"] / least)
 
     def _decayed(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Decay a parameter as the inner optimizer would; return the gradient to use."""
+        """Decay a parameter as the inner optimizer would; return the gradient to step by."""
         rate = group.get("weight_decay", 0.0)
         if not rate:
             return grad
@@ -301,7 +300,7 @@ class GaLore(Optimizer):
         return grad.add(param, alpha=-rate if group.get("maximize") else rate)
 
     def _share_state(self) -> None:
-        """Share the inner optimizer's state of parameters that are not projected."""
+        """Show the inner optimizer's state of parameters that are not projected as this state."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param not in self._stand_ins and param in self.inner.state:
@@ -318,9 +317,8 @@ class GaLore(Optimizer):
         """Load what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: If a subspace does not fit its parameter, none is there after several
-                steps, or the state is one of an optimizer that does not project the same groups;
-                nothing is changed.
+            ValueError: If a subspace does not fit its parameter or is missing after some steps, or
+                if the state's optimizer did not project the same groups; nothing is changed.
         """
         subspaces: dict[Tensor, dict[str, Any]] = {}
 
@@ -393,11 +391,11 @@ class GaLore(Optimizer):
         state_layout.unpack_state_(self.inner, param)
 
     def pack_state_(self, param: Tensor) -> None:
-        """Undo :meth:`unpack_state_`."""
+        """Pack the inner optimizer's state again after :meth:`unpack_state_`."""
         state_layout.pack_state_(self.inner, param)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes, so that a copy has stand-ins of its own parameters."""
+        """Return all attributes, so that a copy has stand-ins for the copied parameters."""
         inner = (type(self.inner), state_layout.whole(self.inner))
         return {**state_layout.whole(self), "inner": inner}
 
@@ -411,17 +409,17 @@ class GaLore(Optimizer):
 
 
 class GaLoreAdamW(GaLore):
-    """:class:`GaLore` around :class:`torch.optim.AdamW`; arguments as there."""
+    """:class:`GaLore` around :class:`torch.optim.AdamW`; arguments are those of both."""
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **settings: Any) -> None:
         super().__init__(params, torch.optim.AdamW, lr=lr, **settings)
 
 
 class GaLoreAdafactor(GaLore):
-    """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments as there.
+    """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments are those of both.
 
-    Steps are relative to the whole parameter. ``eps`` defaults to the paper's: torch's loses the
-    scale of gradients below 1e-5.
+    Steps are relative to the size of the whole parameter. ``eps`` defaults to that of the paper:
+    with torch's, gradients below 1e-5 lose their scale.
     """
 
     def __init__(
@@ -435,7 +433,7 @@ class GaLoreAdafactor(GaLore):
 
 
 class GaLoreAdamW8bit(GaLore):
-    """:class:`GaLore` around torchao's ``AdamW8bit``; arguments as there.
+    """:class:`GaLore` around torchao's ``AdamW8bit``; arguments are those of both.
 
     Raises:
         ImportError: If torchao is not installed.
@@ -507,6 +505,6 @@ def _for_inner(
 
 
 def _release(stand_in: nn.Parameter) -> None:
-    """Free the memory of a stand-in parameter, but keep its shape."""
+    """Free the memory of a stand-in's value and gradient, but keep its shape."""
     stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None
