@@ -73,7 +73,7 @@ COMMANDS = {
     "calibrate": "comera.recipes.doctor:calibrate",
     "doctor": "comera.recipes.doctor:examine",
 }
-"""The function of each command; ``train`` and ``plan`` are :func:`run_run_command`."""
+"""The function of each command; ``train`` and ``plan`` are :func:`train_or_plan`."""
 
 RUN_COMMANDS = {
     "train": "Train a run, or resume it.",
@@ -142,7 +142,7 @@ def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], in
             print(text)
             sys.exit(0)
         settings = typed_settings(rest)
-        return lambda: run_run_command(command, settings, console, count)
+        return lambda: train_or_plan(command, settings, console, count)
     function = _function(command)
     options = _options(command, function, rest)
     places = [p.name for p in _parameters(function) if p.kind is p.POSITIONAL_ONLY]
@@ -274,7 +274,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_run_command(command: str, settings: RunConfig, console: Console, count: int) -> int:
+def train_or_plan(command: str, settings: RunConfig, console: Console, count: int) -> int:
     """Run ``train`` or ``plan`` in one of ``count`` processes; return the exit status."""
     from comera.recipes.run import print_plan, run
 

@@ -89,7 +89,7 @@ class Exploration(Report):
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return a data frame with a row for each :class:`Point`. Needs pandas."""
-        return data_frame(self.points)
+        return data_frame(map(vars, self.points))
 
     def pareto(self) -> "Exploration":
         """Return the Pareto front by parameters and loss; of equal points only the first."""
