@@ -32,8 +32,6 @@ class Codebook:
 
     def codes(self, values_n: Tensor) -> Tensor:
         """Return for each entry the index of its cell, uint8 (n,)."""
-        if len(self.walls) > 32:
-            return torch.bucketize(values_n, self.walls).to(torch.uint8)
         values, walls = values_n.numpy(), self.walls.numpy()
         count = np.zeros(len(values), np.uint8)
         above = np.empty(_AT_A_TIME, bool)
