@@ -60,13 +60,12 @@ class NliData:
 
     Args:
         train: A training file or several, or ``datasets:NAME@SPLIT``.
-        dev: The same for evaluation, by which settings are chosen.
-        test: The same for one evaluation of the trained model, after which nothing is chosen any
-            more.
+        dev: Files for evaluation, given in the same way; settings are chosen by their results.
+        test: Files for one evaluation of the trained model, after all settings are chosen.
         vocab: A WordPiece ``vocab.txt``; by default one is trained on the training text.
         vocab_size: Tokens to train where ``vocab`` is not given.
-        length: Longest pair in tokens, ``[CLS]`` and both ``[SEP]`` included; longer ones are cut,
-            the longer sentence first.
+        length: Longest pair in tokens, ``[CLS]`` and both ``[SEP]`` included; longer pairs are
+            cut, the longer sentence first.
     """
 
     train: str | list[str] = field(default_factory=list, metadata=PATH)
@@ -149,7 +148,7 @@ class NliPairs:
 
     @classmethod
     def prepare(cls, settings: NliData, digests: Mapping[str, str] | None = None) -> "NliPairs":
-        """Read and encode the pairs, or load them from the cache; ``digests`` may be known already.
+        """Read and encode the pairs, or load them from the cache; ``digests`` are computed if None.
 
         Raises ``FileNotFoundError``, which describes the expected format, if a file is missing, and
         ``ValueError`` if a row has no label or sentence, or no file is named.

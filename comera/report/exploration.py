@@ -81,7 +81,7 @@ class Exploration(Report):
 
     Attributes:
         points: One for each setting, the dense model first.
-        planned: Number of points that were to be measured; more than there are after Ctrl-C.
+        planned: Number of points to measure; after Ctrl-C not all of these are in ``points``.
     """
 
     points: tuple[Point, ...]

@@ -42,7 +42,7 @@ class Task(ABC):
         get_batch: Function from a step number to this process' rows of the batch.
         evaluate: Function from a model to named figures, ``loss`` among them. Processes evaluate
             parts of the data and return the same figures.
-        test: Such a function for test data, by which nothing is chosen; None without test data.
+        test: Like ``evaluate``, on test data, by which nothing is chosen; None without test data.
     """
 
     inputs: tuple[str, ...]
