@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.checkpoint.codebook import learn, median, norm, positions
+from comera.checkpoint.codebook import learn, norm, positions
 from comera.checkpoint.skeleton import DTYPES
 from comera.checkpoint.streams import (
     Bytes,
@@ -285,9 +285,11 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
     second moments, of any shape, or None; an ``alpha`` of 0 keeps every change.
     """
     size = change_n.abs()
+    if not alpha:
+        return size > 0
     root = 0.0 if second is None else float(second.mean(dtype=torch.float64)) ** 0.5
-    medians = min(_MOST_MEDIANS, alpha / root if root else _MOST_MEDIANS) if alpha else 0.0
-    return size > median(size) * medians
+    medians = min(_MOST_MEDIANS, alpha / root if root else _MOST_MEDIANS)
+    return size > size.median() * medians
 
 
 def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
