@@ -238,9 +238,3 @@ def may_read_values(like: Tensor) -> bool:
 def is_eager() -> bool:
     """Return whether torch's compiler is not tracing."""
     return not torch.compiler.is_compiling()
-
-
-def on_this_machine() -> str | None:
-    """Return why ways of this machine do not apply, or None."""
-    exporting = torch.compiler.is_exporting() or torch.jit.is_tracing()
-    return "a graph is exported" if exporting else None
