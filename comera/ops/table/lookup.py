@@ -40,11 +40,6 @@ def _case(given: Lookup, *_: Any) -> Case:
     return given.left_VPR, given.left_VPR.dtype, (given.indices_N.shape[0], *kinds)
 
 
-def _case_if_static(given: Lookup, checked: bool) -> Case | None:
-    """Return the case with static shapes, where torch computes every row; else None."""
-    return _case(given) if shapes_are_static(given.indices_N) else None
-
-
 def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
     """Return why sizes would depend on the rows where shapes are static, or None."""
     if not shapes_are_static(given.indices_N) or lookup_kernel.warps_refuse(given) is None:
@@ -200,7 +195,9 @@ def _sample(new: Callable[..., Any]) -> Lookup:
 
 
 ROWS = Ways(
-    "rows_of_a_table", "lookup", _case_if_static, lambda new: (_sample(new), True),
+    "rows_of_a_table", "lookup",
+    lambda given, _: _case(given) if shapes_are_static(given.indices_N) else None,
+    lambda new: (_sample(new), True),
     Way("lookup", lambda given, checked: lookup(*given.arguments(), checked)[0],
         _refuses_distinct_rows, "ttm_lookup"),
     Way("every row for itself", _each_by_itself),
