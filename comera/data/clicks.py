@@ -1,6 +1,6 @@
-"""Click logs: rows of categories and numbers with a label, for recommendation models.
+"""Prepare click logs: rows of categories and numbers with a label, for recommendation models.
 
-Prepared rows are cached, and an interrupted preparation resumes with the chunk that is missing.
+Prepared rows are cached; an interrupted preparation resumes with the first missing chunk.
 Categories are numbered by falling frequency.
 """
 
@@ -58,18 +58,17 @@ class ClickData:
         fields: Columns of categories; all but the label and ``continuous`` if none is named.
         continuous: Columns of numbers.
         transform: What becomes of continuous numbers x: ``log`` is ``log(1 + max(x, 0))``,
-            ``standard`` shifts and scales them to mean 0 and variance 1, cut at 5; missing ones
+            ``standard`` shifts and scales them to mean 0 and variance 1, cut at 5; missing numbers
             (empty, or NaN in ``.npz`` and ``.parquet``) become 0.
         min_count: Categories seen less often in training share one row.
-        hash_rows: Number of rows, instead of a vocabulary, of each field with more categories,
-            shared by their hashes.
+        hash_rows: Number of rows that the categories of a field share by their hashes, in each
+            field with more categories than this number; null shares no rows by hash.
         heldout: Share of the rows for evaluation, by which settings are chosen.
-        test: Share of the rows for one evaluation of the trained model, after which nothing is
-            chosen any more.
+        test: Share of the rows for one last evaluation, after all settings are chosen.
         split: ``random``, or ``last`` for the last rows of the file, such as a log's last day, of
             which a test takes the very last.
-        skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there:
-            those with other columns, or words, ``nan`` or ``inf`` in the place of a number.
+        skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there. A
+            malformed line has other columns, or words, ``nan`` or ``inf`` in place of a number.
     """
 
     file: str = field(default="", metadata=PATH)
@@ -87,7 +86,7 @@ class ClickData:
     skip_bad_lines: bool = False
 
     def check(self, name: str = "clicks") -> None:
-        """Raise ``ValueError`` for settings that are wrong for any data, in section ``name``."""
+        """Raise ``ValueError`` for settings that no data could fit; ``name`` is the section."""
         if self.min_count < 1:
             raise ValueError(f"{name}.min_count={self.min_count} must be at least 1")
         if self.hash_rows is not None and self.hash_rows < 2:
@@ -97,19 +96,19 @@ class ClickData:
             )
 
     def find(self) -> None:
-        """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
+        """Raise ``FileNotFoundError`` if the file does not exist; nothing is read."""
         find_file(self.file, EXPECTED)
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of the file."""
+        """Return the digest of the file by its name in the settings."""
         return {self.file: content_digest(find_file(self.file, EXPECTED))}
 
 
 class Clicks:
     """Prepared rows, and batches that depend only on a seed and a step number.
 
-    ``skipped`` is the number of malformed lines that were left out, ``digests`` that of the file,
-    ``prepared`` that of the prepared rows.
+    ``skipped`` is the number of malformed lines that were left out, ``digests`` has the digest of
+    the file, ``prepared`` is the digest of the prepared rows.
     """
 
     def __init__(
@@ -130,9 +129,9 @@ class Clicks:
 
     @classmethod
     def prepare(cls, settings: ClickData, digests: Mapping[str, str] | None = None) -> "Clicks":
-        """Read and number the categories, or load that from the cache.
+        """Read the file and number its categories, or load the prepared rows from the cache.
 
-        ``digests`` are those of ``settings.digests()``, if they are known already. Raises
+        ``digests`` is the result of ``settings.digests()``, if known already. Raises
         ``FileNotFoundError`` if there is no such file, and ``ValueError`` if a column is missing, a
         line malformed, or a share leaves no rows.
         """
@@ -150,7 +149,7 @@ class Clicks:
 
     @property
     def categories(self) -> ClickRows:
-        """Encoder of raw rows as inputs of the model; each access reads it from the cache."""
+        """Encoder of raw rows as inputs of the model; each access reads the cache."""
         return ClickRows.load(self._folder / CATEGORIES)
 
     @property
@@ -163,7 +162,7 @@ class Clicks:
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
         """Return training batch number ``step``.
 
-        ``continuous`` float32 ``(B, C)``, ``fields`` int64 ``(B, F)``, ``labels`` float32 ``(B,)``.
+        ``continuous`` is float32 (B, C), ``fields`` is int64 (B, F), ``labels`` is float32 (B,).
         """
         per_epoch = self.steps_per_epoch(batch_size)
         if not per_epoch:
@@ -255,7 +254,7 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
 
 
 def _read(settings: ClickData, path: Path, columns: Columns, folder: Path) -> list[Path]:
-    """Write the chunks that an earlier preparation has not written to files, and list all."""
+    """Write the chunks that an earlier preparation left unwritten; return the paths of all."""
     folder.mkdir(parents=True, exist_ok=True)
     found, before = sorted(folder.glob("*.npz")), signature(path)
     chunks = read_chunks(path, settings.format, columns, settings.skip_bad_lines, len(found))
@@ -294,7 +293,7 @@ def _split(settings: ClickData, rows: int) -> dict[str, np.ndarray]:
 def _numbered(
     name: str, integers: bool, codes: np.ndarray, settings: ClickData
 ) -> tuple[Field, int]:
-    """Number the categories of training rows, and count the rows of their table."""
+    """Number a field's categories by the training rows; return them and the table's row count."""
     known, counts = np.unique(codes, return_counts=True)
     none = np.empty(0, np.uint64), np.empty(0, np.int32)
     if settings.hash_rows is not None and len(known) >= settings.hash_rows:

@@ -1,4 +1,4 @@
-"""Natural-language-inference pairs, read as SNLI, MNLI and RTE are distributed."""
+"""Read sentence pairs of natural-language inference, as in the files of SNLI, MNLI and RTE."""
 
 import csv
 import gzip
@@ -60,13 +60,12 @@ class NliData:
 
     Args:
         train: A training file or several, or ``datasets:NAME@SPLIT``.
-        dev: The same for evaluation, by which settings are chosen.
-        test: The same for one evaluation of the trained model, after which nothing is chosen any
-            more.
+        dev: Files for evaluation, given in the same way; settings are chosen by their results.
+        test: Files for one evaluation of the trained model, after all settings are chosen.
         vocab: A WordPiece ``vocab.txt``; by default one is trained on the training text.
         vocab_size: Tokens to train where ``vocab`` is not given.
-        length: Longest pair in tokens, ``[CLS]`` and both ``[SEP]`` included; longer ones are cut,
-            the longer sentence first.
+        length: Longest pair in tokens, ``[CLS]`` and both ``[SEP]`` included; longer pairs are
+            cut, the longer sentence first.
     """
 
     train: str | list[str] = field(default_factory=list, metadata=PATH)
@@ -82,7 +81,7 @@ class NliData:
                 setattr(self, name, [source])
 
     def check(self, name: str = "nli") -> None:
-        """Raise ``ValueError`` for settings that are wrong for any pairs, in section ``name``."""
+        """Raise ``ValueError`` for settings that no data could fit; ``name`` is the section."""
         if self.length < _SHORTEST:
             raise ValueError(
                 f"{name}.length={self.length} must be at least {_SHORTEST}: [CLS], a token of each "
@@ -93,12 +92,12 @@ class NliData:
 
     @property
     def splits(self) -> dict[str, list[str]]:
-        """Files and data sets of train, dev and, if it is given, test."""
+        """Files and data sets of ``train``, ``dev`` and, if given, ``test``, by these names."""
         given = {"train": self.train, "dev": self.dev, "test": self.test}
         return {name: list(sources) for name, sources in given.items() if sources or name != "test"}
 
     def find(self) -> None:
-        """Raise ``FileNotFoundError`` for a missing file, ``ValueError`` if none is named."""
+        """Raise ``FileNotFoundError`` if a file is missing, ``ValueError`` if no file is named."""
         for name, sources in self.splits.items():
             if not sources:
                 raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
@@ -109,10 +108,10 @@ class NliData:
             find_vocabulary(self.vocab)
 
     def digests(self) -> dict[str, str]:
-        """Return digests of all files and data sets, as the settings name them.
+        """Return digests of all files and data sets, by their names in the settings.
 
         Raises ``FileNotFoundError``, which describes the expected format, if a file is missing, and
-        ``ValueError`` if no file is named, or one cannot be decompressed.
+        ``ValueError`` if no file is named, or a file cannot be decompressed.
         """
         self.find()
         found = {s: _digest(s) for sources in self.splits.values() for s in sources}
@@ -124,8 +123,8 @@ class NliData:
 class NliPairs:
     """Encoded pairs, and batches that depend only on a seed and a step number.
 
-    Batches hold pairs of similar length, padded to the longest. ``digests`` are those of the files
-    and data sets that were read, ``prepared`` is that of the encoded pairs.
+    Batches hold pairs of similar length, padded to the longest. ``digests`` has the digests of the
+    files and data sets that were read, ``prepared`` is the digest of the encoded pairs.
     """
 
     num_classes = len(LABELS)
@@ -149,7 +148,7 @@ class NliPairs:
 
     @classmethod
     def prepare(cls, settings: NliData, digests: Mapping[str, str] | None = None) -> "NliPairs":
-        """Read and encode, or load that from the cache; ``digests`` may be known already.
+        """Read and encode the pairs, or load them from the cache; ``digests`` are computed if None.
 
         Raises ``FileNotFoundError``, which describes the expected format, if a file is missing, and
         ``ValueError`` if a row has no label or sentence, or no file is named.
@@ -185,8 +184,8 @@ class NliPairs:
     ) -> dict[str, Tensor]:
         """Return training batch number ``step``.
 
-        ``tokens`` and ``segments`` int64 ``(B, T)``, ``labels`` int64 ``(B,)``; T is ``length``, or
-        that of the longest row.
+        It has ``tokens`` and ``segments`` int64 ``(B, T)``, ``labels`` int64 ``(B,)``; T is
+        ``length``, or the length of the longest row.
         """
         per_epoch = self.steps_per_epoch(batch_size)
         if not per_epoch:
@@ -201,7 +200,7 @@ class NliPairs:
         return self.train.collate(rows, length)
 
     def _epoch_order(self, epoch: int, batch_size: int, seed: int) -> np.ndarray:
-        """Order the rows of an epoch: shuffled, sorted by length within runs of 32 batches."""
+        """Return the rows of an epoch in random batches of similar length."""
         rng = np.random.default_rng([seed % 2**32, epoch])
         order = rng.permutation(len(self.train.labels))
         order = order[: len(order) // batch_size * batch_size]
@@ -217,12 +216,12 @@ class NliPairs:
         return self.dev.batches(batch_size, limit)
 
     def test_batches(self, batch_size: int) -> list[dict[str, Tensor]]:
-        """Return all test rows likewise; none without a test."""
+        """Return all test rows in batches sorted by length; none if there is no test."""
         return self.test.batches(batch_size) if self.test else []
 
 
 class _Split:
-    """Rows of one split, their tokens concatenated."""
+    """The encoded pairs of one split, with all tokens in one array."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], name: str) -> None:
         self.tokens = arrays[f"{name}_tokens"]
@@ -375,7 +374,7 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
 
 
 def joined(premise: np.ndarray, hypothesis: np.ndarray, length: int) -> tuple[np.ndarray, int]:
-    """Join the tokens of a pair, cut to a length; returns them and the start of the second one."""
+    """Join and cut the tokens of a pair; return them and the start of the hypothesis."""
     left, right = len(premise), len(hypothesis)
     excess = max(0, left + right - (length - 3))  # the longer is cut first, then both
     cut_left = min(excess, max(0, left - right))

@@ -1,4 +1,4 @@
-"""Files of text or source code as streams of tokens, and batches of them for language models."""
+"""Read text files as streams of tokens, and cut batches for language models from them."""
 
 import codecs
 import functools
@@ -43,16 +43,16 @@ class TextData:
     """Source of the text of a language model.
 
     Args:
-        folder: Text files are taken from here and below, except folders written by runs; by
+        folder: Folder of the text files, with its subfolders except those written by runs; by
             default the standard library of the running interpreter.
-        pattern: Which files; those ending in ``.gz`` or ``.xz`` are decompressed.
+        pattern: Glob pattern of the text files; ``.gz`` and ``.xz`` files are decompressed.
         max_megabytes: Stop reading after so much text, in a fixed pseudo-random order of files.
         vocab_size: Tokens of the byte-pair tokenizer, trained on the text.
         length: Tokens of a sequence.
-        heldout: Share of the text kept for evaluation, by which settings are chosen: the files that
-            come first in that order, and the end of the text where there is only one file.
-        test: Share of the text kept for one evaluation of the trained model, after which nothing is
-            chosen any more: the files after those, and the text before that end.
+        heldout: Share of the text kept for evaluation, by which settings are chosen: the first
+            files of the pseudo-random order, or the end of the text if there is only one file.
+        test: Share of the text kept for one evaluation of the trained model, after all settings are
+            chosen: the files after the held-out files, or the text before the held-out end.
     """
 
     folder: str | None = field(default=None, metadata=PATH)
@@ -64,7 +64,7 @@ class TextData:
     test: float = 0.0
 
     def check(self, name: str) -> None:
-        """Raise ``ValueError`` for settings that are wrong for any text, in section ``name``."""
+        """Raise ``ValueError`` for settings that no text could fit; ``name`` is the section."""
         if not self.max_megabytes > 0:
             raise ValueError(f"{name}.max_megabytes={self.max_megabytes} must be above 0")
         if self.length < 2:
@@ -73,7 +73,7 @@ class TextData:
         check_vocab_size(self.vocab_size, f"{name}.vocab_size")
 
     def check_shares(self, prefix: str = "") -> None:
-        """Raise ``ValueError`` for shares of the text that leave nothing to train on."""
+        """Raise ``ValueError`` if ``heldout`` and ``test`` leave no text to train on."""
         if not 0 <= self.heldout < 1:
             raise ValueError(
                 f"{prefix}heldout={self.heldout} must be a share of the text, in [0, 1)"
@@ -85,11 +85,11 @@ class TextData:
             )
 
     def find(self) -> None:
-        """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
+        """Raise ``FileNotFoundError`` if no text file matches; nothing is read."""
         _text_files(_folder(self), self.pattern)
 
     def digests(self) -> dict[str, str]:
-        """Return digests of the files that are read, by their names in the folder, in that order.
+        """Return digests of the files to read, by their names in the folder, in reading order.
 
         Raises ``FileNotFoundError`` if no file matches, ``ValueError`` if decompression fails.
         """
@@ -110,10 +110,10 @@ class TextData:
 
 @dataclass
 class TextStreams:
-    """Token numbers, sorted by falling frequency after the special ones.
+    """Streams of tokens, numbered by falling frequency after the special tokens.
 
-    Files of each stream follow one another; ``test`` is empty without a test. ``digests`` are those
-    of the files that were read, by name, ``prepared`` is that of all streams.
+    Files of each stream follow one another; ``test`` is empty without a test. ``digests`` has the
+    digests of the files that were read, by name, ``prepared`` is the digest of all streams.
     """
 
     settings: TextData
@@ -130,9 +130,9 @@ class TextStreams:
 
     @classmethod
     def prepare(cls, settings: TextData, digests: Mapping[str, str] | None = None) -> "TextStreams":
-        """Read, train the tokenizer and encode, or load all that from the cache.
+        """Read texts, train the tokenizer and encode, or load the streams from the cache.
 
-        ``digests`` are those of ``settings.digests()``, if they are known already. Raises
+        ``digests`` is the result of ``settings.digests()``, if known already. Raises
         ``FileNotFoundError`` if no file matches, and ``ValueError`` if there is too little text.
         """
         folder = _folder(settings)
@@ -169,7 +169,7 @@ def windows(stream: Tensor, count: int, length: int, generator: torch.Generator)
 
 
 def generator_of(seed: int, step: int) -> torch.Generator:
-    """Return the random numbers of one batch, which depend on the arguments alone."""
+    """Return a random generator for one batch, which depends on the arguments alone."""
     digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -182,7 +182,7 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
 
     @functools.cache  # most files share their folders
     def is_of_a_run(inner: Path) -> bool:
-        """Check for the lock that folders of runs and sweeps hold."""
+        """Return whether a folder is in a run or sweep, whose folder has a lock file."""
         return inner != folder and ((inner / ".lock").is_file() or is_of_a_run(inner.parent))
 
     files = [
@@ -222,7 +222,7 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
 
 
 def _split(texts: list[str], settings: TextData) -> dict[str, list[str]]:
-    """Split texts for training, evaluation and test; a single text is cut."""
+    """Split texts for training, evaluation and test; cut the text if there is only one."""
     held, tested = settings.heldout, settings.test
     settings.check_shares()
     if len(texts) == 1:
@@ -257,7 +257,7 @@ class MaskedText:
         return self._drawn(self.streams.valid, count, batch_size)
 
     def test_batches(self, count: int, batch_size: int) -> list[dict[str, Tensor]]:
-        """Draw ``count`` batches of the test text; none without such text."""
+        """Draw ``count`` batches of the test text; none if there is no test text."""
         return self._drawn(self.streams.test, count, batch_size)
 
     def _drawn(self, stream: Tensor, count: int, batch_size: int) -> list[dict[str, Tensor]]:
@@ -301,7 +301,7 @@ class CausalText:
         return self._cut(self.streams.valid, count, batch_size)
 
     def test_batches(self, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
-        """Cut the test text likewise; no batches without such text."""
+        """Cut the first ``count`` batches (None: all) of the test text, if there is any."""
         return self._cut(self.streams.test, count, batch_size) if len(self.streams.test) else []
 
     def _cut(self, stream: Tensor, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:

@@ -1,6 +1,6 @@
-"""DLRM, a click predictor with large embedding tables, its metrics, and small tables.
+"""Define DLRM, a click predictor with large embedding tables, its metrics, and small tables.
 
-Naumov et al. 2019, arXiv 1906.00091, as in facebookresearch/dlrm. The small tables are
+Source: Naumov et al. 2019, arXiv 1906.00091, as in facebookresearch/dlrm. The small tables are
 alternatives to tensor trains at equal size. Shape suffixes: B = batch or bags, C = continuous
 features, F = fields with a table, D = width, N = entries of all bags, R = rank.
 """
@@ -23,21 +23,21 @@ from comera.nn.table import TTTable
 
 
 class DLRM(nn.Module):
-    """Embeddings of fields and of the continuous features, their products, and a top part.
+    """Click predictor: embeddings of fields and continuous features, their products, a top part.
 
     Args:
         table_sizes: Rows of each field's table, by name or in order; the tables are the modules
             ``tables.<name>`` or ``tables.<number>``. Dots in names become underscores, and an
-            underscore follows names of torch's containers, such as ``type``.
-        num_continuous: Continuous features; 0 leaves out the bottom part.
+            underscore is appended to names of attributes of modules, such as ``type``.
+        num_continuous: Number of continuous features; 0 leaves out the bottom part.
         embedding_dim: Width of the tables.
-        bottom: Hidden widths of the part that brings the continuous features to that width.
-        top: Hidden widths of the part above the interactions, which ends in one number.
+        bottom: Hidden widths of the part that maps the continuous features to this width.
+        top: Hidden widths of the part above the products, which ends in one number.
 
     Shapes:
         continuous ``(B, C)``, or None if there are none; fields ``(B, F)`` integers, or for fields
-        of many values a pair ``(indices (N,), offsets (B,))`` for each; output ``(B,)``, the logit
-        of a click.
+        of many values a pair ``(indices (N,), offsets (B,))`` each; output ``(B,)``, logits of a
+        click.
 
     Raises:
         ValueError: If there is no table, a size is below one, or inputs do not fit the model.
@@ -85,9 +85,9 @@ class DLRM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, init: Init = "orthogonal") -> None:
-        """Draw tables uniformly by their size, layers normally by their widths, as DLRM's release.
+        """Draw tables uniformly by size and layers normally by widths, as the original DLRM does.
 
-        Tensor trains get the same standard deviation by ``init``.
+        Cores of tensor trains are drawn by ``init`` for the same standard deviation.
         """
         for table in self.tables.values():
             bound = 1 / math.sqrt(table.num_embeddings)  # type: ignore[arg-type]
@@ -136,9 +136,9 @@ def _layers(widths: Sequence[int]) -> nn.Sequential:
 def click_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     """Compute the metrics of logits and labels 0 or 1, ``(n,)`` each.
 
-    Returns ``loss``, mean cross entropy; ``auc``; ``accuracy`` at a probability of one half; and
-    ``nce``, the loss over that of always predicting the share of clicks. AUC and NCE are NaN for
-    labels of one kind.
+    Returns ``loss``, the mean cross entropy; ``auc``; ``accuracy`` at a probability of one half;
+    and ``nce``, the loss divided by that of always predicting the share of clicks. AUC and NCE are
+    NaN if all labels are equal.
     """
     logits, labels = logits.double(), labels.double()
     loss = float(F.binary_cross_entropy_with_logits(logits, labels))
@@ -153,7 +153,7 @@ def click_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def area_under_curve(scores: Tensor, labels: Tensor) -> float:
-    """Return the area under the ROC curve by the sum of ranks; equal scores count one half."""
+    """Return the area under the ROC curve, from ranks of scores; ties count one half."""
     positives = float(labels.sum())
     negatives = len(labels) - positives
     if not positives or not negatives:
@@ -172,7 +172,7 @@ _PRIME = 2**31 - 1
 
 
 class SmallTable(nn.Module):
-    """Base of tables that sum rows, each of which is computed from its index.
+    """Base of embedding bags that sum rows which are computed from their indices.
 
     Shapes:
         indices ``(B, n)`` integers, or ``(N,)`` with offsets ``(B,)``; output ``(B, D)``.
@@ -183,7 +183,7 @@ class SmallTable(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     def rows(self, indices_N: Tensor) -> Tensor:
-        """Compute rows ``(N, D)``."""
+        """Compute the rows of these indices, ``(N, D)``."""
         raise NotImplementedError
 
     def forward(self, indices: Tensor, offsets_B: Tensor | None = None) -> Tensor:
@@ -195,12 +195,12 @@ class SmallTable(nn.Module):
 
 
 class HashedTable(SmallTable):
-    """Rows of width D shared by the remainder of their index (arXiv 0902.2206).
+    """Table in which indices with equal remainders share a row (arXiv 0902.2206).
 
     Args:
         num_embeddings: Number of indices, the most frequent ones first.
-        kept: Number of stored rows; the first ``own`` of them have one index each.
-        rank: Width R of stored rows, which a matrix ``(R, D)`` brings to D; None for D.
+        kept: Number of stored rows; the first ``own`` of them belong to one index each.
+        rank: Width R of stored rows, which a matrix ``(R, D)`` maps to D; None for D itself.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class HashedTable(SmallTable):
 
 
 class QuotientRemainderTable(SmallTable):
-    """Products of a row for the quotient of the index by ``divisor`` and one for its remainder.
+    """Table whose rows are products of a row for ``index // divisor`` and a row for the remainder.
 
     Shi et al. 2020, arXiv 1909.02107, section 3, with the elementwise product.
     """
@@ -248,11 +248,11 @@ class QuotientRemainderTable(SmallTable):
 
 
 class SharedArrayTable(SmallTable):
-    """Rows of width D cut in blocks from one array that all tables share (ROBE, arXiv 2108.02191).
+    """Table whose rows are blocks of one array that all tables share (ROBE, arXiv 2108.02191).
 
     Args:
         array: Module whose parameter ``(M,)`` is the array.
-        block: Consecutive numbers of a block; divides D.
+        block: Numbers in a block; divides D.
         number: Number of this table, which seeds its hash.
     """
 
@@ -285,13 +285,13 @@ def replace_tables_(
     own: float = 0.0,
     block: int = 16,
 ) -> nn.ModuleDict:
-    """Replace dense tables by small ones of at most ``params`` parameters together, in place.
+    """Replace dense tables by small tables with at most ``params`` parameters in all, in place.
 
-    All tables get equally many rows; a table without more rows than that stays dense. ``tables``
-    are :class:`torch.nn.EmbeddingBag` of one width by name; ``kind`` is ``hashed``,
-    ``quotient_remainder`` or ``shared_array``. ``own`` is the share of the rows of hashed tables
-    for one index each, the first ones; ``rank`` is that of a :class:`HashedTable`, ``block`` that
-    of a :class:`SharedArrayTable`. Raises ``ValueError`` if ``params`` is too small.
+    All small tables get equally many rows; a table with no more rows than that stays dense.
+    ``tables`` are :class:`torch.nn.EmbeddingBag` of one width by name; ``kind`` is ``hashed``,
+    ``quotient_remainder`` or ``shared_array``. In a :class:`HashedTable`, ``own`` is the share of
+    rows that belong to one index each, and ``rank`` the width of rows; ``block`` is that of a
+    :class:`SharedArrayTable`. Raises ``ValueError`` if ``params`` is too small.
     """
     sizes = {name: int(table.num_embeddings) for name, table in tables.items()}  # type: ignore[arg-type]
     width = int(next(iter(tables.values())).embedding_dim)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""A transformer encoder with separate ``nn.Linear`` projections, and two heads.
+"""Define a transformer encoder with separate ``nn.Linear`` projections, and two heads for it.
 
 Shape suffixes: B = batch, T = time, D = width, H = heads, E = head width, V = vocabulary,
-M = masked positions a sequence, C = classes.
+M = masked positions of a sequence, C = classes.
 """
 
 from typing import Literal
@@ -21,10 +21,10 @@ _STD = 0.02  # standard deviation of initial embeddings, as in BERT
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over the positions in ``keep_BT``, None for all.
+    """Multi-head self-attention to the positions in ``keep_BT``; None means all.
 
-    ``qk_norm`` adds RMS norms over the width of a head, of queries and of keys, which bound the
-    scores (arXiv 2010.04245, 2302.05442).
+    ``qk_norm`` adds RMS norms of queries and keys over the width of a head, which bound the scores
+    (arXiv 2010.04245, 2302.05442).
     """
 
     def __init__(self, d_model: int, num_heads: int, dropout: float, qk_norm: bool) -> None:
@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a residual; layer norm before (pre) or after (post)."""
+    """Attention and feed-forward, each with a residual and a layer norm before or after."""
 
     def __init__(
         self, d_model: int, num_heads: int, ffn_dim: int, dropout: float, norm: str, qk_norm: bool
@@ -87,19 +87,19 @@ class Encoder(nn.Module):
         vocab_size: Number of tokens; token 0 is padding.
         d_model: Width.
         num_layers: Number of blocks.
-        num_heads: Attention heads a block; divides ``d_model``.
+        num_heads: Attention heads of each block; divides ``d_model``.
         ffn_dim: Width of the feed-forward layer.
         max_length: Longest sequence.
-        dropout: Probability, in attention and on both residual branches and the embeddings.
-        num_segments: Size of the segment vocabulary; 0 for none.
+        dropout: Dropout probability in attention, on both residual branches and on embeddings.
+        num_segments: Size of the segment vocabulary; 0 for no segments.
         norm: ``"pre"`` or ``"post"`` layer norm.
         qk_norm: Normalise the queries and keys of every head, which bounds attention scores at
             high learning rates. Tensor trains then attend by heads, not in the space of ranks.
-        position_std: Standard deviation of initial embeddings of positions and segments; that of
-            tokens is 0.02.
+        position_std: Standard deviation of initial position and segment embeddings; tokens have
+            0.02.
 
     Shapes:
-        tokens ``(B, T)`` integers, segments likewise or None; output ``(B, T, D)``.
+        tokens ``(B, T)`` integers; segments ``(B, T)`` integers or None; output ``(B, T, D)``.
         ``padded=False`` promises that no token is padding; attention without a mask is faster.
     """
 
@@ -131,7 +131,7 @@ class Encoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw normal embeddings, as BERT does."""
+        """Draw embeddings from normal distributions, as BERT does."""
         nn.init.normal_(self.tokens.weight, std=_STD)
         nn.init.normal_(self.positions, std=self.position_std)
         if self.segments is not None:
@@ -157,7 +157,7 @@ class Encoder(nn.Module):
 
 
 class MaskedLanguageModel(nn.Module):
-    """Predict tokens at given positions; ``padded`` as in :class:`Encoder`.
+    """Model that predicts the tokens at given positions; ``padded`` as in :class:`Encoder`.
 
     Shapes:
         tokens ``(B, T)``, positions ``(B, M)``; output logits ``(B, M, V)``.
@@ -179,7 +179,7 @@ class MaskedLanguageModel(nn.Module):
 
 
 class SequenceClassifier(nn.Module):
-    """Classify a sequence by its first token; ``padded`` as in :class:`Encoder`.
+    """Model that classifies a sequence by its first token; ``padded`` as in :class:`Encoder`.
 
     Shapes:
         tokens and segments ``(B, T)``; output logits ``(B, C)``.

@@ -1,7 +1,7 @@
-"""Runs of a sweep as processes of ``comera train``, here or on other machines.
+"""Run the runs of a sweep as processes of ``comera train``, here or on other machines.
 
-The settings of a run are in ``FOLDER.yaml`` beside its folder, its output is in ``log.txt`` there.
-SIGINT makes it save and stop; its exit status and its ``result.json`` tell how it ended.
+The settings of a run are in ``FOLDER.yaml`` beside its folder, its output is in ``FOLDER/log.txt``.
+SIGINT makes a run save and stop; its exit status and ``result.json`` tell how it ended.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class Job:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps; None if data determine them and no line of the log shows them yet."""
+        """Optimizer steps; None if the data determine them and the log does not show them yet."""
         if self.config.train.steps is not None:
             return self.config.train.steps
         found = re.search(r"^\w+ \d+/(\d+): ", last_session(self.folder) or "", re.MULTILINE)
@@ -90,7 +90,7 @@ def why_failed(printed: str) -> str | None:
 
 
 def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
-    """Mark the jobs that are finished, and check that the others can begin.
+    """Mark the jobs that are finished, and check that the other jobs can begin.
 
     Finished runs must have used the same data as the waiting runs. Only data of waiting runs are
     read. With ``overwrite`` a run with other settings or data restarts. Raises ``ValueError`` if
@@ -128,7 +128,7 @@ class Started(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """A place where runs are started."""
+    """How to start runs at some place: this machine, a cluster."""
 
     start: Callable[[str, bool], Started]  # takes the folder of a run, and whether it begins anew
     at_once: int | None  # number of runs at a time; None leaves it to a queue
@@ -142,10 +142,10 @@ def make_launcher(
     at_once: int | None,
     console: Console,
 ) -> Launcher:
-    """Make a launcher of runs below the folder ``out``, which other machines see by the same name.
+    """Make a launcher of runs below the folder ``out``, which has this path on all machines.
 
-    ``settings`` are those of all launchers, as in the sweep's file. Raises ``ValueError`` if there
-    is no such launcher or setting of it, and ``MissingPackageError`` if its package is missing.
+    ``settings`` are those of all launchers, as in the sweep's file. Raises ``ValueError`` if the
+    launcher or a setting is unknown, and ``MissingPackageError`` if its package is missing.
     """
     if name == "local":
         # Runs share the threads that torch would use.
@@ -168,7 +168,7 @@ def start_run(
 ) -> "subprocess.Popen[bytes]":
     """Start ``comera train`` by the settings beside a folder, as a child that ends with its parent.
 
-    Paths are relative to ``cwd``. ``threads`` is the default of torch's; None leaves it alone.
+    Paths are relative to ``cwd``. ``threads`` is torch's default number of threads; None leaves it.
     """
     words = [f"{folder}.yaml", *["--overwrite=true"] * overwrite]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), PARENT: str(os.getpid())}
@@ -202,7 +202,7 @@ def start_run(
 class Remote:
     """A run for submitit or Ray to call, in a process that they have started on some machine.
 
-    Paths are relative to ``cwd``. The run stops once a file ``permit`` is deleted.
+    Paths are relative to ``cwd``. The run stops once the file named by ``permit`` is deleted.
     """
 
     folder: str
@@ -212,7 +212,7 @@ class Remote:
     _process: Any = field(default=None, init=False, repr=False)
 
     def __call__(self) -> int:
-        """Train it, and return the exit status of ``comera train``."""
+        """Train the run, and return the exit status of ``comera train``."""
         if self._is_revoked():
             return INTERRUPTED
         self._process = start_run(self.folder, self.overwrite, self.cwd)
@@ -234,7 +234,7 @@ class Remote:
         return status
 
     def checkpoint(self) -> Any:
-        """Save and stop; submitit calls this when time is up, and queues the result."""
+        """Save and stop the run; submitit calls this when time is up, and queues the result."""
         from submitit.helpers import DelayedSubmission
 
         self._stop()
@@ -252,7 +252,7 @@ class Remote:
 def _submitit(
     settings: Mapping[str, Any], out: Path, at_once: int | None, console: Console
 ) -> Launcher:
-    """Start runs through Slurm; without Slurm as processes of submitit.
+    """Return a launcher that starts runs through Slurm, or without Slurm as local processes.
 
     A run whose time is up saves and goes back into the queue. The settings are those of
     ``submitit.AutoExecutor.update_parameters``, and ``cluster``: ``slurm`` or ``local``.
@@ -300,10 +300,10 @@ def _submitit(
 
 
 def _ray(settings: Mapping[str, Any], at_once: int | None) -> Launcher:
-    """Start runs on the machines of a Ray cluster, or by a Ray of this machine.
+    """Return a launcher that starts runs on a Ray cluster, or by Ray on this machine.
 
-    The settings are the ``address`` of a cluster (``auto``: that of this machine), and those of a
-    task, such as ``num_cpus`` and ``num_gpus``.
+    The settings are the ``address`` of a cluster (``auto``: the one that this machine is in), and
+    settings of a task, such as ``num_cpus`` and ``num_gpus``.
     """
     with needed_by("--launcher=ray"):
         import ray
@@ -342,16 +342,16 @@ def run_jobs(
     watch: Callable[[], None] = lambda: None,
     more: Callable[[], Sequence[Job]] = lambda: (),
 ) -> bool:
-    """Run all jobs that wait, in their order; returns False after a signal.
+    """Run all waiting jobs in their order; return False after a signal.
 
     A job that fails does not stop the others. Ctrl-C, SIGTERM or a closed terminal is passed on to
     every running job, which saves and stops; a second signal stops them at once.
 
     Args:
         jobs: The jobs as :func:`resolve` left them; their states are updated.
-        launcher: Where they run.
-        watch: Called several times a second, after states have changed.
-        more: Called when there is room for a job and none waits; returns jobs to append, if any.
+        launcher: Starts the jobs.
+        watch: Function that is called several times a second, after states have changed.
+        more: Function that returns further jobs, if any; called if there is room and none waits.
     """
     running: dict[Job, Started] = {}
     signals: list[int] = []

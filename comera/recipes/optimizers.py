@@ -1,4 +1,4 @@
-"""The section ``optimizer`` of a run: for each optimizer a dataclass, listed in ``OPTIMIZERS``."""
+"""Define the section ``optimizer`` of a run: a dataclass for each one in ``OPTIMIZERS``."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ _ADAFACTOR_EPS = (1e-15, 1e-3)
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its schedule. ``optimizer: came`` sets only the name.
+    """The optimizer and its schedule. ``optimizer: came`` is short for a section with this name.
 
-    Null is the optimizer's default; a setting that the optimizer does not have raises an error.
+    Null means the optimizer's default; a setting that the optimizer does not have is an error.
 
     Args:
         name: adamw, muon, adamw8bit, adafactor, sgd, came, came8bit, galore_adamw,
@@ -66,13 +66,13 @@ class OptimizerConfig:
     def choose(
         given: Mapping[str, Any], run: Mapping[str, Any]
     ) -> tuple[type["OptimizerConfig"], dict[str, Any]]:
-        """Return the dataclass of a section, and its settings without nulls of other optimizers.
+        """Return the dataclass for a section, and its settings without other optimizers' nulls.
 
         Raises ``ValueError`` if the name is unknown, or a key belongs to another optimizer.
 
         Args:
-            given: The section as it was given.
-            run: All sections of the run: without a name, ``tensorize`` decides.
+            given: The section as the user wrote it.
+            run: All sections of the run: if no name is given, ``tensorize`` decides.
         """
         name = given.get("name")
         chosen = str(name or default_name(run.get("tensorize") is not None))
@@ -109,7 +109,7 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.betas={betas} must be decay rates in [0, 1)")
 
     def filled_in(self, width: int) -> Self:
-        """Return the settings with defaults for name, rate and, from the model's width, rank."""
+        """Return the settings with name and rate filled in, and GaLore's rank by this width."""
         lr = self.default_lr if self.lr is None else self.lr
         return dataclasses.replace(self, name=type(self).name, lr=lr)
 
@@ -121,10 +121,10 @@ class OptimizerConfig:
         return AdamWConfig(**{key: getattr(twin, key) for key in keys_of(AdamWConfig)})
 
     def build(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer of a model, by settings that are filled in.
+        """Return the optimizer of a model; call it on the result of :meth:`filled_in`.
 
-        Raises ``ValueError`` for a setting out of range, a missing package, or nothing for GaLore
-        to project.
+        Raises ``ValueError`` for a setting out of range, a missing package, or no weight for
+        GaLore.
         """
         self.check()
         try:
@@ -140,7 +140,7 @@ class OptimizerConfig:
             raise ValueError(named or f"optimizer.name={self.name}: {problem}") from None
 
     def make(self, groups: Groups) -> Optimizer:
-        """Return the optimizer of parameter groups."""
+        """Make the optimizer with these parameter groups."""
         raise NotImplementedError
 
     def _groups(self, model: nn.Module) -> Groups:
@@ -176,8 +176,8 @@ class MuonConfig(AdamWConfig):
     """``comera.MuonAdamW``.
 
     Args:
-        target_modules: Dense layers to step by muon as cores are, or to project by GaLore, a
-            regular expression or names; by default none, or all.
+        target_modules: Dense layers that muon steps like cores, or that GaLore projects: a regular
+            expression or names; by default none for muon, all for GaLore.
     """
 
     default_lr = 7e-4
@@ -235,7 +235,7 @@ class CAMEConfig(OptimizerConfig):
     """``comera.CAME``, with bias correction.
 
     Args:
-        betas: Decay rates of the moments and of the confidence, which is 0.9999 where two are
+        betas: Decay rates of the moments and of the confidence, which is 0.9999 if only two are
             given.
     """
 
@@ -267,11 +267,11 @@ class CAME8bitConfig(CAMEConfig):
 
 @dataclass(kw_only=True)
 class GaLoreConfig(OptimizerConfig):
-    """The projection of ``comera.GaLore``, which the optimizers below share.
+    """Settings of the projection of ``comera.GaLore``, for the optimizers below.
 
     Args:
-        rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, about as
-            its authors take.
+        rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, about that
+            of its authors.
         update_proj_gap: Steps between two subspaces of GaLore.
         scale: Factor of every projected step of GaLore.
         target_modules: Dense layers to project, a regular expression or names; by default all.
@@ -342,7 +342,7 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
 
 
 def default_name(compressed: bool) -> str:
-    """Return the optimizer of a run that names none."""
+    """Return the name of the optimizer of a run that names none."""
     return "muon" if compressed else "adamw"
 
 
@@ -352,5 +352,5 @@ def keys_of(kind: type[OptimizerConfig]) -> set[str]:
 
 
 def gate_rate(late_steps: int) -> float:
-    """Return the default ``gate_lr``: the most that a gate falls in a step under Adam."""
+    """Return the default ``gate_lr``, high enough for Adam to close gates in the late stage."""
     return max(2e-3, 1.25 / late_steps) if late_steps else 2e-3

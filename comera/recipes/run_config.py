@@ -1,4 +1,4 @@
-"""The settings of a run: ``RunConfig`` and its sections."""
+"""Define the settings of a run: ``RunConfig`` and its sections."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ class TwoStageConfig(TwoStageSettings):
             )
 
     def stages(self, steps: int) -> tuple[int, int]:
-        """Return the steps of the early and the late stage."""
+        """Return the number of steps of the early and of the late stage."""
         early = round(self.early_share * steps)
         return early, min(round(self.late_share * steps), steps - early)
 
@@ -101,7 +101,7 @@ RANK_SECTIONS = ("two_stage", "importance_pruning")
 
 
 def _check(section: str, target: Any, check: Callable[[], None]) -> None:
-    """Run checks of a section's settings; errors name the section."""
+    """Run the checks of a section's settings; errors name the section."""
     try:
         check_target(target)
         check()
@@ -128,7 +128,7 @@ class ModelConfig:
         qk_norm: Normalise queries and keys, which bounds attention scores.
         qk_init: ``same``: keys begin as a copy of queries, see ``comera.init_keys_as_queries_``.
         position_std: Standard deviation of fresh embeddings of positions and segments, of an
-            encoder; those of words have 0.02.
+            encoder; embeddings of words have 0.02.
     """
 
     d_model: int = 256
@@ -166,9 +166,9 @@ class SmallTablesConfig:
         kind: ``hashed``: rows are shared by the remainder of their index; ``quotient_remainder``:
             they are products of two; ``shared_array``: they are cut from one array, as in ROBE.
         params: Parameters of all tables together; has to be given.
-        rank: Of hashed tables: width at which rows are kept; null for their whole width.
-        own: Of hashed tables: share of the rows that belong to the most frequent values alone.
-        block: Of a shared array: numbers that lie side by side in it.
+        rank: Of hashed tables: width at which rows are stored; null for the whole width.
+        own: Of hashed tables: share of the rows that belong to one frequent value each.
+        block: Of a shared array: length of the blocks that are cut from it.
     """
 
     kind: Literal["hashed", "quotient_remainder", "shared_array"] = "hashed"
@@ -197,8 +197,8 @@ class DlrmConfig:
         embedding_dim: Width of the tables.
         bottom: Hidden widths of the part under the continuous features.
         top: Hidden widths of the part above the interactions.
-        table_sizes: Rows of every field's table by name, to plan without the data; those of the
-            data if not given.
+        table_sizes: Rows of every field's table by name, for plans without data; by default the
+            data's.
         small_tables: Small tables of another kind than tensor trains.
     """
 
@@ -220,7 +220,7 @@ class DlrmConfig:
 
 @dataclass
 class TrainConfig:
-    """The loop.
+    """Settings of the training loop.
 
     Args:
         steps: Optimizer steps; these or ``epochs`` have to be given.
@@ -234,9 +234,9 @@ class TrainConfig:
             multiply in eight bits.
         compile: Run the model through ``torch.compile``.
         graph: Replay the step as one CUDA graph; null does so on a GPU.
-        log_every: Steps a line of the log.
+        log_every: Steps between lines of the log.
         eval_every: Steps between evaluations; 0 for only one at the end.
-        eval_batches: Batches an evaluation; null for all there are.
+        eval_batches: Batches that an evaluation reads; null for all of the data.
         save_every: Steps between checkpoints; 0 for only one at the end.
         threads: CPU threads; null for torch's choice.
     """
@@ -279,11 +279,11 @@ class CheckpointConfig:
     """Settings of checkpoints, see ``comera.CheckpointChain``.
 
     Args:
-        mode: ``lossless`` resumes a run exactly; ``lossy`` keeps checkpoints many times smaller,
-            from which it is resumed nearly.
+        mode: ``lossless`` resumes a run exactly; ``lossy`` makes checkpoints many times smaller,
+            from which a run resumes nearly as it was.
         bits: Bits of codes, 2 to 8, in lossy checkpoints.
-        rate: The cost of a bit against error: larger makes smaller files and larger errors.
-        keep_last: Older checkpoints are deleted; null keeps all.
+        rate: Price of a bit in error: a larger price makes smaller files and larger errors.
+        keep_last: Number of checkpoints to keep; older ones are deleted. Null keeps all.
     """
 
     mode: Literal["lossless", "lossy"] = "lossless"
@@ -304,7 +304,7 @@ class ParallelConfig:
     Args:
         kind: ``ddp`` keeps the whole model in every process and averages gradients; ``fsdp`` splits
             dense matrices among the processes.
-        timeout_minutes: How long a process waits for the others, as while one reads the data.
+        timeout_minutes: How long a process waits for others, such as for one that reads the data.
     """
 
     kind: Literal["ddp", "fsdp"] = "ddp"
@@ -313,12 +313,11 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """Mark of a section of data, which makes a run one of its task.
+    """Marks a field of ``RunConfig`` as the section of data of a task.
 
     Attributes:
         made_by: The class of the task, as ``module:class`` in ``comera.recipes.tasks``.
-        better: Whether ``higher`` or ``lower`` is better of each metric, the first one to compare
-            runs by.
+        better: Whether ``higher`` or ``lower`` is better, by metric; the first one compares runs.
     """
 
     made_by: str
@@ -352,7 +351,7 @@ class RunConfig:
         checkpoints: How the state is kept every ``train.save_every`` steps and at the end.
         parallel: How several processes, as ``torchrun`` starts them, train one model.
         twin: Train the dense model too, for the same steps, and compare.
-        overwrite: Start again where ``out`` holds a run already.
+        overwrite: Start again if ``out`` holds a run already.
     """
 
     out: str = field(default="runs/run", metadata=_NOT_IDENTITY)
@@ -391,7 +390,7 @@ class RunConfig:
         """Return all settings as plain values, as ``config.yaml`` has them.
 
         Defaults of the optimizer are filled in, except ``gate_lr``, which depends on the steps, and
-        those of an unnamed optimizer in a run with a twin.
+        except an unnamed optimizer in a run with a twin.
         """
         optimizer = self._optimizer
         if optimizer.name is not None or not self.twin:
@@ -418,22 +417,22 @@ class RunConfig:
 
     @property
     def ranks(self) -> TwoStageConfig | ImportancePruningConfig | None:
-        """Section of rank learning, if there is one."""
+        """The section of rank learning; None if there is none."""
         return self.two_stage or self.importance_pruning
 
     @property
     def rank_section(self) -> str:
-        """Name of the section of rank learning, which must exist."""
+        """The name of the section of rank learning, which must exist."""
         return RANK_SECTIONS[self.two_stage is None]
 
     @property
     def task(self) -> str:
-        """Name of the section that describes the data."""
+        """The name of the task, which is also the name of the section that describes the data."""
         return next(name for name in TASKS if getattr(self, name) is not None)
 
     @property
     def data(self) -> Any:
-        """Section that describes the data."""
+        """The section that describes the data."""
         return getattr(self, self.task)
 
     @property
@@ -443,20 +442,20 @@ class RunConfig:
 
     @property
     def tokens(self) -> int:
-        """Rows that a layer sees at once: of a batch, or of the part that it is split into."""
+        """Rows that a layer gets at once: the rows of a batch, or of one part of a split batch."""
         rows = max(1, self.train.batch_size // self.train.accumulate)
         return rows * getattr(self.data, "length", 1)
 
     @property
     def tt_config(self) -> TTConfig | None:
-        """The section ``tensorize``, with the ``tokens`` of the run where it names none."""
+        """The section ``tensorize``, with the run's ``tokens`` if it has none."""
         if self.tensorize is None or self.tensorize.tokens is not None:
             return self.tensorize
         return dataclasses.replace(self.tensorize, tokens=self.tokens)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Metrics of an evaluation, the first one to compare runs by."""
+        """The metrics of an evaluation; runs are compared by the first one."""
         return tuple(TASKS[self.task].better)
 
     def check(self) -> None:
@@ -552,7 +551,7 @@ _OF_SHARDS = ("adamw", "muon", "sgd")
 
 
 def _check_shared(config: RunConfig) -> None:
-    """Raise ``ValueError`` if a run cannot train a model with sharded dense matrices."""
+    """Raise ``ValueError`` if a run's settings do not allow sharded dense matrices."""
     kind = f"parallel.kind={config.parallel.kind}"
     way_out = "or keep the model whole in every process: parallel.kind=ddp"
     optimizer = config.optimizer_for(config.train.steps)
