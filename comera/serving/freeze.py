@@ -169,7 +169,7 @@ def to_plain_(model: nn.Module) -> nn.Module:
 
 
 def _is_uncontracted(layer: nn.Module) -> bool:
-    return isinstance(layer, CompressedLinear) and not layer.is_chain
+    return isinstance(layer, CompressedLinear) and not isinstance(layer, TTLinear)
 
 
 def _refuse_training(model: nn.Module, _: Any) -> None:

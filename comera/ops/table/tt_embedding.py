@@ -83,11 +83,9 @@ def tt_embedding(request: Request) -> Tensor:
     return rows if offsets_B is not None else rows.reshape(*indices.shape, request.embedding_dim)
 
 
-def ttm_to_dense(
-    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
-) -> Tensor:
+def ttm_to_dense(cores: Sequence[Tensor]) -> Tensor:
     """Contract all cores to the ``(rows, columns)`` table, padding included; differentiable."""
-    left_VPR, right_WRQ = contract_table(cores, gates, threshold)
+    left_VPR, right_WRQ = contract_table(cores)
     table_VWPQ = torch.einsum("vpr,wrq->vwpq", left_VPR, right_WRQ)
     return table_VWPQ.flatten(0, 1).flatten(1)
 
