@@ -40,7 +40,7 @@ from comera.data.vocabulary import (
     short_digest,
     signature,
 )
-from comera.files import cache_folder, replacing
+from comera.files import cache_folder, replacing, write_text
 
 log = logging.getLogger("comera")
 
@@ -108,8 +108,8 @@ class ClickData:
 class Clicks:
     """Prepared rows, and batches that depend only on a seed and a step number.
 
-    ``skipped`` is the number of malformed lines that were left out, ``digests`` that of the file,
-    ``prepared`` that of the prepared rows.
+    ``splits`` are the row numbers of ``train``, ``valid`` and ``test``, ``skipped`` is how many
+    malformed lines were left out, ``digests`` that of the file, ``prepared`` that of the rows.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Clicks:
         self._folder = folder
         self._arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
         self.num_continuous = int(self._arrays["continuous"].shape[1])
-        self._train, self._valid, self._test = (np.load(folder / f"{s}.npy") for s in _SPLITS)
+        self.splits = {name: np.load(folder / f"{name}.npy") for name in _SPLITS}
         self._order: tuple[tuple[int, int], np.ndarray] | None = None
 
     @classmethod
@@ -155,7 +155,7 @@ class Clicks:
 
     @property
     def num_train(self) -> int:
-        return len(self._train)
+        return len(self.splits["train"])
 
     def steps_per_epoch(self, batch_size: int) -> int:
         return self.num_train // batch_size
@@ -171,20 +171,14 @@ class Clicks:
         epoch, position = divmod(step, per_epoch)
         if self._order is None or self._order[0] != (epoch, seed):
             rng = np.random.default_rng([seed % 2**32, epoch])
-            self._order = (epoch, seed), rng.permutation(self._train)
+            self._order = (epoch, seed), rng.permutation(self.splits["train"])
         return self._rows(self._order[1][position * batch_size : (position + 1) * batch_size])
 
-    def valid_batches(
-        self, batch_size: int, limit: int | None = None
+    def held_out(
+        self, split: str, batch_size: int, limit: int | None = None
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield the held-out rows, or the first ``limit``, in batches like those of training."""
-        return self._in_order(self._valid[:limit], batch_size)
-
-    def test_batches(self, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the test rows in batches like those of training."""
-        return self._in_order(self._test, batch_size)
-
-    def _in_order(self, rows: np.ndarray, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the rows of ``valid`` or ``test``, or the first ``limit``, in batches."""
+        rows = self.splits[split][:limit]
         return (self._rows(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size))
 
     def _rows(self, rows: np.ndarray) -> dict[str, Tensor]:
@@ -249,8 +243,7 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
         "table_sizes": sizes, "fields": list(columns.fields), "skipped": skipped,
         "prepared": array_digest(arrays),
     }  # fmt: skip
-    with replacing(folder / _FACTS) as temporary:
-        temporary.write_text(json.dumps(facts), encoding="utf-8")
+    write_text(folder / _FACTS, json.dumps(facts))
     shutil.rmtree(folder / "chunks")
 
 

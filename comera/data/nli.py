@@ -128,8 +128,6 @@ class NliPairs:
     and data sets that were read, ``prepared`` is that of the encoded pairs.
     """
 
-    num_classes = len(LABELS)
-
     def __init__(
         self,
         settings: NliData,
@@ -142,9 +140,8 @@ class NliPairs:
         self.digests = digests or {}
         self.prepared = array_digest(arrays)
         self.vocab_size = int(arrays["vocab_size"])
-        self.train = _Split(arrays, "train")
-        self.dev = _Split(arrays, "dev")
-        self.test = _Split(arrays, "test") if settings.test else None
+        self.splits = {name: _Split(arrays, name) for name in settings.splits}
+        self.train = self.splits["train"]
         self._order: tuple[tuple[int, int, int], np.ndarray] | None = None
 
     @classmethod
@@ -212,13 +209,18 @@ class NliPairs:
         batches = order.reshape(-1, batch_size)
         return batches[rng.permutation(len(batches))].reshape(-1)
 
-    def dev_batches(self, batch_size: int, limit: int | None = None) -> list[dict[str, Tensor]]:
-        """Return the evaluation rows, or the first ``limit``, in batches sorted by length."""
-        return self.dev.batches(batch_size, limit)
+    def held_out(
+        self, split: str, batch_size: int, limit: int | None = None
+    ) -> list[dict[str, Tensor]]:
+        """Return the rows of ``dev`` or ``test``, or the first ``limit``, in batches.
 
-    def test_batches(self, batch_size: int) -> list[dict[str, Tensor]]:
-        """Return all test rows likewise; none without a test."""
-        return self.test.batches(batch_size) if self.test else []
+        Batches are sorted by length; there are none without a test.
+        """
+        if (part := self.splits.get(split)) is None:
+            return []
+        rows = np.arange(len(part.labels))[:limit]
+        rows = rows[np.argsort(part.lengths[rows], kind="stable")]
+        return [part.collate(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size)]
 
 
 class _Split:
@@ -230,11 +232,6 @@ class _Split:
         self.lengths = arrays[f"{name}_lengths"]
         self.labels = arrays[f"{name}_labels"]
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
-
-    def batches(self, batch_size: int, limit: int | None = None) -> list[dict[str, Tensor]]:
-        rows = np.arange(len(self.labels))[:limit]
-        rows = rows[np.argsort(self.lengths[rows], kind="stable")]
-        return [self.collate(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size)]
 
     def collate(self, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
         """Pad rows to ``tokens`` and ``segments`` ``(B, T)``, with ``labels`` ``(B,)``."""

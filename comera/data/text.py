@@ -22,7 +22,6 @@ from comera.data.vocabulary import (
     as_array,
     cached_arrays,
     changed_meanwhile,
-    check_vocab_size,
     frequency_order,
     from_array,
     read_blocks,
@@ -63,25 +62,24 @@ class TextData:
     heldout: float = 0.05
     test: float = 0.0
 
-    def check(self, name: str) -> None:
+    def check(self, name: str = "text") -> None:
         """Raise ``ValueError`` for settings that are wrong for any text, in section ``name``."""
         if not self.max_megabytes > 0:
             raise ValueError(f"{name}.max_megabytes={self.max_megabytes} must be above 0")
         if self.length < 2:
             raise ValueError(f"{name}.length={self.length} must be at least 2")
-        self.check_shares(f"{name}.")
-        check_vocab_size(self.vocab_size, f"{name}.vocab_size")
-
-    def check_shares(self, prefix: str = "") -> None:
-        """Raise ``ValueError`` for shares of the text that leave nothing to train on."""
+        if self.vocab_size < (least := len(SPECIAL) + 256):
+            raise ValueError(
+                f"{name}.vocab_size={self.vocab_size} must be at least {least}: one for each byte"
+            )
         if not 0 <= self.heldout < 1:
             raise ValueError(
-                f"{prefix}heldout={self.heldout} must be a share of the text, in [0, 1)"
+                f"{name}.heldout={self.heldout} must be a share of the text, in [0, 1)"
             )
         if not 0 <= self.test < 1 - self.heldout:
             raise ValueError(
-                f"{prefix}test={self.test} must be a share of the text that leaves some to train "
-                f"on, beside {prefix}heldout={self.heldout}"
+                f"{name}.test={self.test} must be a share of the text that leaves some to train "
+                f"on, beside {name}.heldout={self.heldout}"
             )
 
     def find(self) -> None:
@@ -135,6 +133,7 @@ class TextStreams:
         ``digests`` are those of ``settings.digests()``, if they are known already. Raises
         ``FileNotFoundError`` if no file matches, and ``ValueError`` if there is too little text.
         """
+        settings.check()
         folder = _folder(settings)
         digests = settings.digests() if digests is None else digests
         relevant = {key: getattr(settings, key) for key in ("vocab_size", "heldout", "test")}
@@ -224,7 +223,6 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
 def _split(texts: list[str], settings: TextData) -> dict[str, list[str]]:
     """Split texts for training, evaluation and test; a single text is cut."""
     held, tested = settings.heldout, settings.test
-    settings.check_shares()
     if len(texts) == 1:
         (text,) = texts
         first, second = (round(share * len(text)) for share in (1 - held - tested, 1 - held))
@@ -252,15 +250,12 @@ class MaskedText:
         """Draw training batch number ``step``."""
         return self._masked(self.streams.train, batch_size, generator_of(seed, step))
 
-    def valid_batches(self, count: int, batch_size: int) -> list[dict[str, Tensor]]:
-        """Draw ``count`` evaluation batches, the same in every run."""
-        return self._drawn(self.streams.valid, count, batch_size)
+    def held_out(self, split: str, batch_size: int, count: int) -> list[dict[str, Tensor]]:
+        """Draw ``count`` batches of ``valid`` or ``test``, the same in every run.
 
-    def test_batches(self, count: int, batch_size: int) -> list[dict[str, Tensor]]:
-        """Draw ``count`` batches of the test text; none without such text."""
-        return self._drawn(self.streams.test, count, batch_size)
-
-    def _drawn(self, stream: Tensor, count: int, batch_size: int) -> list[dict[str, Tensor]]:
+        There are none without a test.
+        """
+        stream = getattr(self.streams, split)
         numbers = range(count) if len(stream) else ()
         return [self._masked(stream, batch_size, generator_of(-1, k)) for k in numbers]
 
@@ -296,16 +291,16 @@ class CausalText:
         length = self.streams.settings.length + 1
         return _shifted(windows(self.streams.train, batch_size, length, generator_of(seed, step)))
 
-    def valid_batches(self, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
-        """Cut the first ``count`` batches (None: all) of the held-out text, in order."""
-        return self._cut(self.streams.valid, count, batch_size)
+    def held_out(
+        self, split: str, batch_size: int, count: int | None = None
+    ) -> list[dict[str, Tensor]]:
+        """Cut ``valid`` or ``test``, or its first ``count`` batches, in order.
 
-    def test_batches(self, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
-        """Cut the test text likewise; no batches without such text."""
-        return self._cut(self.streams.test, count, batch_size) if len(self.streams.test) else []
-
-    def _cut(self, stream: Tensor, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
-        length = self.streams.settings.length
+        There are none without a test.
+        """
+        stream, length = getattr(self.streams, split), self.streams.settings.length
+        if not len(stream):
+            return []
         rows = (len(stream) - 1) // length
         if count is not None:
             rows = min(rows, count * batch_size)

@@ -35,16 +35,8 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 """The first tokens of every vocabulary, in this order."""
 
 
-def check_vocab_size(size: int, name: str = "vocab_size") -> None:
-    """Raise ``ValueError`` if a vocabulary cannot hold ``SPECIAL`` and a token for each byte."""
-    least = len(SPECIAL) + 256
-    if size < least:
-        raise ValueError(f"{name}={size} must be at least {least}: one for each byte")
-
-
 def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer, ``SPECIAL`` first; see :func:`check_vocab_size`."""
-    check_vocab_size(vocab_size)
+    """Train a byte-level BPE tokenizer, ``SPECIAL`` first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

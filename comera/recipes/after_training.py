@@ -15,6 +15,7 @@ from rich.table import Table
 
 from comera.checkpoint.archive import Archive
 from comera.recipes.folder import (
+    WRITTEN_BY_A_RUN,
     DataRecord,
     missing_data,
     named_data,
@@ -175,19 +176,8 @@ def _lines(file: str | None) -> Iterator[str]:
 
 
 _FILES = {
-    "config.yaml": "all settings; comera train takes it",
-    "data_digests.json": "digests of the data that it was begun with",
-    "metrics.jsonl": "what was logged, a line each",
-    "tensorboard": "the same for TensorBoard",
-    "checkpoints": "states to go on from; comera checkpoint looks into them",
-    "result.json": "figures of the trained model",
-    "model.safetensors": "its weights; comera.load_run(folder) makes the model",
-    "comera.json": "what its layers are",
-    "tokenizer.json": "its vocabulary, for the package tokenizers",
-    "categories.safetensors": "the rows of its tables by the categories of the log",
-    "dense": "the same of the dense twin",
+    **WRITTEN_BY_A_RUN,
     LOG: "what it printed, as a run of a sweep",
-    "report.html": "pictures, written by comera report",
     "results.json": "figures of all runs of a sweep",
     "results.md": "the same as a table",
 }

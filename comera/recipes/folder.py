@@ -16,10 +16,10 @@ from rich.table import Table
 from comera.checkpoint.archive import Archive, take
 from comera.data.click_files import CATEGORIES
 from comera.extras import did_you_mean
-from comera.files import replacing
+from comera.files import write_text
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig, TrainConfig
-from comera.train.log import from_json, read_metrics, to_json
+from comera.train.log import from_json, read_metrics
 
 NAME = "data_digests.json"
 """Name of the record of a run's data."""
@@ -139,12 +139,6 @@ def missing_data(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def write_result(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the figures of a trained model into its folder."""
-    with replacing(folder / "result.json") as temporary:
-        temporary.write_text(to_json(facts, indent=2), encoding="utf-8")
-
-
 def read_result(folder: Path) -> dict[str, Any]:
     """Return the figures of a trained model, from its folder.
 
@@ -243,10 +237,21 @@ def outcome_table(outcomes: list[Outcome]) -> Table:
     return table
 
 
-_WRITTEN_BY_A_RUN = (
-    CATEGORIES, "checkpoints", "comera.json", "dense", NAME, "metrics.jsonl",
-    "model.safetensors", "report.html", "result.json", "tensorboard", "tokenizer.json",
-)  # fmt: skip
+WRITTEN_BY_A_RUN = {
+    "config.yaml": "all settings; comera train takes it",
+    NAME: "digests of the data that it was begun with",
+    "metrics.jsonl": "what was logged, a line each",
+    "tensorboard": "the same for TensorBoard",
+    "checkpoints": "states to go on from; comera checkpoint looks into them",
+    "result.json": "figures of the trained model",
+    "model.safetensors": "its weights; comera.load_run(folder) makes the model",
+    "comera.json": "what its layers are",
+    "tokenizer.json": "its vocabulary, for the package tokenizers",
+    CATEGORIES: "the rows of its tables by the categories of the log",
+    "dense": "the same of the dense twin",
+    "report.html": "pictures, written by comera report",
+}
+"""What each file or folder of a run is, by its name."""
 
 _LET_IT_END = (
     ": it was interrupted in the late stage of rank learning, whose length follows from that "
@@ -378,11 +383,7 @@ def check_folder(config: RunConfig, found: Begun | None) -> None:
     """
     folder = Path(config.out)
     ours = _written_by_a_run(folder)
-    foreign = [
-        name
-        for name in ("config.yaml", *_WRITTEN_BY_A_RUN)
-        if name not in ours and _holds(folder / name)
-    ]
+    foreign = [name for name in WRITTEN_BY_A_RUN if name not in ours and _holds(folder / name)]
     if ours and not config.twin:  # nothing will be written there
         foreign = [name for name in foreign if name != "dense"]
     if foreign:
@@ -430,12 +431,10 @@ def claim(config: RunConfig, record: DataRecord, found: Begun | None) -> None:
             (folder / place / "result.json").unlink(missing_ok=True)
     if config.overwrite or not (folder / "checkpoints").is_dir():
         _delete(folder, _written_by_a_run(folder) - {"config.yaml"})  # which is replaced at once
-    with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
-        text = yaml.safe_dump(settings_of(config), sort_keys=False)
-        temporary.write_text(text, encoding="utf-8")
-    with replacing(folder / NAME) as temporary:
-        facts = {"files": dict(record.files), "prepared": record.prepared}
-        temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    # How checkpoints are kept may be new.
+    write_text(folder / "config.yaml", yaml.safe_dump(settings_of(config), sort_keys=False))
+    facts = {"files": dict(record.files), "prepared": record.prepared}
+    write_text(folder / NAME, json.dumps(facts, indent=1))
 
 
 def _delete(folder: Path, names: Iterable[str]) -> None:
@@ -445,7 +444,7 @@ def _delete(folder: Path, names: Iterable[str]) -> None:
         if name == "checkpoints":
             Archive(path).clear()
         elif name == "dense":
-            _delete(path, set(_WRITTEN_BY_A_RUN) - {"dense"})
+            _delete(path, WRITTEN_BY_A_RUN.keys() - {"dense", "config.yaml"})
         elif name == "tensorboard":
             for events in path.glob("events.out.tfevents.*"):
                 events.unlink()
@@ -476,8 +475,7 @@ def _written_by_a_run(folder: Path) -> set[str]:
         settings = dict.fromkeys(_IN_EVERY_CONFIG, None) if begun(folder) else {}
     if not settings.keys() >= _IN_EVERY_CONFIG:
         return set()
-    names = {"config.yaml", *_WRITTEN_BY_A_RUN}
-    return names if settings["twin"] else names - {"dense"}
+    return WRITTEN_BY_A_RUN.keys() - ({"dense"} if not settings["twin"] else set())
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

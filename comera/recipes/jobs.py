@@ -25,7 +25,7 @@ from rich.console import Console
 
 from comera._command import INTERRUPTED
 from comera.extras import did_you_mean, needed_by
-from comera.files import replacing
+from comera.files import write_text
 from comera.recipes.folder import (
     DataRecord,
     is_finished,
@@ -147,20 +147,39 @@ def make_launcher(
     ``settings`` are those of all launchers, as in the sweep's file. Raises ``ValueError`` if there
     is no such launcher or setting of it, and ``MissingPackageError`` if its package is missing.
     """
+    if name not in get_args(LauncherName):
+        near = did_you_mean(name, get_args(LauncherName))
+        raise ValueError(f"launcher={name} is no launcher{near}")
     if name == "local":
         # Runs share the threads that torch would use.
         threads = max(1, torch.get_num_threads() // (at_once or 1))
 
-        def start(folder: str, overwrite: bool) -> Started:
+        def start_here(folder: str, overwrite: bool) -> Started:
             process = start_run(folder, overwrite, threads=threads)
             return Started(process.poll, lambda: process.send_signal(signal.SIGINT))
 
-        return Launcher(start, at_once or 1)
-    if name == "submitit":
-        return _submitit(settings.get(name, {}), out, at_once, console)
-    if name == "ray":
-        return _ray(settings.get(name, {}), at_once)
-    raise ValueError(f"launcher={name} is no launcher{did_you_mean(name, get_args(LauncherName))}")
+        return Launcher(start_here, at_once or 1)
+    own = settings.get(name, {})
+    try:
+        submit, most = _submitit({**own}, out, console) if name == "submitit" else _ray({**own})
+    except (NameError, TypeError, ValueError, AssertionError, ConnectionError) as problem:
+        raise ValueError(f"{name}={dict(own)}: {problem}") from None
+    # This process holds the file: runs stop when it is gone, wherever they are.
+    permit = (out / f".runs-{uuid4().hex}").absolute()
+    permit.touch()
+
+    def start(folder: str, overwrite: bool) -> Started:
+        poll, cancel = submit(Remote(folder, overwrite, os.getcwd(), str(permit)))
+        asked = itertools.count()
+
+        def stop() -> None:
+            permit.unlink(missing_ok=True)
+            if next(asked):
+                cancel()
+
+        return Started(poll, stop)
+
+    return Launcher(start, at_once or most, lambda: permit.unlink(missing_ok=True))
 
 
 def start_run(
@@ -211,22 +230,21 @@ class Remote:
     permit: str = ""
     _process: Any = field(default=None, init=False, repr=False)
 
+    @property
+    def is_revoked(self) -> bool:
+        return bool(self.permit) and not Path(self.permit).exists()
+
     def __call__(self) -> int:
         """Train it, and return the exit status of ``comera train``."""
-        if self._is_revoked():
+        if self.is_revoked:
             return INTERRUPTED
         self._process = start_run(self.folder, self.overwrite, self.cwd)
         asked = False
-        try:
-            while self._process.poll() is None:
-                time.sleep(_EVERY_SECONDS)
-                if not asked and self._is_revoked():
-                    asked = True
-                    self._process.send_signal(signal.SIGINT)
-        except KeyboardInterrupt:  # Ray's way to cancel
-            asked = True
-            self._stop()
-        status = self._process.returncode
+        while (status := self._process.poll()) is None:
+            time.sleep(_EVERY_SECONDS)
+            if not asked and self.is_revoked:
+                asked = True
+                self._process.send_signal(signal.SIGINT)
         if status == INTERRUPTED and not asked and self.permit:
             # Slurm told all processes of the job. If it is to be queued again, submitit is told
             # next, and this process does not come back from here.
@@ -237,49 +255,39 @@ class Remote:
         """Save and stop; submitit calls this when time is up, and queues the result."""
         from submitit.helpers import DelayedSubmission
 
-        self._stop()
-        return DelayedSubmission(dataclasses.replace(self, overwrite=False))
-
-    def _stop(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
             self._process.wait()
+        return DelayedSubmission(dataclasses.replace(self, overwrite=False))
 
-    def _is_revoked(self) -> bool:
-        return bool(self.permit) and not Path(self.permit).exists()
+
+_Submit = Callable[[Remote], Started]
+"""Queues a run; ``stop`` of what it returns cancels it."""
 
 
 def _submitit(
-    settings: Mapping[str, Any], out: Path, at_once: int | None, console: Console
-) -> Launcher:
-    """Start runs through Slurm; without Slurm as processes of submitit.
+    parameters: dict[str, Any], out: Path, console: Console
+) -> tuple[_Submit, int | None]:
+    """Start runs through Slurm; without Slurm as processes of submitit, one at a time by default.
 
     A run whose time is up saves and goes back into the queue. The settings are those of
     ``submitit.AutoExecutor.update_parameters``, and ``cluster``: ``slurm`` or ``local``.
     """
     with needed_by("--launcher=submitit"):
         from submitit import AutoExecutor
-    parameters = dict(settings)
-    cluster = parameters.pop("cluster", None)
-    try:
-        executor = AutoExecutor((out / "submitit").absolute(), cluster)
-        if executor.cluster == "local":
-            parameters.setdefault("timeout_min", _A_WEEK)
-        executor.update_parameters(**parameters)
-    except (NameError, ValueError, AssertionError) as problem:
-        raise ValueError(f"submitit={dict(settings)}: {problem}") from None
-    local = executor.cluster == "local"
-    where = "processes of this machine, as there is no Slurm" if local else "Slurm"
+    executor = AutoExecutor((out / "submitit").absolute(), parameters.pop("cluster", None))
+    is_local = executor.cluster == "local"
+    if is_local:
+        parameters.setdefault("timeout_min", _A_WEEK)
+    executor.update_parameters(**parameters)
+    where = "processes of this machine, as there is no Slurm" if is_local else "Slurm"
     console.print(f"submitit starts the runs through {where}", markup=False)
-    # This process holds the file: runs stop when it is gone, wherever they are.
-    permit = (out / f".runs-{uuid4().hex}").absolute()
-    permit.touch()
 
-    def start(folder: str, overwrite: bool) -> Started:
-        job = executor.submit(Remote(folder, overwrite, os.getcwd(), str(permit)))
+    def submit(run: Remote) -> Started:
+        job = executor.submit(run)
 
         def poll() -> int | str | None:
-            if not permit.exists() and job.state in ("PENDING", "REQUEUED"):
+            if run.is_revoked and job.state in ("PENDING", "REQUEUED"):
                 job.cancel(check=False)
                 return INTERRUPTED
             try:
@@ -287,19 +295,12 @@ def _submitit(
             except Exception as problem:  # whatever the run or the cluster came to
                 return f"its job {job.job_id} ended: {str(problem).strip()}"
 
-        def stop() -> None:
-            if not permit.exists():
-                job.cancel(check=False)
-            permit.unlink(missing_ok=True)
+        return Started(poll, lambda: job.cancel(check=False))
 
-        return Started(poll, stop)
-
-    return Launcher(
-        start, at_once or (1 if local else None), lambda: permit.unlink(missing_ok=True)
-    )
+    return submit, 1 if is_local else None
 
 
-def _ray(settings: Mapping[str, Any], at_once: int | None) -> Launcher:
+def _ray(options: dict[str, Any]) -> tuple[_Submit, int | None]:
     """Start runs on the machines of a Ray cluster, or by a Ray of this machine.
 
     The settings are the ``address`` of a cluster (``auto``: that of this machine), and those of a
@@ -307,19 +308,12 @@ def _ray(settings: Mapping[str, Any], at_once: int | None) -> Launcher:
     """
     with needed_by("--launcher=ray"):
         import ray
-    options = dict(settings)
     address = options.pop("address", None)
-    try:
-        task: Any = ray.remote(lambda run: run()).options(**options)
-        ray.init(
-            address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR
-        )
-    except (TypeError, ValueError, ConnectionError) as problem:
-        raise ValueError(f"ray={dict(settings)}: {problem}") from None
+    task: Any = ray.remote(lambda run: run()).options(**options)
+    ray.init(address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
 
-    def start(folder: str, overwrite: bool) -> Started:
-        result = task.remote(Remote(folder, overwrite, os.getcwd()))
-        force = itertools.chain([False], itertools.repeat(True))
+    def submit(run: Remote) -> Started:
+        result = task.remote(run)
 
         def poll() -> int | str | None:
             if not ray.wait([result], timeout=0)[0]:
@@ -331,9 +325,9 @@ def _ray(settings: Mapping[str, Any], at_once: int | None) -> Launcher:
             except Exception as problem:  # whatever the run or the cluster came to
                 return f"its task ended: {str(problem).strip()}"
 
-        return Started(poll, lambda: ray.cancel(result, force=next(force)))
+        return Started(poll, lambda: ray.cancel(result, force=True))
 
-    return Launcher(start, at_once, ray.shutdown)
+    return submit, None
 
 
 def run_jobs(
@@ -390,10 +384,8 @@ def run_jobs(
 def write_settings(config: RunConfig) -> None:
     """Write the settings of a run beside its folder, for ``comera train``."""
     path = Path(f"{config.out}.yaml")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump({"out": config.out, **settings_of(config)}, sort_keys=False)
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    settings = {"out": config.out, **settings_of(config)}
+    write_text(path, yaml.safe_dump(settings, sort_keys=False))
 
 
 def _close(job: Job, status: int | str, stopped: bool) -> None:

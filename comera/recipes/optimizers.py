@@ -34,8 +34,8 @@ class OptimizerConfig:
             ``comera.MuonAdamW``. By default muon in a run with a section ``tensorize``
             (``docs/experiments.md``), else adamw.
         lr: Peak learning rate; by default 5e-4 for adamw and came, 7e-4 for muon, 1e-2 for
-            adafactor, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by
-            ``scale``.
+            adafactor, 0.1 for sgd, and 2e-3 for galore_adamw, which takes a quarter of each
+            projected step.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
         core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
         scale_rates: contracted multiplies the rate of each linear layer's cores by a factor from
@@ -240,6 +240,7 @@ class CAMEConfig(OptimizerConfig):
     """
 
     default_lr = 5e-4
+    state_dtype: ClassVar[Literal["8bit"] | None] = None
     name: str | None = "came"
     betas: tuple[float, float] | tuple[float, float, float] = (0.9, 0.999, 0.9999)
 
@@ -248,21 +249,17 @@ class CAMEConfig(OptimizerConfig):
             self.betas = (*self.betas, 0.9999)
 
     def make(self, groups: Groups) -> Optimizer:
-        return self._came(groups)
-
-    def _came(self, groups: Groups, **state: Any) -> Optimizer:
         betas: Any = self.betas
-        return CAME(groups, betas=betas, bias_correction=True, **state)
+        dtype = self.state_dtype
+        return CAME(groups, betas=betas, bias_correction=True, state_dtype=dtype)
 
 
 @dataclass(kw_only=True)
 class CAME8bitConfig(CAMEConfig):
     """``comera.CAME`` with its state in eight bits."""
 
+    state_dtype = "8bit"
     name: str | None = "came8bit"
-
-    def make(self, groups: Groups) -> Optimizer:
-        return self._came(groups, state_dtype="8bit")
 
 
 @dataclass(kw_only=True)
@@ -272,14 +269,10 @@ class GaLoreConfig(OptimizerConfig):
     Args:
         rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, about as
             its authors take.
-        update_proj_gap: Steps between two subspaces of GaLore.
-        scale: Factor of every projected step of GaLore.
         target_modules: Dense layers to project, a regular expression or names; by default all.
     """
 
     rank: int | None = None
-    update_proj_gap: int = 200
-    scale: float = 0.25
     target_modules: str | list[str] = "all-linear"
 
     def filled_in(self, width: int) -> Self:

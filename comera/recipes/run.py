@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from comera.checkpoint.archive import Archive
+from comera.files import write_text
 from comera.nn.convert import tensorize_
 from comera.nn.init import init_keys_as_queries_
 from comera.nn.module import tensor_trains
@@ -35,7 +36,6 @@ from comera.recipes.folder import (
     outcome_table,
     read_outcome,
     with_whole_paths,
-    write_result,
 )
 from comera.recipes.optimizers import OptimizerConfig
 from comera.recipes.run_config import RunConfig, check_processes
@@ -45,6 +45,7 @@ from comera.report.memory_use import MemoryReport, memory_report
 from comera.report.model_plan import ModelPlan
 from comera.report.model_plan import plan as plan_model
 from comera.saved.model_folder import save_state
+from comera.train.log import to_json
 from comera.train.loop import evaluated, train
 from comera.train.processes import Processes
 from comera.train.sharded import shard_dense_, whole_state
@@ -103,8 +104,6 @@ def run(
             config.ranks.check(task.steps)
         _check_same_data(task.record, processes)
         processes.from_first(lambda: _begin(config, task.record, console))
-        if config.train.threads:
-            torch.set_num_threads(config.train.threads)
         trained: list[Outcome] = []
         for place, (name, settings) in zip(_places(config), _jobs(config), strict=True):
             outcome = _train_one(
@@ -266,23 +265,20 @@ def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
     for name, settings in _jobs(config):
         with without_remarks():
             model = planned_model(settings)
-        if settings.ranks is not None:
-            _check_target(model, settings)
+        if (ranks := settings.ranks) is not None:
+            section, layers = settings.rank_section, tensor_trains(model).values()
+            if not layers:
+                raise ValueError(
+                    f"the section {section} needs tensor trains, but tensorize made none"
+                )
+            size = sum(layer.shape.size_at(layer.ranks) for layer in layers)
+            try:
+                target_entries(layers, ranks.target, size, ranks.min_rank)
+            except ValueError as problem:
+                raise ValueError(f"{section}.{problem}") from None
         optimizer = settings.optimizer_for(settings.train.steps).build(model)
         found.append((name, model, optimizer))
     return found
-
-
-def _check_target(model: nn.Module, config: RunConfig) -> None:
-    ranks, section = config.ranks, config.rank_section
-    layers = tensor_trains(model).values()
-    if ranks is None or not layers:
-        raise ValueError(f"the section {section} needs tensor trains, but tensorize made none")
-    start_size = sum(layer.shape.size_at(layer.ranks) for layer in layers)
-    try:
-        target_entries(layers, ranks.target, start_size, ranks.min_rank)
-    except ValueError as problem:
-        raise ValueError(f"{section}.{problem}") from None
 
 
 def planned_model(config: RunConfig) -> nn.Module:
@@ -362,7 +358,7 @@ def _train_one(
         task.save_vocabulary(folder)
         layers = report.to_pandas().to_dict("records")
         facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
-        write_result(folder, facts)
+        write_text(folder / "result.json", to_json(facts, indent=2))
         return outcome
 
     return processes.from_first(saved)
@@ -411,7 +407,7 @@ def build_step(
 ) -> TrainStep:
     """Return the training step of a run; every process calls this, with equal weights."""
     group = None if processes is None else processes.group
-    is_sharded = group is not None and config.parallel.kind == "fsdp"
+    is_sharded = group is not None and config.parallel == "fsdp"
     if is_sharded:
         # Torch warns that what a model returns must not be written to, which no loss here does.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")

@@ -5,7 +5,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,14 +266,23 @@ def run_sweep(
         )
     for name, config in sweep.variants.items():
         _check_model(name, config)
+
+    def make_trial(name: str, own: dict[str, Any]) -> list[Job]:
+        if sweep.search is not None and sweep.search.extends is not None:
+            own = {"extends": sweep.search.extends, **own}
+        variant = variant_of(name, sweep.base, {**sweep.given, name: own})
+        _check_model(name, variant)
+        return make_jobs(dataclasses.replace(sweep, variants={name: variant}))
+
     with lock(sweep.out, "sweep"):
         search = None
         everything = make_jobs(sweep)
         jobs = unskipped(everything, skip)
         expected = len(jobs) + trials * len(sweep.seeds)
         if sweep.search is not None:
-            make = partial(_trial_jobs, sweep)
-            search = Search(sweep.search, sweep.out, sweep.metric, sweep.seeds, make, overwrite)
+            search = Search(
+                sweep.search, sweep.out, sweep.metric, sweep.seeds, make_trial, overwrite
+            )
             jobs += search.jobs
         resolve(jobs, overwrite)
         if search is not None:
@@ -333,14 +341,6 @@ def _check_data(jobs: Sequence[Job]) -> None:
         problems[said] = None
     if problems:
         raise FileNotFoundError(f"no run can begin without its data: {'; '.join(problems)}")
-
-
-def _trial_jobs(sweep: Sweep, name: str, settings: dict[str, Any]) -> list[Job]:
-    extends = sweep.search.extends if sweep.search else None
-    own = settings if extends is None else {"extends": extends, **settings}
-    variant = variant_of(name, sweep.base, {**sweep.given, name: own})
-    _check_model(name, variant)
-    return make_jobs(dataclasses.replace(sweep, variants={name: variant}))
 
 
 def make_jobs(sweep: Sweep) -> list[Job]:

@@ -1,7 +1,7 @@
 """Finished runs and sweeps as Python objects."""
 
+import contextlib
 import io
-import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ with needed_by("load_run()"):
 
     from comera.recipes.folder import read_result
     from comera.recipes.parse import parse_settings, read_yaml
+    from comera.recipes.run import without_remarks
     from comera.recipes.run_config import RunConfig
     from comera.recipes.tasks.task import task_of
 
@@ -189,7 +190,9 @@ def export(run: TrainedRun, path: Path) -> str:
             save_file({name: value.contiguous() for name, value in dense.items()}, temporary)
     else:
         model = _Positional(to_plain_(run.model)).eval()
-        inputs = task_of(run.config).example_inputs(run.result["sizes"])
+        task = task_of(run.config)
+        batch = task.drawn_batch(2, run.result["sizes"])
+        inputs = tuple(each for name in task.inputs if isinstance(each := batch[name], Tensor))
         auto = torch.export.Dim.AUTO  # one alone, as of columns, is always that
         sizes = [{k: auto for k, n in enumerate(each.shape) if n > 1} for each in inputs]
         shapes = (tuple(sizes),)
@@ -223,22 +226,17 @@ _CHATTY = ("onnxscript", "onnx_ir", "torch.onnx._internal.exporter._registration
 def _to_onnx(model: nn.Module, inputs: tuple[Tensor, ...], shapes: Any, path: Path) -> None:
     with needed_by("a file of ONNX"):
         import onnxscript  # noqa: F401  torch's own message does not say how to install it
-    loggers = {name: logging.getLogger(name) for name in _CHATTY}
-    levels = {name: log.level for name, log in loggers.items()}
-    try:
-        for log in loggers.values():
-            log.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
-            program = torch.onnx.export(
-                model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False
-            )
-            assert program is not None, "of the exporter by dynamo"
-            with replacing(path) as temporary:
-                program.save(temporary)
-    finally:
-        for name, log in loggers.items():
-            log.setLevel(levels[name])
+    with contextlib.ExitStack() as quiet:
+        for name in _CHATTY:
+            quiet.enter_context(without_remarks(name))
+        quiet.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+        program = torch.onnx.export(
+            model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False
+        )
+        assert program is not None, "of the exporter by dynamo"
+        with replacing(path) as temporary:
+            program.save(temporary)
 
 
 _ALWAYS = ("variant", "seed", "params", "steps", "seconds")

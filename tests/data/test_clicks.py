@@ -58,7 +58,7 @@ def test_a_table_keeps_its_rows(tmp_path, name):
     assert clicks.table_sizes[1] == 1 + 3
     assert clicks.num_train == 360
     seen = [clicks.batch(step, 60, seed=0) for step in range(6)]
-    seen += list(clicks.valid_batches(64))
+    seen += list(clicks.held_out("valid", 64))
     got = {
         tuple(row)
         for batch in seen
@@ -99,7 +99,7 @@ def test_the_last_rows_can_be_held_out(tmp_path):
     frame["age"] = np.arange(len(frame))
     frame.to_csv(tmp_path / "a.csv", index=False)
     clicks = Clicks.prepare(settings(tmp_path / "a.csv", split="last", heldout=0.25))
-    (held,) = clicks.valid_batches(1000)
+    (held,) = clicks.held_out("valid", 1000)
     assert torch.equal(held["continuous"][:, 0], torch.arange(300.0, 400).log1p())
 
 
@@ -120,7 +120,7 @@ def test_a_column_may_begin_after_the_training_rows(tmp_path):
     clicks = Clicks.prepare(
         settings(tmp_path / "a.csv", transform="standard", split="last", heldout=0.25)
     )
-    (held,) = clicks.valid_batches(1000)
+    (held,) = clicks.held_out("valid", 1000)
     assert torch.equal(held["continuous"], torch.full((100, 1), 3.5))
     assert not clicks.batch(0, 60, 1)["continuous"].any()
 
@@ -163,7 +163,7 @@ def test_movielens_in_its_three_forms(tmp_path, name, text):
     clicks = Clicks.prepare(data)
     assert clicks.field_names == ["user", "item"]
     assert clicks.batch(0, 1, 0)["labels"].tolist() == [1.0]
-    (held,) = clicks.valid_batches(4)
+    (held,) = clicks.held_out("valid", 4)
     assert held["labels"].tolist() == [0.0]
     assert held["fields"].tolist() == [[0, 1]]  # a user that training has not seen
 
@@ -401,7 +401,7 @@ def test_nan_in_a_typed_column_of_numbers_is_missing(tmp_path):
     np.savez(tmp_path / "a.npz", rating=np.arange(40) % 2, user=np.arange(40) % 5, age=ages)
     data = ClickData(str(tmp_path / "a.npz"), label="rating", continuous=["age"], split="last")
     clicks = Clicks.prepare(data)
-    (held,) = clicks.valid_batches(40)
+    (held,) = clicks.held_out("valid", 40)
     assert held["continuous"][:, 0].tolist() == [np.float32(np.log1p(3.0))] * 4
     assert clicks.skipped == 0
 

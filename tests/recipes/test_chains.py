@@ -67,8 +67,8 @@ def test_a_run_goes_on_with_other_settings_of_checkpoints(source, tmp_path, caps
 def test_settings_of_checkpoints_that_make_no_sense_are_named(source, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text(RUN.format(out=tmp_path / "out", folder=source, mode="lossy"))
-    assert main(["train", str(path), "--checkpoints.bits=9"]) == 1
-    assert "checkpoints.bits is 9; it can be 2 to 8" in capsys.readouterr().err
+    assert main(["train", str(path), "--checkpoints.keep_last=0"]) == 1
+    assert "checkpoints.keep_last=0 must be at least 1" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

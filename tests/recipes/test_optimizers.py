@@ -212,8 +212,8 @@ def optimizer_of(given, **sections):
 
 
 def test_defaults_are_those_of_the_optimizer():
-    galore = optimizer_of({"name": "galore_adamw", "update_proj_gap": 50}).filled_in(256)
-    assert (galore.rank, galore.update_proj_gap, galore.scale) == (64, 50, 0.25)
+    galore = optimizer_of({"name": "galore_adamw"}).filled_in(256)
+    assert (galore.rank, galore.lr, galore.target_modules) == (64, 2e-3, "all-linear")
     came = optimizer_of({"name": "came", "betas": [0.8, 0.98]})
     assert came.betas == (0.8, 0.98, 0.9999)
     assert optimizer_of({"lr": 0.1}) == AdamWConfig(name=None, lr=0.1)

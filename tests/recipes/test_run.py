@@ -166,7 +166,6 @@ def test_a_dense_run_needs_no_other_section(config):
         ({"optimizer": MuonConfig(warmup_share=2.0)}, "optimizer.warmup_share=2.0 must be"),
         ({"optimizer": MuonConfig(target_modules="x")}, "target_modules='x' names no dense"),
         ({"train": TrainConfig(steps=-3)}, "train.steps=-3 must be at least 1"),
-        ({"train": TrainConfig(steps=3, threads=0)}, "train.threads=0 must be at least 1"),
         ({"train": TrainConfig(steps=3, eval_batches=0)}, "train.eval_batches=0 must be at least"),
         ({"train": TrainConfig(steps=3, save_every=-1)}, "train.save_every=-1 must be at least 0"),
         (

@@ -13,7 +13,7 @@ import rich.table
 from rich.console import Console
 from rich.markup import escape
 
-from comera.files import replacing
+from comera.files import write_text
 from comera.planning.printing import show_bytes
 from comera.recipes.folder import read_result
 from comera.recipes.report.page import (
@@ -266,16 +266,14 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
         ],
         "failed": [asdict(run) for run in comparison.failed],
     }
-    with replacing(folder / "results.json") as temporary:
-        temporary.write_text(to_json(facts, indent=2), encoding="utf-8")
+    write_text(folder / "results.json", to_json(facts, indent=2))
     header, rows = comparison_cells(comparison)
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     parts = [f"# {comparison.title}", table, comparison.note]
     if comparison.failed:
         parts += ["Failed:", "\n".join(f"* {run}" for run in comparison.failed)]
-    with replacing(folder / "results.md") as temporary:
-        temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_text(folder / "results.md", "\n\n".join(parts) + "\n")
 
 
 def read_comparison(folder: Path) -> Comparison:

@@ -73,8 +73,8 @@ class ClicksTask(Task):
         self._prepared(
             data,
             lambda step: data.batch(step, size, self.config.seed),
-            lambda: data.valid_batches(_EVALUATED, limit),
-            (lambda: data.test_batches(_EVALUATED)) if self.data.test else None,
+            lambda: data.held_out("valid", _EVALUATED, limit),
+            (lambda: data.held_out("test", _EVALUATED)) if self.data.test else None,
             data.steps_per_epoch(size),
         )
 

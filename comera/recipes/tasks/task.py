@@ -66,7 +66,7 @@ class Task(ABC):
         self.data: Any = config.data
         self.device, self._processes = device, processes or Processes()
         # Under fsdp all processes have to run the model together, on the same batches.
-        self._shares_evaluation = config.parallel.kind == "ddp"
+        self._shares_evaluation = config.parallel == "ddp"
 
     @abstractmethod
     def prepare(self, digests: Digests) -> None:
@@ -131,11 +131,6 @@ class Task(ABC):
     @abstractmethod
     def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
         """Return a random batch for a model of these sizes, on torch's default device."""
-
-    def example_inputs(self, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return the tensors that the model takes, of two rows."""
-        batch = self.drawn_batch(2, sizes)
-        return tuple(batch[name] for name in self.inputs if isinstance(batch[name], Tensor))
 
     @abstractmethod
     def save_vocabulary(self, folder: Path) -> None:

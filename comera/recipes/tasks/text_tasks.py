@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from comera.data.nli import LABELS, NliPairs, joined
 from comera.data.text import CausalText, MaskedText, TextStreams
 from comera.data.vocabulary import CLS, MASK
-from comera.files import replacing
+from comera.files import write_text
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.tasks.task import Batch, Digests, Task, logits_of
@@ -56,8 +56,7 @@ class TextTask(Task):
         return {"tokens": torch.randint(_FIRST_WORD, int(sizes["vocab_size"]), shape)}
 
     def save_vocabulary(self, folder: Path) -> None:
-        with replacing(folder / "tokenizer.json") as temporary:
-            temporary.write_text(self.vocabulary.to_str(), encoding="utf-8")
+        write_text(folder / "tokenizer.json", self.vocabulary.to_str())
 
     def _tokens(self, text: str) -> np.ndarray:
         encoded = self.vocabulary.encode(text, add_special_tokens=False)
@@ -112,8 +111,8 @@ class MaskedTextTask(StreamTask):
         streams = self._read(digests)
         data, size = MaskedText(streams), self.config.train.batch_size
         evaluated = self.config.train.eval_batches or _EVALUATED
-        valid = list(map(with_padding, data.valid_batches(evaluated, size)))
-        test = list(map(with_padding, data.test_batches(_TESTED, size)))
+        valid = list(map(with_padding, data.held_out("valid", size, evaluated)))
+        test = list(map(with_padding, data.held_out("test", size, _TESTED)))
         self._prepared(
             streams,
             lambda step: with_padding(data.batch(step, size, self.config.seed)),
@@ -159,8 +158,8 @@ class CausalTextTask(StreamTask):
     def prepare(self, digests: Digests) -> None:
         streams = self._read(digests)
         data, size = CausalText(streams), self.config.train.batch_size
-        valid = data.valid_batches(self.config.train.eval_batches, size)
-        test = data.test_batches(None, size)
+        valid = data.held_out("valid", size, self.config.train.eval_batches)
+        test = data.held_out("test", size)
         self._prepared(
             streams,
             lambda step: data.batch(step, size, self.config.seed),
@@ -195,8 +194,8 @@ class NliTask(TextTask):
         data = NliPairs.prepare(self.data, digests)
         train, size = self.config.train, self.config.train.batch_size
         limit = train.eval_batches and train.eval_batches * size
-        valid = list(map(with_padding, data.dev_batches(4 * size, limit)))
-        test = list(map(with_padding, data.test_batches(4 * size)))
+        valid = list(map(with_padding, data.held_out("dev", 4 * size, limit)))
+        test = list(map(with_padding, data.held_out("test", 4 * size)))
         # A CUDA graph takes batches of one shape alone.
         graph = self.device.type == "cuda" and train.graph is not False
         length = self.data.length if graph else None
