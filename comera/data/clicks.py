@@ -18,28 +18,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from comera.data.click_files import (
-    CATEGORIES,
-    EXPECTED,
-    RARE,
-    ClickRows,
-    Columns,
-    Field,
-    columns_of,
-    read_chunks,
-    transformed,
-)
-from comera.data.vocabulary import (
-    PATH,
-    array_digest,
-    changed_meanwhile,
-    check_unchanged,
-    content_digest,
-    find_file,
-    save_arrays,
-    short_digest,
-    signature,
-)
+from comera.data import click_files, vocabulary
 from comera.files import cache_folder, replacing, write_text
 
 log = logging.getLogger("comera")
@@ -72,7 +51,7 @@ class ClickData:
             those with other columns, or words, ``nan`` or ``inf`` in the place of a number.
     """
 
-    file: str = field(default="", metadata=PATH)
+    file: str = field(default="", metadata=vocabulary.PATH)
     format: Literal["table", "criteo", "movielens"] = "table"
     label: str | None = None
     positive: float = 0.0
@@ -98,11 +77,15 @@ class ClickData:
 
     def find(self) -> None:
         """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
-        find_file(self.file, EXPECTED)
+        vocabulary.find_file(self.file, click_files.EXPECTED)
 
     def digests(self) -> dict[str, str]:
         """Return the digest of the file."""
-        return {self.file: content_digest(find_file(self.file, EXPECTED))}
+        return {
+            self.file: vocabulary.content_digest(
+                vocabulary.find_file(self.file, click_files.EXPECTED)
+            )
+        }
 
 
 class Clicks:
@@ -132,15 +115,14 @@ class Clicks:
     def prepare(cls, settings: ClickData, digests: Mapping[str, str] | None = None) -> "Clicks":
         """Read and number the categories, or load that from the cache.
 
-        ``digests`` are those of ``settings.digests()``, if they are known already. Raises
-        ``FileNotFoundError`` if there is no such file, and ``ValueError`` if a column is missing, a
-        line malformed, or a share leaves no rows.
+        Raises ``FileNotFoundError``, and ``ValueError`` if a column is missing, a line malformed,
+        or a share leaves no rows.
         """
         settings.check()
-        path = find_file(settings.file, EXPECTED)
+        path = vocabulary.find_file(settings.file, click_files.EXPECTED)
         digests = settings.digests() if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
-        folder = cache_folder() / f"clicks-{short_digest([4, relevant])}"
+        folder = cache_folder() / f"clicks-{vocabulary.short_digest([4, relevant])}"
         if not (folder / _FACTS).is_file():
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock"):  # another run may be preparing the same
@@ -149,9 +131,9 @@ class Clicks:
         return cls(settings, folder, digests)
 
     @property
-    def categories(self) -> ClickRows:
+    def categories(self) -> click_files.ClickRows:
         """Encoder of raw rows as inputs of the model; each access reads it from the cache."""
-        return ClickRows.load(self._folder / CATEGORIES)
+        return click_files.ClickRows.load(self._folder / click_files.CATEGORIES)
 
     @property
     def num_train(self) -> int:
@@ -192,7 +174,7 @@ _SPLITS = ("train", "valid", "test")
 
 
 def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str, str]) -> None:
-    columns = columns_of(
+    columns = click_files.columns_of(
         path, settings.format, settings.label, settings.continuous, settings.fields
     )
     chunks = _read(settings, path, columns, folder / "chunks")
@@ -227,35 +209,39 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     arrays = {
         "labels": labels,
         "fields": fields,
-        "continuous": transformed(continuous, settings.transform, *scale),
+        "continuous": click_files.transformed(continuous, settings.transform, *scale),
         **splits,
     }
-    rows = ClickRows(known, list(columns.continuous), settings.transform, *scale)
-    rows.save(folder / CATEGORIES)
+    rows = click_files.ClickRows(known, list(columns.continuous), settings.transform, *scale)
+    rows.save(folder / click_files.CATEGORIES)
     for name, array in arrays.items():
         with replacing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
             np.save(file, array)
     # The folder is named after these digests: rows of another content must not be found there.
     if settings.digests() != digests:
         shutil.rmtree(folder / "chunks")
-        raise changed_meanwhile(path)
+        raise vocabulary.changed_meanwhile(path)
     facts = {
         "table_sizes": sizes, "fields": list(columns.fields), "skipped": skipped,
-        "prepared": array_digest(arrays),
+        "prepared": vocabulary.array_digest(arrays),
     }  # fmt: skip
     write_text(folder / _FACTS, json.dumps(facts))
     shutil.rmtree(folder / "chunks")
 
 
-def _read(settings: ClickData, path: Path, columns: Columns, folder: Path) -> list[Path]:
+def _read(
+    settings: ClickData, path: Path, columns: click_files.Columns, folder: Path
+) -> list[Path]:
     """Write the chunks that an earlier preparation has not written to files, and list all."""
     folder.mkdir(parents=True, exist_ok=True)
-    found, before = sorted(folder.glob("*.npz")), signature(path)
-    chunks = read_chunks(path, settings.format, columns, settings.skip_bad_lines, len(found))
+    found, before = sorted(folder.glob("*.npz")), vocabulary.signature(path)
+    chunks = click_files.read_chunks(
+        path, settings.format, columns, settings.skip_bad_lines, len(found)
+    )
     for number, chunk in enumerate(chunks, start=len(found)):
-        check_unchanged(path, before)
+        vocabulary.check_unchanged(path, before)
         found.append(folder / f"{number:06d}.npz")
-        save_arrays(found[-1], chunk)
+        vocabulary.save_arrays(found[-1], chunk)
     if not found:
         raise ValueError(f"{path} holds no rows")
     return found
@@ -286,15 +272,17 @@ def _split(settings: ClickData, rows: int) -> dict[str, np.ndarray]:
 
 def _numbered(
     name: str, integers: bool, codes: np.ndarray, settings: ClickData
-) -> tuple[Field, int]:
+) -> tuple[click_files.Field, int]:
     """Number the categories of training rows, and count the rows of their table."""
     known, counts = np.unique(codes, return_counts=True)
     none = np.empty(0, np.uint64), np.empty(0, np.int32)
     if settings.hash_rows is not None and len(known) >= settings.hash_rows:
-        return Field(name, integers, settings.hash_rows, *none), settings.hash_rows
+        return click_files.Field(name, integers, settings.hash_rows, *none), settings.hash_rows
     frequent = counts >= settings.min_count
     order = np.argsort(-counts, kind="stable")
     order = order[frequent[order]]
-    number = np.full(len(known), RARE, np.int32)
+    number = np.full(len(known), click_files.RARE, np.int32)
     number[order] = 1 + np.arange(len(order))
-    return Field(name, integers, None, known[frequent], number[frequent]), 1 + len(order)
+    return click_files.Field(name, integers, None, known[frequent], number[frequent]), 1 + len(
+        order
+    )

@@ -12,24 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.data.vocabulary import (
-    CLS,
-    MASK,
-    PATH,
-    SPECIAL,
-    Tokenizer,
-    array_digest,
-    as_array,
-    cached_arrays,
-    changed_meanwhile,
-    frequency_order,
-    from_array,
-    read_blocks,
-    renumbered,
-    save_arrays,
-    short_digest,
-    train_byte_pairs,
-)
+from comera.data import vocabulary
 from comera.files import cache_folder
 
 _STREAMS = ("train", "valid", "test")
@@ -54,7 +37,7 @@ class TextData:
             chosen any more: the files after those, and the text before that end.
     """
 
-    folder: str | None = field(default=None, metadata=PATH)
+    folder: str | None = field(default=None, metadata=vocabulary.PATH)
     pattern: str = "**/*.py"
     max_megabytes: float = 12.0
     vocab_size: int = 8192
@@ -68,7 +51,7 @@ class TextData:
             raise ValueError(f"{name}.max_megabytes={self.max_megabytes} must be above 0")
         if self.length < 2:
             raise ValueError(f"{name}.length={self.length} must be at least 2")
-        if self.vocab_size < (least := len(SPECIAL) + 256):
+        if self.vocab_size < (least := len(vocabulary.SPECIAL) + 256):
             raise ValueError(
                 f"{name}.vocab_size={self.vocab_size} must be at least {least}: one for each byte"
             )
@@ -96,7 +79,7 @@ class TextData:
         characters = 0
         for path in _text_files(folder, self.pattern):
             digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")("replace")
-            for block in read_blocks(path):  # a file may be larger than memory
+            for block in vocabulary.read_blocks(path):  # a file may be larger than memory
                 digest.update(block)
                 characters += len(decoder.decode(block))
             characters += len(decoder.decode(b"", final=True))
@@ -120,7 +103,7 @@ class TextStreams:
     test: Tensor
     digests: Mapping[str, str] = field(default_factory=dict)
     prepared: str = ""
-    tokenizer: Tokenizer | None = None
+    tokenizer: vocabulary.Tokenizer | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -130,21 +113,20 @@ class TextStreams:
     def prepare(cls, settings: TextData, digests: Mapping[str, str] | None = None) -> "TextStreams":
         """Read, train the tokenizer and encode, or load all that from the cache.
 
-        ``digests`` are those of ``settings.digests()``, if they are known already. Raises
-        ``FileNotFoundError`` if no file matches, and ``ValueError`` if there is too little text.
+        Raises ``FileNotFoundError`` if no file matches, ``ValueError`` for too little text.
         """
         settings.check()
         folder = _folder(settings)
         digests = settings.digests() if digests is None else digests
         relevant = {key: getattr(settings, key) for key in ("vocab_size", "heldout", "test")}
-        key = short_digest(["text-5", relevant, list(digests.items())])
+        key = vocabulary.short_digest(["text-5", relevant, list(digests.items())])
         cache = cache_folder() / f"text-{key}.npz"
-        arrays = cached_arrays(cache)
+        arrays = vocabulary.cached_arrays(cache)
         if arrays is None:
             arrays = _encode([folder / name for name in digests], settings)
             if settings.digests() != digests:
-                raise changed_meanwhile(folder)
-            save_arrays(cache, arrays)
+                raise vocabulary.changed_meanwhile(folder)
+            vocabulary.save_arrays(cache, arrays)
         for name in _STREAMS if settings.test else _STREAMS[:2]:
             if len(arrays[name]) <= 2 * settings.length:
                 raise ValueError(
@@ -153,8 +135,12 @@ class TextStreams:
                     f"sequences of {settings.length}"
                 )
         train, valid, test = (torch.from_numpy(arrays[name]) for name in _STREAMS)
-        tokenizer = from_array(arrays.pop("tokenizer"))  # not in the digest: its order may vary
-        return cls(settings, train, valid, test, digests, array_digest(arrays), tokenizer)
+        tokenizer = vocabulary.from_array(
+            arrays.pop("tokenizer")
+        )  # not in the digest: its order may vary
+        return cls(
+            settings, train, valid, test, digests, vocabulary.array_digest(arrays), tokenizer
+        )
 
 
 def _folder(settings: TextData) -> Path:
@@ -199,7 +185,9 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
-    texts = [b"".join(read_blocks(path)).decode("utf-8", errors="replace") for path in files]
+    texts = [
+        b"".join(vocabulary.read_blocks(path)).decode("utf-8", errors="replace") for path in files
+    ]
     parts = _split(texts, settings)
     sample, used = [], 0
     for text in parts["train"]:
@@ -207,7 +195,7 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
         used += len(text)
         if used > _TOKENIZER_SAMPLE:
             break
-    tokenizer = train_byte_pairs(sample, settings.vocab_size)
+    tokenizer = vocabulary.train_byte_pairs(sample, settings.vocab_size)
     encoded = {
         name: np.concatenate([np.asarray(e.ids, np.int64) for e in tokenizer.encode_batch(part)])
         if part
@@ -215,9 +203,9 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
         for name, part in parts.items()
     }
     seen = np.bincount(encoded["train"], minlength=settings.vocab_size)
-    number = frequency_order(tokenizer, seen)
+    number = vocabulary.frequency_order(tokenizer, seen)
     arrays = {name: number[tokens].astype(np.int32) for name, tokens in encoded.items()}
-    return {**arrays, "tokenizer": as_array(renumbered(tokenizer, number))}
+    return {**arrays, "tokenizer": vocabulary.as_array(vocabulary.renumbered(tokenizer, number))}
 
 
 def _split(texts: list[str], settings: TextData) -> dict[str, list[str]]:
@@ -236,6 +224,7 @@ _PREDICTED_SHARE = 0.15
 """Share of the tokens to predict: 80 % of them masked, 10 % replaced, 10 % kept (BERT)."""
 
 
+@dataclass
 class MaskedText:
     """Batches of a masked language model, which depend only on a seed and a step number.
 
@@ -243,18 +232,14 @@ class MaskedText:
     hold ``tokens (B, T)``, ``positions (B, M)`` to predict and ``targets (B, M)``, all int64.
     """
 
-    def __init__(self, streams: TextStreams) -> None:
-        self.streams = streams
+    streams: TextStreams
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
         """Draw training batch number ``step``."""
         return self._masked(self.streams.train, batch_size, generator_of(seed, step))
 
     def held_out(self, split: str, batch_size: int, count: int) -> list[dict[str, Tensor]]:
-        """Draw ``count`` batches of ``valid`` or ``test``, the same in every run.
-
-        There are none without a test.
-        """
+        """Draw ``count`` batches of ``valid`` or ``test``, the same in every run."""
         stream = getattr(self.streams, split)
         numbers = range(count) if len(stream) else ()
         return [self._masked(stream, batch_size, generator_of(-1, k)) for k in numbers]
@@ -268,14 +253,15 @@ class MaskedText:
         positions = torch.rand(batch_size, length, generator=generator).argsort(1)[:, :count]
         targets = window.gather(1, positions)
         fate = torch.rand(batch_size, count, generator=generator)
-        low, high = len(SPECIAL), self.streams.vocab_size
+        low, high = len(vocabulary.SPECIAL), self.streams.vocab_size
         noise = torch.randint(low, high, (batch_size, count), generator=generator)
-        shown = torch.where(fate < 0.8, MASK, torch.where(fate < 0.9, noise, targets))
+        shown = torch.where(fate < 0.8, vocabulary.MASK, torch.where(fate < 0.9, noise, targets))
         tokens = window.scatter(1, positions, shown)
-        tokens = torch.cat([torch.full((batch_size, 1), CLS), tokens], 1)
+        tokens = torch.cat([torch.full((batch_size, 1), vocabulary.CLS), tokens], 1)
         return {"tokens": tokens, "positions": positions + 1, "targets": targets}
 
 
+@dataclass
 class CausalText:
     """Batches of a causal language model, which depend only on a seed and a step number.
 
@@ -283,8 +269,7 @@ class CausalText:
     with the next as target.
     """
 
-    def __init__(self, streams: TextStreams) -> None:
-        self.streams = streams
+    streams: TextStreams
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
         """Draw training batch number ``step``."""
@@ -294,10 +279,7 @@ class CausalText:
     def held_out(
         self, split: str, batch_size: int, count: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Cut ``valid`` or ``test``, or its first ``count`` batches, in order.
-
-        There are none without a test.
-        """
+        """Cut the first ``count`` batches of ``valid`` or ``test``, by default all, in order."""
         stream, length = getattr(self.streams, split), self.streams.settings.length
         if not len(stream):
             return []

@@ -17,10 +17,10 @@ from comera.checkpoint.chain import KEY_EVERY, CheckpointChain
 from comera.checkpoint.contents import Quality
 from comera.checkpoint.streams import DamagedError
 from comera.files import replacing
-from comera.recipes.folder import other_data
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run import build_step, find_device, make_model, without_remarks
 from comera.recipes.run_config import RunConfig
+from comera.recipes.run_folder import other_data
 from comera.recipes.tasks.task import prepare_task
 from comera.train.log import progress_bar, read_metrics
 from comera.train.loop import evaluated
@@ -34,10 +34,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.pt")
 
 
 def find_series(path: Path) -> dict[int, Path]:
-    """List files or folders of one checkpoint each, by the last number in their names.
-
-    Raises ``FileNotFoundError`` for none, ``ValueError`` for a missing or repeated number.
-    """
+    """List files or folders of one checkpoint each, by the last number in their names."""
     found: dict[int, Path] = {}
     for entry in sorted(path.iterdir()) if path.is_dir() else []:
         if not (entry.suffix in _SUFFIXES or any((entry / name).is_file() for name in _WEIGHTS)):
@@ -58,10 +55,7 @@ def find_series(path: Path) -> dict[int, Path]:
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
-    """Read the arguments of :meth:`CheckpointChain.save` from another program's file; runs no code.
-
-    Raises ``ValueError`` if it is not readable, or holds no model.
-    """
+    """Read the arguments of ``CheckpointChain.save`` from another program's file; runs no code."""
     if path.is_dir():
         weights = next(path / name for name in _WEIGHTS if (path / name).is_file())
         model, optimizer = _read(weights), path / "optimizer.pt"

@@ -22,17 +22,8 @@ from comera import __version__
 from comera._command import INTERRUPTED, imports_are_done
 from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError, did_you_mean, needed_by
+from comera.recipes import run_commands
 from comera.recipes.parse import converted, described, file_of, wanted
-from comera.recipes.run_commands import (
-    RUN_COMMANDS,
-    help_of,
-    row,
-    run_run_command,
-    settings_by_name,
-    typed_settings,
-    value_of,
-    with_underscores,
-)
 from comera.train.processes import OtherProcessError, count_started, rank_started
 from comera.train.step import NonFiniteLossError
 
@@ -106,20 +97,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], int]:
-    """Return a call of the command that was typed, with its arguments and options.
-
-    Raises:
-        ValueError: If a command or option is unknown, or an option takes other values.
-    """
+    """Return a call of the command that was typed; raises ``ValueError`` for unknown words."""
     if words[:1] and words[0].startswith("-"):
         _options_of_all(words)
     command, rest = _command(words)
-    if command in RUN_COMMANDS:
-        if text := help_of(command, rest):
+    if command in run_commands.RUN_COMMANDS:
+        if text := run_commands.help_of(command, rest):
             print(text)
             sys.exit(0)
-        settings = typed_settings(rest)
-        return lambda: run_run_command(command, settings, console, count)
+        settings = run_commands.typed_settings(rest)
+        return lambda: run_commands.run_run_command(command, settings, console, count)
     function = _function(command)
     options = _options(command, function, rest)
     places = [p.name for p in _parameters(function) if p.kind is p.POSITIONAL_ONLY]
@@ -184,7 +171,10 @@ def _options(command: str, function: Callable[..., Any], words: Sequence[str]) -
     parser = _Parser(prog=f"comera {command}", description=text, allow_abbrev=False)
     _fill(parser, function)
     found, unknown = parser.parse_known_args(
-        [with_underscores(word, parser._option_string_actions.__contains__) for word in words]
+        [
+            run_commands.with_underscores(word, parser._option_string_actions.__contains__)
+            for word in words
+        ]
     )
     hints = typing.get_type_hints(function)
     for word in unknown:
@@ -197,7 +187,7 @@ def _options(command: str, function: Callable[..., Any], words: Sequence[str]) -
         if isinstance(given, str):
             hint = hints[name]
             try:
-                setattr(found, name, converted(value_of(given, hint), hint))
+                setattr(found, name, converted(run_commands.value_of(given, hint), hint))
             except ValueError:
                 example = f": --{name}='[{given}]'" if typing.get_origin(hint) is list else ""
                 raise ValueError(f"--{name}={given} must be {wanted(hint)}{example}") from None
@@ -228,8 +218,11 @@ def _help_of_commands(start: str) -> str:
     lines = [f"usage: comera {start}COMMAND ...", "", "Train models in compressed form.", ""]
     for name in COMMANDS:
         if name.startswith(start):
-            text = RUN_COMMANDS.get(name) or parse(_function(name).__doc__ or "").short_description
-            lines.append(row(name, text or ""))
+            text = (
+                run_commands.RUN_COMMANDS.get(name)
+                or parse(_function(name).__doc__ or "").short_description
+            )
+            lines.append(run_commands.row(name, text or ""))
     return "\n".join([*lines, "", "`comera COMMAND --help` shows the options of a command."])
 
 
@@ -243,8 +236,8 @@ def make_parser() -> argparse.ArgumentParser:
         if outer and outer not in groups:
             groups[outer] = commands.add_parser(outer, help=outer).add_subparsers()
         command = groups.get(outer, commands).add_parser(inner, help=name)
-        if name in RUN_COMMANDS:
-            for key in ("config", *settings_by_name()):
+        if name in run_commands.RUN_COMMANDS:
+            for key in ("config", *run_commands.settings_by_name()):
                 command.add_argument(f"--{key}")
         else:
             _fill(command, _function(name))

@@ -26,14 +26,7 @@ from rich.console import Console
 from comera._command import INTERRUPTED
 from comera.extras import did_you_mean, needed_by
 from comera.files import write_text
-from comera.recipes.folder import (
-    DataRecord,
-    is_finished,
-    other_data,
-    other_settings,
-    read_record,
-    settings_of,
-)
+from comera.recipes import run_folder
 from comera.recipes.run_config import RunConfig
 from comera.train.processes import PARENT, on_stop_signals
 
@@ -92,10 +85,8 @@ def why_failed(printed: str) -> str | None:
 def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
     """Mark the jobs that are finished, and check that the others can begin.
 
-    Finished runs must have used the same data as the waiting runs. Only data of waiting runs are
-    read. With ``overwrite`` a run with other settings or data restarts. Raises ``ValueError`` if
-    settings or data differ and ``overwrite`` is False, and ``FileNotFoundError`` if the data of a
-    started run are missing.
+    With ``overwrite`` a run with other settings or data restarts; otherwise raises ``ValueError``.
+    Data are compared if a waiting run reads them, and raise ``FileNotFoundError`` if missing.
     """
 
     def begin_anew(job: Job, what: str) -> None:
@@ -107,16 +98,22 @@ def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
         job.state, job.config = "waiting", dataclasses.replace(job.config, overwrite=True)
 
     for job in jobs:
-        if is_finished(job.config):
+        if (begun := run_folder.begun_run(job.config)) is None:
+            continue
+        if begun.is_finished(job.folder):
             job.state = "finished"
-        elif (difference := other_settings(job.config)) is not None:
-            begin_anew(job, f"with other settings ({difference}); choose")
+        elif begun.difference is not None:
+            begin_anew(job, f"with other settings ({begun.difference}); choose")
     needed = [job.config.data for job in jobs if job.state == "waiting"]
     for job in jobs:
-        if job.config.overwrite or job.config.data not in needed or read_record(job.folder) is None:
+        if (
+            job.config.overwrite
+            or job.config.data not in needed
+            or run_folder.read_record(job.folder) is None
+        ):
             continue
-        found = DataRecord(job.config.data.digests())
-        if (difference := other_data(job.folder, found)) is not None:
+        found = run_folder.DataRecord(job.config.data.digests())
+        if (difference := run_folder.other_data(job.folder, found)) is not None:
             begin_anew(job, f"that was begun with other data ({difference}); restore them, choose")
 
 
@@ -142,10 +139,10 @@ def make_launcher(
     at_once: int | None,
     console: Console,
 ) -> Launcher:
-    """Make a launcher of runs below the folder ``out``, which other machines see by the same name.
+    """Return a launcher of runs below the folder ``out``, which all machines see by that name.
 
-    ``settings`` are those of all launchers, as in the sweep's file. Raises ``ValueError`` if there
-    is no such launcher or setting of it, and ``MissingPackageError`` if its package is missing.
+    ``settings`` are sections of the sweep's file by launcher. Raises ``ValueError`` for an unknown
+    launcher or setting of it, and ``MissingPackageError``.
     """
     if name not in get_args(LauncherName):
         near = did_you_mean(name, get_args(LauncherName))
@@ -187,7 +184,7 @@ def start_run(
 ) -> "subprocess.Popen[bytes]":
     """Start ``comera train`` by the settings beside a folder, as a child that ends with its parent.
 
-    Paths are relative to ``cwd``. ``threads`` is the default of torch's; None leaves it alone.
+    Paths are relative to ``cwd``; ``threads`` are those of torch, None its own choice.
     """
     words = [f"{folder}.yaml", *["--overwrite=true"] * overwrite]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), PARENT: str(os.getpid())}
@@ -339,13 +336,8 @@ def run_jobs(
     """Run all jobs that wait, in their order; returns False after a signal.
 
     A job that fails does not stop the others. Ctrl-C, SIGTERM or a closed terminal is passed on to
-    every running job, which saves and stops; a second signal stops them at once.
-
-    Args:
-        jobs: The jobs as :func:`resolve` left them; their states are updated.
-        launcher: Where they run.
-        watch: Called several times a second, after states have changed.
-        more: Called when there is room for a job and none waits; returns jobs to append, if any.
+    every running job, which saves and stops; a second signal stops them at once. ``watch`` is
+    called several times a second, ``more`` for jobs to append when there is room and none waits.
     """
     running: dict[Job, Started] = {}
     signals: list[int] = []
@@ -384,7 +376,7 @@ def run_jobs(
 def write_settings(config: RunConfig) -> None:
     """Write the settings of a run beside its folder, for ``comera train``."""
     path = Path(f"{config.out}.yaml")
-    settings = {"out": config.out, **settings_of(config)}
+    settings = {"out": config.out, **run_folder.settings_of(config)}
     write_text(path, yaml.safe_dump(settings, sort_keys=False))
 
 

@@ -66,13 +66,10 @@ class OptimizerConfig:
     def choose(
         given: Mapping[str, Any], run: Mapping[str, Any]
     ) -> tuple[type["OptimizerConfig"], dict[str, Any]]:
-        """Return the dataclass of a section, and its settings without nulls of other optimizers.
+        """Return the dataclass of a section ``given``, and its settings without others' nulls.
 
-        Raises ``ValueError`` if the name is unknown, or a key belongs to another optimizer.
-
-        Args:
-            given: The section as it was given.
-            run: All sections of the run: without a name, ``tensorize`` decides.
+        Without a name the section ``tensorize`` of ``run`` decides. Raises ``ValueError`` if the
+        name is unknown, or a key belongs to another optimizer.
         """
         name = given.get("name")
         chosen = str(name or default_name(run.get("tensorize") is not None))
@@ -123,8 +120,7 @@ class OptimizerConfig:
     def build(self, model: nn.Module) -> Optimizer:
         """Return the optimizer of a model, by settings that are filled in.
 
-        Raises ``ValueError`` for a setting out of range, a missing package, or nothing for GaLore
-        to project.
+        Raises ``ValueError`` for a setting that does not suit, or a missing package.
         """
         self.check()
         try:

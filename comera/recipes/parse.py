@@ -22,16 +22,11 @@ T = TypeVar("T")
 
 
 def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -> T:
-    """Return a dataclass of settings, such as ``RunConfig``.
+    """Return a dataclass of settings, such as ``RunConfig``, from values by field.
 
-    Sections are fields that are dataclasses themselves. A section with a function ``choose`` is one
-    of several dataclasses, by the values in it. Raises ``ValueError`` if a key is no field, or a
-    value of another type.
-
-    Args:
-        kind: The dataclass.
-        values: Values by field, and mappings for sections; other fields keep their defaults.
-        within: Prefix of the keys in errors, such as ``train.``.
+    Sections are mappings; their fields are dataclasses. One with a function ``choose`` is one of
+    several dataclasses, by its values. Errors have keys with the prefix ``within``. Raises
+    ``ValueError`` if a key is no field, or a value of another type.
     """
     hints = hints_of(kind)
     suited = f" for {name}" if (name := getattr(kind, "name", None)) else ""
@@ -68,10 +63,7 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
 
 
 def converted(value: Any, hint: Any) -> Any:
-    """Return a value as one of a type, or raise ``ValueError``.
-
-    Lists become tuples, whole numbers and texts floats: YAML reads ``1e-4`` as a text.
-    """
+    """Return a value as one of a type, or raise ``ValueError``; YAML reads ``1e-4`` as a text."""
     kind, inside = typing.get_origin(hint), typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
         for option in inside:
@@ -132,9 +124,8 @@ def spelled_out(settings: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
-    """Turn dotted keys into mappings: ``tensorize.rank: 16`` into ``tensorize: {rank: 16}``.
+    """Turn dotted keys of the outermost level into mappings: ``a.b: 1`` into ``a: {b: 1}``.
 
-    Only on the outermost level: further in, ``rank_pattern`` has regular expressions for keys.
     Raises ``ValueError`` if a key is given twice, or inside of what is no mapping.
     """
     out: dict[str, Any] = {}
@@ -157,10 +148,9 @@ def _add(place: dict[str, Any], more: Mapping[str, Any], within: str) -> None:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file.
+    """Return the mapping in a YAML file; raises ``FileNotFoundError``.
 
-    Raises ``FileNotFoundError`` if there is no file, and ``ValueError`` if it cannot be read, holds
-    no mapping, or one that has a key twice.
+    Raises ``ValueError`` if it cannot be read, holds no mapping, or a key twice.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")

@@ -184,10 +184,7 @@ def try_out(
     most: int = _STEPPED_UP_TO,
     skip: Sequence[str] = (),
 ) -> list[str]:
-    """Train every variant for two steps, see :func:`dry_run`; returns a line for each.
-
-    ``changes`` and ``skip`` are those of :func:`comera.recipes.sweep.run_sweep`.
-    """
+    """Train every variant for two steps, see :func:`dry_run`; returns a line for each."""
     lines = []
     sweep = read_sweep(file_of(name, scale), changes)
     for variant in dict.fromkeys(job.variant for job in unskipped(make_jobs(sweep), skip)):
@@ -201,9 +198,8 @@ def try_out(
 def dry_run(config: RunConfig, most_bytes: int) -> str:
     """Train a run for two steps of two drawn rows each, with its optimizer and rank learning.
 
-    Nothing is read or written. Above ``most_bytes`` of weights, gradients and optimizer state only
-    shapes are computed. Returns a sentence on parameters, memory and steps; raises ``ValueError``
-    for settings that contradict.
+    Above ``most_bytes`` of weights, gradients and optimizer state only shapes are computed. Returns
+    a sentence on parameters, memory and steps; raises ``ValueError`` for settings that contradict.
     """
     needed = planned_memory(dataclasses.replace(config, twin=False))[0].total.total
     steps = config.train.steps or _WHERE_DATA_TELL

@@ -22,21 +22,7 @@ from comera.nn.init import init_keys_as_queries_
 from comera.nn.module import tensor_trains
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.learning import target_entries
-from comera.recipes.folder import (
-    Begun,
-    DataRecord,
-    Outcome,
-    begun_run,
-    changed_data,
-    check_data,
-    check_folder,
-    claim,
-    lock,
-    missing_data,
-    outcome_table,
-    read_outcome,
-    with_whole_paths,
-)
+from comera.recipes import run_folder
 from comera.recipes.optimizers import OptimizerConfig
 from comera.recipes.run_config import RunConfig, check_processes
 from comera.recipes.tasks.task import Task, prepare_task, task_of
@@ -59,19 +45,17 @@ def run(
     console: Console | None = None,
     quiet: bool = False,
     processes: Processes | None = None,
-) -> list[Outcome]:
+) -> list[run_folder.Outcome]:
     """Train the models of a run, resuming what is unfinished in its folder.
 
-    Figures of a finished run are read from its folder, without its data. Returns the compressed
-    model (or the dense one, without a ``tensorize`` section), then its twin. Empty if the run was
-    interrupted; the same call resumes it.
+    Returns the figures of its model, then those of its twin; those of a finished run are read from
+    its folder. Returns none if the run was interrupted; the same call resumes it.
 
     Args:
         config: The whole run.
         console: The console of the tables.
         quiet: Whether to show no progress bars.
-        processes: Those that train the models together, all of which call this; None for this one
-            alone. Only the first one writes.
+        processes: All that train the models together and call this; only the first one writes.
 
     Raises:
         ValueError: If the folder holds a run with other settings or of other data, or settings
@@ -82,11 +66,11 @@ def run(
     processes = processes or Processes()
     config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))
     config.check()
-    config = with_whole_paths(config)
+    config = run_folder.with_whole_paths(config)
     check_processes(config, processes.count)
     console = console or Console()
     folder = Path(config.out)
-    found = processes.from_first(lambda: begun_run(config))
+    found = processes.from_first(lambda: run_folder.begun_run(config))
     outcomes = processes.from_first(lambda: _finished(config, found, console))
     if outcomes is not None:
         return outcomes
@@ -96,15 +80,15 @@ def run(
     _print(console, f"run folder {folder}, device {device}{together}: preparing data")
     digests = processes.in_turn(config.data.digests)
     # Before anything is made of the data, and before anything is written.
-    processes.from_first(lambda: _check_content(config, DataRecord(digests)))
+    processes.from_first(lambda: _check_content(config, run_folder.DataRecord(digests)))
     with contextlib.ExitStack() as held:
-        processes.from_first(lambda: held.enter_context(lock(folder)))
+        processes.from_first(lambda: held.enter_context(run_folder.lock(folder)))
         task = processes.in_turn(lambda: prepare_task(config, device, digests, processes))
         if config.ranks is not None:
             config.ranks.check(task.steps)
         _check_same_data(task.record, processes)
         processes.from_first(lambda: _begin(config, task.record, console))
-        trained: list[Outcome] = []
+        trained: list[run_folder.Outcome] = []
         for place, (name, settings) in zip(_places(config), _jobs(config), strict=True):
             outcome = _train_one(
                 name, folder / place, settings, task, console, quiet, trained, processes
@@ -113,7 +97,7 @@ def run(
                 _print(console, f"interrupted; the same command resumes the run in {folder}")
                 return []
             trained.append(outcome)
-        console.print(outcome_table(trained))
+        console.print(run_folder.outcome_table(trained))
         return trained
 
 
@@ -121,51 +105,53 @@ def _print(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, markup=False)
 
 
-def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[Outcome] | None:
+def _finished(
+    config: RunConfig, found: run_folder.Begun | None, console: Console
+) -> list[run_folder.Outcome] | None:
     folder = Path(config.out)
     if config.overwrite or found is None or not found.is_finished(folder):
         return None
     try:
-        outcomes = [read_outcome(folder / place) for place in _places(config)]
+        outcomes = [run_folder.read_outcome(folder / place) for place in _places(config)]
     except (OSError, ValueError, TypeError):  # the last step writes it again
         return None
     if not all((folder / place / "model.safetensors").is_file() for place in _places(config)):
         return None
-    with lock(folder):  # no other process replaces it meanwhile
+    with run_folder.lock(folder):  # no other process replaces it meanwhile
         _print(console, f"the run in {folder} is finished")
-        console.print(outcome_table(outcomes))
+        console.print(run_folder.outcome_table(outcomes))
         return outcomes
 
 
-def _check_settings(config: RunConfig, found: Begun | None) -> None:
+def _check_settings(config: RunConfig, found: run_folder.Begun | None) -> None:
     if not task_of(config).is_told_by_data:
         _planned(config)
     try:
         config.data.find()
     except FileNotFoundError as problem:
-        key = next(iter(missing_data(config)), None)
+        key = next(iter(run_folder.missing_data(config)), None)
         if key is None or found is None:
             raise
         raise FileNotFoundError(
             f"{problem}; the run in {config.out} was begun with that: if it is elsewhere now, give "
             f"its new place, --{key}=..."
         ) from None
-    check_folder(config, found)
+    run_folder.check_folder(config, found)
 
 
-def _check_content(config: RunConfig, record: DataRecord) -> None:
+def _check_content(config: RunConfig, record: run_folder.DataRecord) -> None:
     """Check the data, before they are prepared and the folder is locked."""
-    check_data(config, record)
+    run_folder.check_data(config, record)
     if task_of(config).is_told_by_data:
         _planned(config)
 
 
-def _check_same_data(record: DataRecord, processes: Processes) -> None:
+def _check_same_data(record: run_folder.DataRecord, processes: Processes) -> None:
     """Raise ``ValueError`` unless every process has read what the first one has."""
     first = processes.from_first(lambda: record)
 
     def check() -> None:
-        difference = changed_data(first, record)
+        difference = run_folder.changed_data(first, record)
         if difference is not None:
             raise ValueError(
                 f"it has read other data than process 0 ({difference}): give every machine the same"
@@ -174,11 +160,11 @@ def _check_same_data(record: DataRecord, processes: Processes) -> None:
     processes.together(check)
 
 
-def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
+def _begin(config: RunConfig, record: run_folder.DataRecord, console: Console) -> None:
     """Check the locked folder again, and claim it for this run."""
-    found = begun_run(config)
-    check_folder(config, found)
-    check_data(config, record)
+    found = run_folder.begun_run(config)
+    run_folder.check_folder(config, found)
+    run_folder.check_data(config, record)
     if found is not None and not config.overwrite:
         if found.longer:
             _print(
@@ -189,7 +175,7 @@ def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
             )
         if found.rhythm:
             _print(console, f"the run in {config.out} goes on with {', '.join(found.rhythm)}")
-    claim(config, record, found)
+    run_folder.claim(config, record, found)
 
 
 def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
@@ -241,8 +227,7 @@ def print_plan(config: RunConfig, console: Console) -> None:
 def planned_memory(config: RunConfig) -> list[MemoryReport]:
     """Count what a run's model and then its twin will keep in memory; nothing is allocated.
 
-    Raises ``ValueError`` if settings contradict, or the optimizer or the target of rank learning
-    does not suit the models.
+    Raises ``ValueError`` if settings contradict each other or do not suit the models.
     """
     config.check()
     return [
@@ -296,9 +281,9 @@ def _train_one(
     task: Task,
     console: Console,
     quiet: bool,
-    before: list[Outcome],
+    before: list[run_folder.Outcome],
     processes: Processes,
-) -> Outcome | None:
+) -> run_folder.Outcome | None:
     """Train one model of a run and save it with its figures; None if it was interrupted."""
     torch.manual_seed(config.seed)
     model = make_model(config, task, task.device)
@@ -336,13 +321,13 @@ def _train_one(
     test = evaluated(step, task.test) if task.test else {}
     state = whole_state(model.state_dict())  # of all processes, which may hold parts of it
 
-    def saved() -> Outcome:
+    def saved() -> run_folder.Outcome:
         save_state(model, state, folder, config.tt_config)
         report = compression_report(model)
         layer_dense = before[0].layer_dense_params if before else report.tt_dense_params
         checkpoints = Archive(folder / "checkpoints")
         sizes = [checkpoints.size(step) for step in checkpoints.steps()]
-        outcome = Outcome(
+        outcome = run_folder.Outcome(
             name=name,
             metrics=result.metrics,
             params=report.params,

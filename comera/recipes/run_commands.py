@@ -15,22 +15,12 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+import docstring_parser
 import yaml
-from docstring_parser import parse
 from rich.console import Console
 
 from comera._command import INTERRUPTED
-from comera.recipes.parse import (
-    choices_of,
-    file_of,
-    hints_of,
-    merged,
-    nested,
-    parse_settings,
-    read_yaml,
-    section_of,
-    wanted,
-)
+from comera.recipes import parse
 from comera.recipes.run_config import RunConfig
 
 RUN_COMMANDS = {
@@ -77,15 +67,10 @@ def run_run_command(command: str, settings: RunConfig, console: Console, count: 
 def typed_settings(words: Sequence[str]) -> RunConfig:
     """Return the settings that the words after ``comera train`` or ``comera plan`` stand for.
 
-    Args:
-        words: One of them may be a YAML file, the name of a configuration that comes along, or the
-            folder of a run. The others are ``--KEY=VALUE`` or ``--KEY VALUE``, which override the
-            file. ``--config=FILE`` is a file too, which overrides those before it.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If a word is none of that, or a setting is unknown or does not fit; names the
-            first one, what was typed and what would be right.
+    One word may be a YAML file, the name of a configuration, or the folder of a run. The others are
+    ``--KEY=VALUE`` or ``--KEY VALUE``, which override the file. ``--config=FILE`` is a file too,
+    which overrides the words before it. Raises ``FileNotFoundError``, and ``ValueError`` with the
+    first word that is wrong.
     """
     file, pairs, rest = None, [], list(words)
     while rest:
@@ -114,14 +99,14 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
             path, given = _of_file(text)
             files[path] = given
         else:
-            given = nested({key: value_of(text, _hint_of(key))})
-        settings = merged(settings, given)
+            given = parse.nested({key: value_of(text, _hint_of(key))})
+        settings = parse.merged(settings, given)
     try:
-        return parse_settings(RunConfig, settings)
+        return parse.parse_settings(RunConfig, settings)
     except ValueError:
         for path, given in files.items():
             try:
-                parse_settings(RunConfig, given)
+                parse.parse_settings(RunConfig, given)
             except ValueError as problem:
                 raise ValueError(f"{path}: {problem}") from None
         raise
@@ -160,12 +145,12 @@ def _is_option(word: str) -> bool:
 def _of_file(word: str) -> tuple[Path, dict[str, Any]]:
     path = Path(word).expanduser() / "config.yaml"
     is_folder = path.is_file()
-    path = path if is_folder else file_of(word)
-    settings = read_yaml(path)
+    path = path if is_folder else parse.file_of(word)
+    settings = parse.read_yaml(path)
     if {"base", "variants"} & settings.keys():
         raise ValueError(f"{path} is no run but a sweep: comera sweep trains it")
     try:
-        settings = nested(settings)
+        settings = parse.nested(settings)
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from None
     of_a_run = path.name == "config.yaml" and (path.parent / "metrics.jsonl").is_file()
@@ -191,12 +176,12 @@ def settings_by_name() -> dict[str, tuple[Any, type]]:
     found: dict[str, tuple[Any, type]] = {}
 
     def walk(kind: type, within: str) -> None:
-        for name, hint in hints_of(kind).items():
+        for name, hint in parse.hints_of(kind).items():
             found.setdefault(within + name, (hint, kind))
-            section, _ = section_of(hint)
+            section, _ = parse.section_of(hint)
             if section is not None:
                 walk(section, f"{within}{name}.")
-        for each in choices_of(kind):
+        for each in parse.choices_of(kind):
             walk(each, within)
 
     walk(RunConfig, "")
@@ -219,7 +204,9 @@ def help_of(command: str, words: Sequence[str]) -> str | None:
     for word in words:
         section = word.removeprefix("--").removesuffix(".help")
         if word in ("-h", "--help"):
-            sections = [k for k, (hint, _) in known.items() if section_of(hint)[0] and "." not in k]
+            sections = [
+                k for k, (hint, _) in known.items() if parse.section_of(hint)[0] and "." not in k
+            ]
             return _HELP.format(
                 command=command,
                 summary=RUN_COMMANDS[command],
@@ -252,12 +239,12 @@ sections of settings:
 def _entry(key: str, with_type: bool = True) -> str:
     """Return the entry of a setting in a help, with its default in brackets."""
     hint, holder = settings_by_name()[key]
-    if section_of(hint)[0] is not None:
+    if parse.section_of(hint)[0] is not None:
         return f"\n{key}: {_text(key)}"
     own = next(each for each in fields(holder) if each.name == key.rpartition(".")[2])
     value = own.default if own.default_factory is MISSING else own.default_factory()
     value = str(value).lower() if isinstance(value, bool) else value
-    text = f"{_text(key)} ({wanted(hint)})" if with_type else _text(key)
+    text = f"{_text(key)} ({parse.wanted(hint)})" if with_type else _text(key)
     return row(f"--{key}=", text if value is None else f"{text} [{value}]")
 
 
@@ -266,7 +253,7 @@ def _text(key: str) -> str:
     texts = {
         param.arg_name: param.description or ""
         for kind in reversed(holder.__mro__)
-        for param in parse(kind.__doc__ or "").params
+        for param in docstring_parser.parse(kind.__doc__ or "").params
     }
     return " ".join(texts[key.rpartition(".")[2]].replace("``", "").split())
 

@@ -34,12 +34,8 @@ class SearchConfig:
 def read_search(given: Any) -> SearchConfig:
     """Parse the section; its ``over`` becomes Optuna's distributions.
 
-    Domains are lists of values, or keywords of Optuna's distributions of numbers, ``{low: 4,
-    high: 32, log: true}``.
-
-    Raises:
-        ValueError: If something is wrong; names the first such thing.
-        MissingPackageError: If Optuna is not installed.
+    Domains are lists of values, or keywords of those distributions, ``{low: 4, high: 32}``. Raises
+    ``ValueError`` for the first thing that is wrong, and ``MissingPackageError``.
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"search={given!r} must be a section: trials, and over what settings")
@@ -96,17 +92,15 @@ class Search:
     """Trials of a search, each a variant of the sweep with a run for every seed.
 
     Proposals depend only on the seed and on earlier results, so a stopped search resumes exactly if
-    runs are sequential. Raises ``ValueError`` if there is one, without ``anew``, and
-    ``MissingPackageError`` if Optuna is not installed.
+    runs are sequential.
 
     Args:
         config: The search.
         folder: Folder of the sweep, locked by this process.
         metric: Metric to optimise; a trial is worth its mean over ``seeds``.
         seeds: Seeds of the runs.
-        make_jobs: Makes the jobs of a trial of its name and settings; raises ``ValueError`` for
-            settings that do not go together.
-        anew: Discard an earlier search with other settings in the folder.
+        make_jobs: Makes the jobs of a trial of its name and settings, or raises ``ValueError``.
+        anew: Discard an earlier search with other settings, which else raises ``ValueError``.
     """
 
     def __init__(

@@ -14,20 +14,13 @@ from rich.progress import TaskID
 
 from comera._command import INTERRUPTED
 from comera.extras import did_you_mean
-from comera.recipes.folder import is_finished, lock, missing_data, with_whole_paths
 from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
 from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
+from comera.recipes.report import sweep_report
 from comera.recipes.report.page import show_metric
-from comera.recipes.report.sweep_report import (
-    Failed,
-    compare,
-    comparison_text,
-    read_trained,
-    write_comparison,
-    write_sweep_report,
-)
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
+from comera.recipes.run_folder import is_finished, lock, missing_data, with_whole_paths
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
 from comera.train.log import last_logged, progress_bar
 
@@ -59,11 +52,8 @@ class Sweep:
 def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     """Read a sweep file and check all of it, down to the settings of each variant.
 
-    ``changes`` are settings by dotted names that every variant gets, whatever the file says.
-
-    Raises:
-        ValueError: If something is wrong; names the variant and the first such thing.
-        FileNotFoundError: If the file or its base is not there.
+    ``changes`` are settings by dotted names that override those of every variant. Raises
+    ``ValueError`` for the first thing that is wrong, ``FileNotFoundError`` without file or base.
     """
     content = read_yaml(path)
     if not {"base", "variants", "search"} & content.keys() and "train" in content:
@@ -241,9 +231,8 @@ def run_sweep(
 ) -> int:
     """Train the unfinished runs of a sweep, and compare the finished ones; see :func:`sweep`.
 
-    ``changes`` are settings by dotted names for every run. ``skip`` lists variants, or runs as
-    ``VARIANT/seed-K``, not to train this time; finished ones are still compared. Returns exit
-    status: 0, 1 if a run failed, 130 after Ctrl-C.
+    ``changes`` are settings by dotted names for every run, ``skip`` variants, or runs as
+    ``VARIANT/seed-K``, not to train this time. Returns 0, 1 if a run failed, 130 after Ctrl-C.
 
     Raises:
         ValueError: If the file is wrong, or a folder holds a run with other settings or of other
@@ -376,19 +365,21 @@ def _check_model(name: str, config: RunConfig) -> None:
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
     """Print the table and write its files if anything has ended, then print what failed."""
     finished = [job for job in jobs if job.state == "finished"]
-    runs = [read_trained(job.variant, job.seed, job.folder) for job in finished]
+    runs = [sweep_report.read_trained(job.variant, job.seed, job.folder) for job in finished]
     failed = [
-        Failed(job.variant, job.seed, " ".join(job.reason.split()))
+        sweep_report.Failed(job.variant, job.seed, " ".join(job.reason.split()))
         for job in jobs
         if job.state == "failed"
     ]
     if runs or failed:
         names = list(dict.fromkeys([*sweep.variants, *(job.variant for job in jobs)]))
-        comparison = compare(runs, names, sweep.seeds, sweep.reference, sweep.metric, failed)
-        write_comparison(comparison, runs, sweep.out)
-        write_sweep_report(sweep.out)
+        comparison = sweep_report.compare(
+            runs, names, sweep.seeds, sweep.reference, sweep.metric, failed
+        )
+        sweep_report.write_comparison(comparison, runs, sweep.out)
+        sweep_report.write_sweep_report(sweep.out)
         if runs:
-            text = comparison_text(comparison)
+            text = sweep_report.comparison_text(comparison)
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         written = f"wrote results.json, results.md and report.html to {sweep.out}"
         console.print(written, markup=False)
@@ -401,9 +392,9 @@ def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
 def show_progress(
     jobs: Sequence[Job], metric: str, console: Console, expected: int
 ) -> Iterator[Callable[[], None]]:
-    """Show a bar for all jobs and one for each that runs, and a line for each that ends.
+    """Show a bar for all jobs and for each that runs, and a line for each that ends.
 
-    Jobs may be added, up to the expected number. Yields a function that updates the bars.
+    Yields a function that updates them; jobs may be added, up to the expected number.
     """
     width = max(len(job.name) for job in jobs)
     bars: dict[Job, TaskID] = {}
@@ -439,7 +430,7 @@ def _ending(job: Job, metric: str) -> str:
         return f"failed: {job.reason}"
     if job.state != "finished":
         return "stopped; it can be resumed"
-    run = read_trained(job.variant, job.seed, job.folder)
+    run = sweep_report.read_trained(job.variant, job.seed, job.folder)
     return (
         f"{metric} {show_metric(metric, run.metrics[metric])}, {run.params:,} parameters, "
         f"{run.steps:,} steps in {run.seconds:,.1f} s"

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 with needed_by("load_run()"):
     from tokenizers import Tokenizer
 
-    from comera.recipes.folder import read_result
     from comera.recipes.parse import parse_settings, read_yaml
     from comera.recipes.run import without_remarks
     from comera.recipes.run_config import RunConfig
+    from comera.recipes.run_folder import read_result
     from comera.recipes.tasks.task import task_of
 
 
@@ -143,12 +143,9 @@ def load_run(
 def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Iterator[dict[str, Any]]:
     """Yield a prediction for each line, or an ``error`` that names one that is not as expected.
 
-    Args:
-        run: A finished run.
-        lines: Of sentence pairs ``premise<TAB>hypothesis``; of a masked language model text with
-            ``[MASK]`` in it; of a causal one the beginning of a text; of a click log a row of it as
-            a JSON object, without its label.
-        new_tokens: Tokens that a causal model adds, the most likely one each time.
+    Lines are ``premise<TAB>hypothesis`` for sentence pairs, text with ``[MASK]`` in it for masked
+    words, the beginning of a text for a causal model, which adds ``new_tokens``, or a row of a
+    click log as a JSON object without its label.
     """
     task = task_of(run.config)
     task.vocabulary = run.tokenizer if run.categories is None else run.categories
@@ -174,12 +171,11 @@ _FORMS = {
 
 
 def export(run: TrainedRun, path: Path) -> str:
-    """Write the model of a run to a file, in the format of its suffix.
+    """Write the model of a run in the format of a suffix; returns a sentence about the file.
 
     ``.pt2`` and ``.onnx`` hold the compressed model, its cores contracted, and take any number of
-    rows; ``.safetensors`` holds the weights of the dense model by their names. Returns a sentence
-    about the file. Raises ``ValueError`` if the suffix is another one, and ``MissingPackageError``
-    if ONNX is asked for and not installed.
+    rows; ``.safetensors`` holds the weights of the dense model by their names. Raises
+    ``ValueError`` for another suffix, ``MissingPackageError`` without ONNX.
     """
     if path.suffix not in _FORMS:
         known = ", ".join(f"{suffix} ({form})" for suffix, form in _FORMS.items())

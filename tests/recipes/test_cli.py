@@ -140,6 +140,19 @@ def test_values_are_read_as_what_they_are_for(words, value):
     assert found == value[1]
 
 
+def test_the_configuration_may_stand_anywhere():
+    first, second, third = map(
+        typed_settings,
+        (
+            ["quickstart", "--model.d_model=64", "--train.steps", "7"],
+            ["--model.d_model=64", "quickstart", "--train.steps", "7"],
+            ["--train.steps", "7", "--model.d_model=64", "quickstart"],
+        ),
+    )
+    assert first == second == third
+    assert (first.model.d_model, first.train.steps, first.twin) == (64, 7, True)
+
+
 def test_hyphens_are_as_good_as_underscores(tmp_path, capsys):
     assert main(["reproduce", "came-shapes", "--dry-run=true", "--skip=[adafactor,came-x]"]) == 1
     assert "skip=came-x is neither" in capsys.readouterr().err
@@ -150,7 +163,7 @@ def test_the_file_of_a_run_is_read_once(tmp_path, monkeypatch):
     path.write_text("masked_text: {}\ntrain: {steps: 3}\n")
     read = []
     monkeypatch.setattr(
-        run_commands, "read_yaml", lambda path: read.append(path) or read_yaml(path)
+        run_commands.parse, "read_yaml", lambda path: read.append(path) or read_yaml(path)
     )
     assert typed_settings([str(path), "--seed=2"]).train.steps == 3
     assert read == [path]

@@ -227,28 +227,6 @@ def test_plan_says_what_a_run_will_end_at(config):
     assert report.tt_dense_params == compressed.layer_dense_params
 
 
-@pytest.mark.slow
-def test_the_configuration_may_stand_anywhere(capsys):
-    quickstart = str(next(p for p in CONFIGS if p.stem == "quickstart"))
-    printed = []
-    for words in (
-        [quickstart, "--model.d_model=64", "--train.steps", "7"],
-        ["--model.d_model=64", quickstart, "--train.steps", "7"],
-        ["--train.steps", "7", "--model.d_model=64", quickstart],
-    ):
-        assert main(["plan", *words, "--tensorize.rank=8"]) == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] == printed[2]
-
-
-def test_training_leaves_the_number_of_threads_alone_unless_told(config):
-    before = torch.get_num_threads()
-    config.twin = False
-    config.train.steps = 2
-    quiet_run(config)
-    assert torch.get_num_threads() == before
-
-
 @pytest.mark.parametrize("tensorize", [None, TTConfig(rank=8, embedding_rank=8, order=2)])
 def test_a_model_is_drawn_on_the_cpu_whatever_the_device(config, tensorize):
     """A device that draws for itself would leave the state of these numbers as it was."""

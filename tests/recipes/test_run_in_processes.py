@@ -15,7 +15,6 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.targets import TTConfig
-from comera.recipes.folder import DataRecord, lock
 from comera.recipes.optimizers import AdamWConfig, CAMEConfig, MuonConfig
 from comera.recipes.run import _check_same_data, run
 from comera.recipes.run_config import (
@@ -27,6 +26,7 @@ from comera.recipes.run_config import (
     TrainConfig,
     TwoStageConfig,
 )
+from comera.recipes.run_folder import DataRecord, lock
 from comera.train.log import read_metrics
 from tests.data.test_clicks import table
 from tests.data.test_nli import pairs, write_snli

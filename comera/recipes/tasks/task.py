@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.recipes.folder import DataRecord
 from comera.recipes.run_config import TASKS, RunConfig
+from comera.recipes.run_folder import DataRecord
 from comera.train.processes import Processes
 
 Batch = dict[str, Any]

@@ -30,15 +30,10 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class DataRecord:
-    """Identity of the data of a run.
+    """Identity of the data of a run."""
 
-    Attributes:
-        files: Digests of all files that are read, by name.
-        prepared: Digest of the tokens or rows made of them; None where it is not known yet.
-    """
-
-    files: Mapping[str, str]
-    prepared: str | None = None
+    files: Mapping[str, str]  # digests of all files that are read, by name
+    prepared: str | None = None  # digest of the tokens or rows made of them, once known
 
 
 def read_record(folder: Path) -> DataRecord | None:
@@ -100,10 +95,9 @@ def with_whole_paths(config: RunConfig) -> RunConfig:
 
 
 def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
-    """Return the settings with other, absolute, paths to the data.
+    """Return the settings with other paths to the data, given by the dotted names of settings.
 
-    ``places`` are the new paths by the dotted names of settings. Raises ``ValueError`` if a name is
-    no path of the run's data, or a place is no path.
+    Raises ``ValueError`` if a name is no path of the run's data, or a place is no path.
     """
     known = [f"{config.task}.{key}" for key in _path_keys(config)]
     values = asdict(config.data)
@@ -117,7 +111,8 @@ def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
     return with_whole_paths(dataclasses.replace(config, **{config.task: data}))
 
 
-def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+def data_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the paths to data that a run names, with the dotted names of their settings."""
     for key in _path_keys(config):
         value = getattr(config.data, key)
         for path in value if isinstance(value, list) else [value]:
@@ -125,15 +120,10 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield f"{config.task}.{key}", os.path.expanduser(path)
 
 
-def named_data(config: RunConfig) -> str:
-    """Return the settings that name data of a run, for messages; empty for default ones."""
-    return ", ".join(f"{key}={path}" for key, path in _paths(config))
-
-
 def missing_data(config: RunConfig) -> dict[str, str]:
     """Return the first missing path of each setting with paths, by its dotted name."""
     found: dict[str, str] = {}
-    for key, path in _paths(config):
+    for key, path in data_paths(config):
         if not Path(path).exists():
             found.setdefault(key, path)
     return found
@@ -142,9 +132,7 @@ def missing_data(config: RunConfig) -> dict[str, str]:
 def read_result(folder: Path) -> dict[str, Any]:
     """Return the figures of a trained model, from its folder.
 
-    Raises:
-        FileNotFoundError: If it is not finished.
-        ValueError: If the file is damaged; names it and what writes it again.
+    Raises ``FileNotFoundError`` if it is not finished, ``ValueError`` if the file is damaged.
     """
     path = folder / "result.json"
     try:
@@ -162,33 +150,19 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """One trained model in figures.
+    """One trained model in figures."""
 
-    Attributes:
-        name: ``compressed`` or ``dense``.
-        metrics: The last evaluation.
-        params: Parameters of the whole model.
-        layer_params: Parameters of its tensor-train layers, or of the dense layers in their place.
-        layer_dense_params: Entries of the dense weights of those layers.
-        bytes: Size of ``model.safetensors``.
-        seconds: Time in training steps.
-        steps: Optimizer steps.
-        ranks: Report of rank learning, if it ran.
-        test: The same figures as ``metrics`` on the test data, if there are any.
-        checkpoint_bytes: Mean size of the checkpoints that are kept; None without any.
-    """
-
-    name: str
-    metrics: dict[str, float]
-    params: int
-    layer_params: int
-    layer_dense_params: int
-    bytes: int
-    seconds: float
+    name: str  # compressed or dense
+    metrics: dict[str, float]  # the last evaluation
+    params: int  # of the whole model
+    layer_params: int  # of its tensor-train layers, or of the dense layers in their place
+    layer_dense_params: int  # entries of the dense weights of those layers
+    bytes: int  # of model.safetensors
+    seconds: float  # in training steps
     steps: int
-    ranks: dict[str, Any] | None = None
-    test: dict[str, float] = field(default_factory=dict)
-    checkpoint_bytes: float | None = None
+    ranks: dict[str, Any] | None = None  # report of rank learning, if it ran
+    test: dict[str, float] = field(default_factory=dict)  # as metrics, on test data
+    checkpoint_bytes: float | None = None  # mean of the checkpoints that are kept
 
 
 def read_outcome(folder: Path) -> Outcome:
@@ -263,21 +237,13 @@ _IN_EVERY_CONFIG = {"seed", "device", "train", "optimizer", "twin"}
 
 @dataclass(frozen=True)
 class Begun:
-    """Differences between the run started in a folder and new settings.
+    """Differences between the run started in a folder and new settings, ``key: there -> here``."""
 
-    Attributes:
-        others: Differing settings that identify another run, as ``key: there -> here``.
-        rhythm: Differing settings without effect on the trained model.
-        longer: Whether the new settings have more steps or epochs.
-        late: Whether the started run is in its late stage, whose length is fixed.
-        moved: Whether the data are at another place now.
-    """
-
-    others: list[str] = field(default_factory=list)
-    rhythm: list[str] = field(default_factory=list)
-    longer: bool = False
-    late: bool = False
-    moved: bool = False
+    others: list[str] = field(default_factory=list)  # those that make it another run
+    rhythm: list[str] = field(default_factory=list)  # those without effect on the trained model
+    longer: bool = False  # the new settings have more steps or epochs
+    late: bool = False  # the started run is in its late stage, whose length is fixed
+    moved: bool = False  # the data are at another place now
 
     @property
     def difference(self) -> str | None:
@@ -358,12 +324,6 @@ def _has_moved(old: Any, new: Any) -> bool:
     return isinstance(old, str) and isinstance(new, str) and not os.path.exists(old)
 
 
-def other_settings(config: RunConfig) -> str | None:
-    """Return the settings by which the run in the folder is another one; None if none do."""
-    found = begun_run(config)
-    return None if found is None else found.difference
-
-
 def other_data(folder: Path, record: DataRecord) -> str | None:
     """Return how the data differ from those recorded in a run's folder, or None."""
     recorded = read_record(folder) if begun(folder) else None
@@ -377,13 +337,10 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def check_folder(config: RunConfig, found: Begun | None) -> None:
-    """Raise ``ValueError`` if a run may not have its folder; nothing is written or deleted.
-
-    Reasons are another run without ``overwrite``, other files in the way, and the run's data.
-    """
+    """Raise ``ValueError`` if another run, other files or the data are in a run's folder."""
     folder = Path(config.out)
     ours = _written_by_a_run(folder)
-    foreign = [name for name in WRITTEN_BY_A_RUN if name not in ours and _holds(folder / name)]
+    foreign = sorted(name for name in WRITTEN_BY_A_RUN.keys() - ours if _holds(folder / name))
     if ours and not config.twin:  # nothing will be written there
         foreign = [name for name in foreign if name != "dense"]
     if foreign:
@@ -392,7 +349,7 @@ def check_folder(config: RunConfig, found: Begun | None) -> None:
             "choose another --out, or move that away"
         )
     if config.overwrite or not begun(folder):
-        for key, path in _paths(config):
+        for key, path in data_paths(config):
             if Path(path).resolve().is_relative_to(folder.resolve()):
                 raise ValueError(
                     f"{folder} holds what the run is to read ({key}={path}): choose another --out, "
@@ -421,10 +378,7 @@ def check_data(config: RunConfig, record: DataRecord) -> None:
 
 
 def claim(config: RunConfig, record: DataRecord, found: Begun | None) -> None:
-    """Write the settings and the data record of a run into its checked folder.
-
-    Only files of an earlier run that is replaced or cannot be resumed are deleted.
-    """
+    """Write settings and data record of a run, in place of one that cannot be resumed."""
     folder = Path(config.out)
     if not config.overwrite and found is not None and found.longer:  # it will have another result
         for place in ("", "dense"):
@@ -464,8 +418,7 @@ def _holds(path: Path) -> bool:
 def _written_by_a_run(folder: Path) -> set[str]:
     """Return the names in the folder that belong to a run, if ``config.yaml`` is a run's.
 
-    It must have the settings that every run has; one that cannot be read counts if there is a
-    checkpoint or a result.
+    One that cannot be read is, if there is a checkpoint or a result.
     """
     try:
         settings = read_yaml(folder / "config.yaml")
