@@ -186,10 +186,7 @@ def fields_named(format: str, fields: Sequence[str]) -> Sequence[str]:
 def columns_of(
     path: Path, format: str, label: str | None, continuous: Sequence[str], fields: Sequence[str]
 ) -> Columns:
-    """Return the columns by the settings, with defaults from the file.
-
-    Raises ``ValueError`` for no label, or a column missing, named twice or both label and feature.
-    """
+    """Return the columns by the settings and the file; raises ``ValueError`` if they differ."""
     if format == "criteo":
         return Columns("label", CRITEO_CONTINUOUS, CRITEO_FIELDS)
     names = _layout(path, format).names
@@ -229,9 +226,8 @@ def read_chunks(
     a field holds whole numbers, which are their own codes; ``skipped`` ``()``, the number of
     malformed lines, which ``skip_bad`` leaves out.
 
-    Raises:
-        ValueError: If a line or cell is malformed; names its number. So is a number that is not
-            finite, except an empty cell, or NaN in a typed column, of a feature.
+    Raises ``ValueError`` with the number of a malformed line. So is one with a number that is not
+    finite, except an empty cell, or NaN in a typed column, of a feature.
     """
     layout = _layout(path, format)
     if twice := _repeated(layout.names):

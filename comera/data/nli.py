@@ -90,11 +90,7 @@ class NliData:
             vocabulary.find_vocabulary(self.vocab)
 
     def digests(self) -> dict[str, str]:
-        """Return digests of all files and data sets, as the settings name them.
-
-        Raises ``FileNotFoundError``, which describes the expected format, if a file is missing, and
-        ``ValueError`` if no file is named, or one cannot be decompressed.
-        """
+        """Return digests of all files and data sets; raises what :meth:`find` does."""
         self.find()
         found = {s: _digest(s) for sources in self.splits.values() for s in sources}
         if self.vocab:
@@ -105,8 +101,8 @@ class NliData:
 class NliPairs:
     """Encoded pairs, and batches that depend only on a seed and a step number.
 
-    Batches hold pairs of similar length, padded to the longest. ``digests`` are those of the files
-    and data sets that were read, ``prepared`` is that of the encoded pairs.
+    Batches hold pairs of similar length, padded to the longest. ``digests`` are those of files and
+    data sets, ``prepared`` is that of the encoded pairs.
     """
 
     def __init__(
@@ -129,8 +125,7 @@ class NliPairs:
     def prepare(cls, settings: NliData, digests: Mapping[str, str] | None = None) -> "NliPairs":
         """Read and encode, or load that from the cache; ``digests`` may be known already.
 
-        Raises ``FileNotFoundError``, which describes the expected format, if a file is missing, and
-        ``ValueError`` if a row has no label or sentence, or no file is named.
+        Raises ``FileNotFoundError``, and ``ValueError`` if a row has no label or sentence.
         """
         digests = settings.digests() if digests is None else digests
         first: dict[str, tuple[str, str]] = {}
@@ -161,10 +156,9 @@ class NliPairs:
     def batch(
         self, step: int, batch_size: int, seed: int, length: int | None = None
     ) -> dict[str, Tensor]:
-        """Return training batch number ``step``.
+        """Return training batch number ``step``: ``tokens``, ``segments`` and ``labels``, int64.
 
-        ``tokens`` and ``segments`` int64 ``(B, T)``, ``labels`` int64 ``(B,)``; T is ``length``, or
-        that of the longest row.
+        T is ``length``, or that of the longest row.
         """
         per_epoch = self.steps_per_epoch(batch_size)
         if not per_epoch:

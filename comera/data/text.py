@@ -70,10 +70,7 @@ class TextData:
         _text_files(_folder(self), self.pattern)
 
     def digests(self) -> dict[str, str]:
-        """Return digests of the files that are read, by their names in the folder, in that order.
-
-        Raises ``FileNotFoundError`` if no file matches, ``ValueError`` if decompression fails.
-        """
+        """Return digests of the files that are read, by their names in the folder, in order."""
         folder = _folder(self)
         found: dict[str, str] = {}
         characters = 0
@@ -111,10 +108,7 @@ class TextStreams:
 
     @classmethod
     def prepare(cls, settings: TextData, digests: Mapping[str, str] | None = None) -> "TextStreams":
-        """Read, train the tokenizer and encode, or load all that from the cache.
-
-        Raises ``FileNotFoundError`` if no file matches, ``ValueError`` for too little text.
-        """
+        """Read and encode, or load that from the cache; ``ValueError`` for too little text."""
         settings.check()
         folder = _folder(settings)
         digests = settings.digests() if digests is None else digests
@@ -265,8 +259,7 @@ class MaskedText:
 class CausalText:
     """Batches of a causal language model, which depend only on a seed and a step number.
 
-    Batches hold ``tokens`` and ``targets``, both int64 ``(B, T)``: ``settings.length`` tokens, each
-    with the next as target.
+    ``tokens`` and ``targets``, the next ones, are both int64 ``(B, T)``.
     """
 
     streams: TextStreams

@@ -79,19 +79,10 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token embedding, a stack of layers and a norm.
+    """Token embedding, a stack of layers and a norm: tokens ``(B, T)`` to ``(B, T, D)``.
 
-    Args:
-        vocab_size: Number of tokens.
-        d_model: Width.
-        num_layers: Number of layers.
-        num_heads: Attention heads a layer; ``d_model`` is a multiple of twice as many.
-        ffn_dim: Width of the feed-forward part; LLaMA's is 8/3 of ``d_model``.
-        dropout: Probability on both residual branches; LLaMA has none.
-        qk_norm: Normalise the queries and keys of every head, as Qwen3 does.
-
-    Shapes:
-        tokens ``(B, T)`` integers; output ``(B, T, D)``.
+    ``d_model`` is a multiple of ``2 * num_heads``; LLaMA's ``ffn_dim`` is 8/3 of it. ``dropout`` is
+    on both residual branches; LLaMA has none. ``qk_norm`` normalises queries and keys, as Qwen3.
     """
 
     def __init__(
@@ -130,10 +121,8 @@ class CausalLanguageModel(nn.Module):
     """Predict each token from those before it.
 
     A state dict of ``transformers.LlamaForCausalLM`` loads and gives the same logits, if it has as
-    many key as query heads and an untied output layer.
-
-    Shapes:
-        tokens ``(B, T)`` integers; output logits ``(B, T, V)``, at each position those of the next.
+    many key as query heads and an untied output layer. Tokens ``(B, T)`` become logits
+    ``(B, T, V)``, at each position those of the next.
     """
 
     def __init__(self, decoder: Decoder, vocab_size: int) -> None:

@@ -39,8 +39,7 @@ class DLRM(nn.Module):
         of many values a pair ``(indices (N,), offsets (B,))`` for each; output ``(B,)``, the logit
         of a click.
 
-    Raises:
-        ValueError: If there is no table, a size is below one, or inputs do not fit the model.
+    Raises ``ValueError`` if there is no table, a size is below one, or inputs do not fit.
     """
 
     def __init__(
@@ -172,11 +171,7 @@ _PRIME = 2**31 - 1
 
 
 class SmallTable(nn.Module):
-    """Base of tables that sum rows, each of which is computed from its index.
-
-    Shapes:
-        indices ``(B, n)`` integers, or ``(N,)`` with offsets ``(B,)``; output ``(B, D)``.
-    """
+    """Sums ``(B, D)`` of rows that are computed from their indices, ``(B, n)`` or as bags."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__()
@@ -195,12 +190,10 @@ class SmallTable(nn.Module):
 
 
 class HashedTable(SmallTable):
-    """Rows of width D shared by the remainder of their index (arXiv 0902.2206).
+    """Rows shared by the remainder of their index (arXiv 0902.2206), frequent indices first.
 
-    Args:
-        num_embeddings: Number of indices, the most frequent ones first.
-        kept: Number of stored rows; the first ``own`` of them have one index each.
-        rank: Width R of stored rows, which a matrix ``(R, D)`` brings to D; None for D.
+    Of ``kept`` rows the first ``own`` have one index each. They are stored in width ``rank``, which
+    a matrix brings to D.
     """
 
     def __init__(
@@ -228,10 +221,7 @@ class HashedTable(SmallTable):
 
 
 class QuotientRemainderTable(SmallTable):
-    """Products of a row for the quotient of the index by ``divisor`` and one for its remainder.
-
-    Shi et al. 2020, arXiv 1909.02107, section 3, with the elementwise product.
-    """
+    """Products of a row for the index's quotient and one for its remainder (arXiv 1909.02107)."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, divisor: int) -> None:
         super().__init__(num_embeddings, embedding_dim)
@@ -248,12 +238,9 @@ class QuotientRemainderTable(SmallTable):
 
 
 class SharedArrayTable(SmallTable):
-    """Rows of width D cut in blocks from one array that all tables share (ROBE, arXiv 2108.02191).
+    """Rows cut in blocks from one array that all tables share (ROBE, arXiv 2108.02191).
 
-    Args:
-        array: Module whose parameter ``(M,)`` is the array.
-        block: Consecutive numbers of a block; divides D.
-        number: Number of this table, which seeds its hash.
+    ``array`` is a module whose parameter is the array; ``number`` of the table seeds its hash.
     """
 
     def __init__(
@@ -287,11 +274,9 @@ def replace_tables_(
 ) -> nn.ModuleDict:
     """Replace dense tables by small ones of at most ``params`` parameters together, in place.
 
-    All tables get equally many rows; a table without more rows than that stays dense. ``tables``
-    are :class:`torch.nn.EmbeddingBag` of one width by name; ``kind`` is ``hashed``,
-    ``quotient_remainder`` or ``shared_array``. ``own`` is the share of the rows of hashed tables
-    for one index each, the first ones; ``rank`` is that of a :class:`HashedTable`, ``block`` that
-    of a :class:`SharedArrayTable`. Raises ``ValueError`` if ``params`` is too small.
+    All tables, of one width, get equally many rows; a table without more rows stays dense. ``own``
+    is the share of the rows of a :class:`HashedTable` for one index each; ``rank`` is that of one,
+    ``block`` that of a :class:`SharedArrayTable`. Raises ``ValueError`` for too few ``params``.
     """
     sizes = {name: int(table.num_embeddings) for name, table in tables.items()}  # type: ignore[arg-type]
     width = int(next(iter(tables.values())).embedding_dim)  # type: ignore[arg-type]

@@ -83,20 +83,10 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Token, position and optional segment embeddings, then a stack of blocks.
 
-    Args:
-        vocab_size: Number of tokens; token 0 is padding.
-        d_model: Width.
-        num_layers: Number of blocks.
-        num_heads: Attention heads a block; divides ``d_model``.
-        ffn_dim: Width of the feed-forward layer.
-        max_length: Longest sequence.
-        dropout: Probability, in attention and on both residual branches and the embeddings.
-        num_segments: Size of the segment vocabulary; 0 for none.
-        norm: ``"pre"`` or ``"post"`` layer norm.
-        qk_norm: Normalise the queries and keys of every head, which bounds attention scores at
-            high learning rates. Tensor trains then attend by heads, not in the space of ranks.
-        position_std: Standard deviation of initial embeddings of positions and segments; that of
-            tokens is 0.02.
+    Token 0 is padding. ``dropout`` is in attention, on both residual branches and the embeddings.
+    ``qk_norm`` normalises the queries and keys of every head, which bounds attention scores at high
+    learning rates; tensor trains then attend by heads, not in the space of ranks. Embeddings of
+    positions and segments begin with the standard deviation ``position_std``, those of tokens 0.02.
 
     Shapes:
         tokens ``(B, T)`` integers, segments likewise or None; output ``(B, T, D)``.
@@ -157,11 +147,7 @@ class Encoder(nn.Module):
 
 
 class MaskedLanguageModel(nn.Module):
-    """Predict tokens at given positions; ``padded`` as in :class:`Encoder`.
-
-    Shapes:
-        tokens ``(B, T)``, positions ``(B, M)``; output logits ``(B, M, V)``.
-    """
+    """Logits ``(B, M, V)`` at positions ``(B, M)``; ``padded`` as in :class:`Encoder`."""
 
     def __init__(self, encoder: Encoder, vocab_size: int) -> None:
         super().__init__()
@@ -179,11 +165,7 @@ class MaskedLanguageModel(nn.Module):
 
 
 class SequenceClassifier(nn.Module):
-    """Classify a sequence by its first token; ``padded`` as in :class:`Encoder`.
-
-    Shapes:
-        tokens and segments ``(B, T)``; output logits ``(B, C)``.
-    """
+    """Logits ``(B, C)`` of sequences by their first token; ``padded`` as in :class:`Encoder`."""
 
     def __init__(self, encoder: Encoder, num_classes: int, dropout: float = 0.1) -> None:
         super().__init__()

@@ -49,6 +49,7 @@ class OptimizerConfig:
         schedule: How the rate falls afterwards, to zero.
     """
 
+    choices: ClassVar[list[type["OptimizerConfig"]]]  # all optimizers
     default_lr: ClassVar[float]
 
     name: str | None = None
@@ -88,11 +89,6 @@ class OptimizerConfig:
                     "of them"
                 )
         return OPTIMIZERS[chosen], kept | {"name": name}
-
-    @staticmethod
-    def choices() -> list[type["OptimizerConfig"]]:
-        """Return the dataclasses of all optimizers."""
-        return list(OPTIMIZERS.values())
 
     def check(self) -> None:
         """Raise ``ValueError`` for a value that is out of range."""
@@ -328,6 +324,8 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     )
 }  # fmt: skip
 """Registry of the optimizers by name."""
+
+OptimizerConfig.choices = list(OPTIMIZERS.values())
 
 
 def default_name(compressed: bool) -> str:

@@ -183,7 +183,7 @@ class _Loader(yaml.SafeLoader):
 
 def choices_of(kind: type) -> list[type]:
     """Return the dataclasses that a section can be, if it is one of several."""
-    return kind.choices() if "choose" in vars(kind) else []  # type: ignore[attr-defined]
+    return vars(kind).get("choices", [])
 
 
 def hints_of(kind: type) -> dict[str, Any]:

@@ -286,16 +286,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """Mark of a section of data, which makes a run one of its task.
+    """Mark of a section of data, which makes a run one of its task."""
 
-    Attributes:
-        made_by: The class of the task, as ``module:class`` in ``comera.recipes.tasks``.
-        better: Whether ``higher`` or ``lower`` is better of each metric, the first one to compare
-            runs by.
-    """
-
-    made_by: str
-    better: Mapping[str, str]
+    made_by: str  # class of the task, as module:class in comera.recipes.tasks
+    better: Mapping[str, str]  # higher or lower, by metric; runs are compared by the first one
 
 
 def _task(made_by: str, **better: Literal["higher", "lower"]) -> dict[str, TaskEntry]:

@@ -76,12 +76,17 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
         _check_named(name, variants, "published.figures.")
     reference = content.get("reference") or next(iter(variants))
     _check_named(reference, variants, "reference=")
+    seeds = content["seeds"]
+    if not isinstance(seeds, list) or not all(type(s) is int and s >= 0 for s in seeds or [None]):
+        raise ValueError(f"seeds={seeds!r} must be a list of whole numbers from 0 on")
+    for twice in [seed for seed in seeds if seeds.count(seed) > 1]:
+        raise ValueError(f"seeds={seeds} has {twice} more than once")
     for key in _LAUNCHERS:
         if not isinstance(content.get(key), Mapping | None):
             raise ValueError(f"{key}={content[key]!r} must be a mapping of settings of {key}")
     return Sweep(
         out=Path(str(content["out"])).expanduser(),
-        seeds=_read_seeds(content["seeds"]),
+        seeds=tuple(seeds),
         reference=reference,
         metric=_read_metric(content.get("metric"), variants),
         variants=variants,
@@ -146,16 +151,6 @@ def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...] = ())
             raise ValueError(f"{key} is not for a variant to set: the sweep does")
     other = (given[name] or {}).get("extends")
     return own if other is None else merged(_overrides(other, given, (*inner, name)), own)
-
-
-def _read_seeds(given: Any) -> tuple[int, ...]:
-    fine = isinstance(given, list) and given
-    if not fine or any(type(seed) is not int or seed < 0 for seed in given):
-        raise ValueError(f"seeds={given!r} must be a list of whole numbers from 0 on")
-    twice = next((seed for seed in given if given.count(seed) > 1), None)
-    if twice is not None:
-        raise ValueError(f"seeds={given} has {twice} more than once")
-    return tuple(given)
 
 
 def _read_metric(given: Any, variants: Mapping[str, RunConfig]) -> str:

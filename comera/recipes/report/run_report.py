@@ -99,10 +99,7 @@ class History:
 
 
 def read_histories(folder: Path) -> list[History]:
-    """Return the model of a run and its dense twin, if there is one.
-
-    Raises ``FileNotFoundError`` if there is no run, and ``ValueError`` if a file is damaged.
-    """
+    """Return the model of a run and its dense twin, if there is one."""
     lines, result = read_metrics(folder), _result(folder)
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
     name = ("compressed" if config.get("tensorize") else "dense") if config else "model"

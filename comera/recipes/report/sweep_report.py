@@ -132,7 +132,7 @@ def compare(
 ) -> Comparison:
     """Compute means over the seeds, and differences to the reference seed by seed.
 
-    Test figures are compared if every finished run has them. ``variants`` orders the table.
+    Figures are those of test data if every run has them. ``variants`` orders the table.
     """
     tested = bool(runs) and all(metric in run.test for run in runs)
     by_variant: dict[str, dict[int, Trained]] = {name: {} for name in variants}
@@ -266,10 +266,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Compare the runs of ``results.json`` in the folder of a sweep.
-
-    Raises ``FileNotFoundError`` if there is none, and ``ValueError`` if it is damaged.
-    """
+    """Compare the runs of ``results.json`` in a folder; raises ``ValueError`` if damaged."""
     path = folder / "results.json"
     names = ("variant", "seed", *_FIGURES)
     try:
@@ -286,10 +283,7 @@ def read_comparison(folder: Path) -> Comparison:
 
 
 def write_sweep_report(folder: Path) -> Path:
-    """Write ``report.html`` into the folder of a sweep, from its ``results.json``; return its path.
-
-    Raises ``FileNotFoundError`` if there is no such file.
-    """
+    """Write ``report.html`` into the folder of a sweep, from its ``results.json``."""
     content = gather_sweep(f"Sweep {folder.resolve().name}", read_comparison(folder))
     return page.write_page(folder / "report.html", "sweep.html", content)
 

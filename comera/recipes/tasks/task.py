@@ -24,37 +24,19 @@ _CPU = torch.device("cpu")
 
 
 class Task(ABC):
-    """Data, model and loss of one run.
+    """Data, model and loss of one run."""
 
-    Attributes:
-        inputs: Names of the parts of a batch that the model takes, in its order.
-        lean: Whether the model can be built without memory, tensorised and then drawn by its
-            ``reset_parameters(init)``, so that it is never dense.
-        config: Settings of the run.
-        data: Their section that describes the data.
-        device: Device of the batches.
-        vocabulary: Tokenizer of text, or encoder of raw rows, for :meth:`predict`.
-        sizes: Sizes of the dense model, see :meth:`planned_sizes`; set by :meth:`prepare` as are
-            all attributes below.
-        steps: Optimizer steps of the whole run.
-        record: Identity of the data.
-        per_step: Number and name of what all processes together train on in a step.
-        get_batch: Function from a step number to this process' rows of the batch.
-        evaluate: Function from a model to named figures, ``loss`` among them. Processes evaluate
-            parts of the data and return the same figures.
-        test: The same on data by which nothing is chosen; None if there are none.
-    """
-
-    inputs: tuple[str, ...]
-    lean = False
-    vocabulary: Any = None
-    sizes: Mapping[str, Any]
-    steps: int
+    inputs: tuple[str, ...]  # parts of a batch that the model takes, in its order
+    lean = False  # built without memory, tensorised, then drawn by its reset_parameters(init)
+    vocabulary: Any = None  # tokenizer of text, or encoder of raw rows, for predict()
+    # Set by prepare():
+    sizes: Mapping[str, Any]  # of the dense model, see planned_sizes()
+    steps: int  # optimizer steps of the whole run
     record: DataRecord
-    per_step: tuple[int, str]
-    get_batch: Callable[[int], Batch]
-    evaluate: Callable[[nn.Module], dict[str, float]]
-    test: Callable[[nn.Module], dict[str, float]] | None
+    per_step: tuple[int, str]  # number and name of what all processes train on in a step
+    get_batch: Callable[[int], Batch]  # by a step number, the rows of this process
+    evaluate: Callable[[nn.Module], dict[str, float]]  # named figures, the same in all processes
+    test: Callable[[nn.Module], dict[str, float]] | None  # on data by which nothing is chosen
 
     def __init__(
         self,
@@ -109,7 +91,6 @@ class Task(ABC):
         """Return the sizes of the dense model; data are read only if they alone determine them.
 
         They are ``vocab_size``, or ``table_sizes`` by field and ``num_continuous`` of a click log.
-        Raises ``ValueError`` if data are needed and missing.
         """
 
     @abstractmethod
