@@ -51,6 +51,8 @@ class ClickData:
             those with other columns, or words, ``nan`` or ``inf`` in the place of a number.
     """
 
+    has_end = True  # whether runs may be as long as so many epochs
+
     file: str = field(default="", metadata=vocabulary.PATH)
     format: Literal["table", "criteo", "movielens"] = "table"
     label: str | None = None

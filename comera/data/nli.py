@@ -50,6 +50,8 @@ class NliData:
             the longer sentence first.
     """
 
+    has_end = True  # whether runs may be as long as so many epochs
+
     train: str | list[str] = field(default_factory=list, metadata=vocabulary.PATH)
     dev: str | list[str] = field(default_factory=list, metadata=vocabulary.PATH)
     test: str | list[str] = field(default_factory=list, metadata=vocabulary.PATH)

@@ -37,6 +37,8 @@ class TextData:
             chosen any more: the files after those, and the text before that end.
     """
 
+    has_end = False  # whether runs may be as long as so many epochs
+
     folder: str | None = field(default=None, metadata=vocabulary.PATH)
     pattern: str = "**/*.py"
     max_megabytes: float = 12.0

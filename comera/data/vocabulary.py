@@ -27,8 +27,7 @@ with needed_by("a vocabulary of text"):
 
 log = logging.getLogger("comera")
 
-PATH = {"path": True}
-"""Mark of a setting that is a path to data, or a list of them."""
+PATH = {"path": True}  # mark of a setting that is a path to data, or a list of them
 
 PAD, UNKNOWN, CLS, SEP, MASK = range(5)
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

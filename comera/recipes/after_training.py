@@ -75,13 +75,7 @@ def evaluate(
     try:
         digests = config.data.digests()
     except FileNotFoundError as problem:
-        key = next(iter(run_folder.missing_data(config)), None)
-        if key is None:
-            raise
-        raise FileNotFoundError(
-            f"{problem}; the run in {folder} was trained on that: if it is elsewhere now, give its "
-            f"new place, --set='[{key}=...]'"
-        ) from None
+        raise run_folder.place_of_moved(problem, config, "--set='[{}=...]'") from None
     difference = run_folder.other_data(folder, run_folder.DataRecord(digests))
     if difference is not None:
         raise ValueError(

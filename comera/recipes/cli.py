@@ -48,8 +48,7 @@ COMMANDS = {
 }
 """The function of each command; ``train`` and ``plan`` are those of :mod:`run_commands`."""
 
-_FILE_WIDTH = 120
-"""Characters of a line outside of a terminal."""
+_FILE_WIDTH = 120  # characters of a line outside of a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

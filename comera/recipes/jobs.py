@@ -258,8 +258,7 @@ class Remote:
         return DelayedSubmission(dataclasses.replace(self, overwrite=False))
 
 
-_Submit = Callable[[Remote], Started]
-"""Queues a run; ``stop`` of what it returns cancels it."""
+_Submit = Callable[[Remote], Started]  # queues a run; stop of what it returns cancels it
 
 
 def _submitit(

@@ -26,10 +26,9 @@ from comera.recipes import run_folder
 from comera.recipes.optimizers import OptimizerConfig
 from comera.recipes.run_config import RunConfig, check_processes
 from comera.recipes.tasks.task import Task, prepare_task, task_of
+from comera.report import model_plan
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
-from comera.report.model_plan import ModelPlan
-from comera.report.model_plan import plan as plan_model
 from comera.saved.model_folder import save_state
 from comera.train.log import to_json
 from comera.train.loop import evaluated, train
@@ -111,9 +110,11 @@ def _finished(
     folder = Path(config.out)
     if config.overwrite or found is None or not found.is_finished(folder):
         return None
+    names = [each.name for each in dataclasses.fields(run_folder.Outcome)]
     try:
-        outcomes = [run_folder.read_outcome(folder / place) for place in _places(config)]
-    except (OSError, ValueError, TypeError):  # the last step writes it again
+        results = [run_folder.read_result(folder / place) for place in _places(config)]
+        outcomes = [run_folder.Outcome(**{k: facts[k] for k in names}) for facts in results]
+    except (OSError, ValueError, KeyError):  # the last step writes it again
         return None
     if not all((folder / place / "model.safetensors").is_file() for place in _places(config)):
         return None
@@ -129,13 +130,9 @@ def _check_settings(config: RunConfig, found: run_folder.Begun | None) -> None:
     try:
         config.data.find()
     except FileNotFoundError as problem:
-        key = next(iter(run_folder.missing_data(config)), None)
-        if key is None or found is None:
+        if found is None:
             raise
-        raise FileNotFoundError(
-            f"{problem}; the run in {config.out} was begun with that: if it is elsewhere now, give "
-            f"its new place, --{key}=..."
-        ) from None
+        raise run_folder.place_of_moved(problem, config, "--{}=...") from None
     run_folder.check_folder(config, found)
 
 
@@ -194,15 +191,15 @@ def _places(config: RunConfig) -> list[str]:
     return [name if number else "" for number, (name, _) in enumerate(_jobs(config))]
 
 
-def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | None]:
+def plan(config: RunConfig) -> tuple[CompressionReport, model_plan.ModelPlan | None, int | None]:
     """Return size and plan of a run's model and its final size; allocates and reads nothing."""
     config.check()
     model = planned_model(config)
     report = compression_report(model, config.tokens)
     if config.tensorize is None:
         return report, None, None
-    layers = plan_model(model, tokens=config.tokens)
-    assert isinstance(layers, ModelPlan), "the model is not one layer"
+    layers = model_plan.plan(model, tokens=config.tokens)
+    assert isinstance(layers, model_plan.ModelPlan), "the model is not one layer"
     if config.ranks is None:
         return report, layers, None
     return report, layers, math.floor(config.ranks.target * report.live_params)

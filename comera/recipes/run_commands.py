@@ -34,10 +34,8 @@ FIRST = (
 )  # fmt: skip
 """Settings that ``--help`` shows."""
 
-_MINUTES = 60.0
-"""How long a process waits for the others, as while one reads the data."""
+_MINUTES = 60.0  # how long a process waits for the others, as while one reads the data
 
-_LISTED = "`comera train --help_all`"
 _COLUMN, _WIDEST = 26, 100
 
 
@@ -85,7 +83,9 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
             continue
         if not _is_option(key):
             near = difflib.get_close_matches(key, [f"--{name}" for name in settings_by_name()], n=1)
-            hint = f": did you mean {near[0]}?" if near else f"; {_LISTED} lists them"
+            hint = (
+                f": did you mean {near[0]}?" if near else "; `comera train --help_all` lists them"
+            )
             raise ValueError(f"{word} is not a setting{hint}")
         if not equals:
             if not rest or rest[0].startswith("--"):

@@ -422,11 +422,6 @@ class RunConfig:
             return self.tensorize
         return dataclasses.replace(self.tensorize, tokens=self.tokens)
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Metrics of an evaluation, the first one to compare runs by."""
-        return tuple(TASKS[self.task].better)
-
     def check(self) -> None:
         check_nulls(self)
         if not self.out:
@@ -441,9 +436,9 @@ class RunConfig:
             )
         self.model.check(self.task)
         self.dlrm.check()
-        getattr(self, self.task).check(self.task)
+        self.data.check(self.task)
         self.train.check()
-        if self.train.epochs is not None and not (self.nli or self.clicks):
+        if self.train.epochs is not None and not self.data.has_end:
             raise ValueError("train.epochs needs data with an end: give train.steps instead")
         check_least(self.checkpoints, "checkpoints.", keep_last=1)
         if self.device != "auto":

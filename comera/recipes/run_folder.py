@@ -21,11 +21,9 @@ from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig, TrainConfig
 from comera.train.log import from_json, read_metrics
 
-NAME = "data_digests.json"
-"""Name of the record of a run's data."""
+NAME = "data_digests.json"  # name of the record of a run's data
 
-_SHOWN = 4
-"""Differences that an error lists."""
+_SHOWN = 4  # differences that an error lists
 
 
 @dataclass(frozen=True)
@@ -129,6 +127,17 @@ def missing_data(config: RunConfig) -> dict[str, str]:
     return found
 
 
+def place_of_moved(problem: FileNotFoundError, config: RunConfig, option: str) -> FileNotFoundError:
+    """Return the error for data of a started run that are gone, with the option for their place."""
+    key = next(iter(missing_data(config)), None)
+    if key is None:
+        return problem
+    return FileNotFoundError(
+        f"{problem}; the run in {config.out} was begun with that: if it is elsewhere now, give its "
+        f"new place, {option.format(key)}"
+    )
+
+
 def read_result(folder: Path) -> dict[str, Any]:
     """Return the figures of a trained model, from its folder.
 
@@ -163,13 +172,6 @@ class Outcome:
     ranks: dict[str, Any] | None = None  # report of rank learning, if it ran
     test: dict[str, float] = field(default_factory=dict)  # as metrics, on test data
     checkpoint_bytes: float | None = None  # mean of the checkpoints that are kept
-
-
-def read_outcome(folder: Path) -> Outcome:
-    """Return the outcome of a finished model; raises what :func:`read_result` does."""
-    facts = read_result(folder)
-    names = {field.name for field in dataclasses.fields(Outcome)}
-    return Outcome(**{name: value for name, value in facts.items() if name in names})
 
 
 def outcome_cells(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -19,7 +19,7 @@ from comera.recipes.parse import file_of, merged, nested, parse_settings, read_y
 from comera.recipes.report import sweep_report
 from comera.recipes.report.page import show_metric
 from comera.recipes.run import planned_memory
-from comera.recipes.run_config import RunConfig
+from comera.recipes.run_config import TASKS, RunConfig
 from comera.recipes.run_folder import is_finished, lock, missing_data, with_whole_paths
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
 from comera.train.log import last_logged, progress_bar
@@ -155,7 +155,7 @@ def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...] = ())
 
 def _read_metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
     """Return the requested metric, if every variant's task has it; by default the first of them."""
-    measured = {name: config.metrics for name, config in variants.items()}
+    measured = {name: TASKS[config.task].better for name, config in variants.items()}
     first, *others = measured.values()
     shared = [metric for metric in first if all(metric in found for found in others)]
     if given is None:

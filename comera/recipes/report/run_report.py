@@ -25,8 +25,7 @@ _IN_EVERY_RESULT = (
     "layers",
 )  # fmt: skip
 
-Series = list[tuple[int, float]]
-"""Optimizer steps, each with the value logged after it."""
+Series = list[tuple[int, float]]  # optimizer steps, each with the value logged after it
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from comera.extras import did_you_mean
 from comera.models.dlrm import DLRM, click_metrics, replace_tables_
 from comera.recipes.tasks.task import Batch, Digests, Task, logits_of
 
-_EVALUATED = 16_384
-"""Rows that are evaluated at a time."""
+_EVALUATED = 16_384  # rows that are evaluated at a time
 
 
 class ClicksTask(Task):

@@ -14,11 +14,9 @@ from comera.recipes.run_config import TASKS, RunConfig
 from comera.recipes.run_folder import DataRecord
 from comera.train.processes import Processes
 
-Batch = dict[str, Any]
-"""Tensors by name, and plain values."""
+Batch = dict[str, Any]  # tensors by name, and plain values
 
-Digests = Mapping[str, str] | None
-"""Digests of the data by name, if they are known already."""
+Digests = Mapping[str, str] | None  # digests of the data by name, if they are known already
 
 _CPU = torch.device("cpu")
 

@@ -19,10 +19,8 @@ from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.tasks.task import Batch, Digests, Task, logits_of
 
-_LARGEST_LOSS = 700.0
-"""Loss above which a perplexity is too large for a float."""
-_FIRST_WORD = 5
-"""Numbers below stand for padding and other marks."""
+_LARGEST_LOSS = 700.0  # loss above which a perplexity is too large for a float
+_FIRST_WORD = 5  # numbers below stand for padding and other marks
 
 
 class TextTask(Task):
@@ -89,14 +87,10 @@ class StreamTask(TextTask):
         return {"loss": loss, "perplexity": math.exp(min(loss, _LARGEST_LOSS))}
 
 
-_TESTED = 128
-"""Batches that a test draws."""
-_EVALUATED = 32
-"""Batches that an evaluation draws where the settings do not say."""
-_SHOWN = 5
-"""Words that are shown for each masked one."""
-_DRAWN_EVERY = 7
-"""Interval of masked words in a batch that is drawn without data."""
+_TESTED = 128  # batches that a test draws
+_EVALUATED = 32  # batches that an evaluation draws where the settings do not say
+_SHOWN = 5  # words that are shown for each masked one
+_DRAWN_EVERY = 7  # interval of masked words in a batch that is drawn without data
 
 
 class MaskedTextTask(StreamTask):
