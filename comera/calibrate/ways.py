@@ -36,6 +36,8 @@ from comera.ops.linear.feed_forward import factorized_feed_forward, gated_feed_f
 from comera.ops.linear.tt_linear import Factors
 from comera.planning.printing import show_seconds
 from comera.planning.way_times import Timing, save_way_times
+from comera.train.capture import WARM_UP
+from comera.train.graphs import CudaGraphs
 
 Say = Callable[[str], None]
 Run = Callable[[], object]
@@ -123,19 +125,23 @@ def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -
     if len(ways_of(group)) < 2:
         return found
     with contextlib.ExitStack() as stack:
+        graphs = None
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
+            graphs = CudaGraphs(device)
+            stack.enter_context(graphs.stream())  # all calls, or none could be captured later
         runs = trial.make(device, dtype)
-        found += _in_turns(group, runs, device, False, say)
-        if device.type == "cuda":
+        found += _in_turns(group, runs, device, None, say)
+        if graphs is not None:
             stack.enter_context(static_shapes())
-            found += _in_turns(group, runs, device, True, say)
+            found += _in_turns(group, runs, device, graphs, say)
     return found
 
 
 def _in_turns(
-    group: str, runs: Sequence[Run], device: torch.device, captured: bool, say: Say
+    group: str, runs: Sequence[Run], device: torch.device, graphs: CudaGraphs | None, say: Say
 ) -> list[Timing]:
+    """Time the ways in turn, captured if a recorder is given; one that fails is named."""
     samples: dict[str, Callable[[], float]] = {}
     cases: set[tuple[str, tuple[int | str, ...]]] = set()
     for way in ways_of(group):
@@ -143,14 +149,15 @@ def _in_turns(
             met = cases_of(group, way, runs[0])
             if way not in [ran for ran, _ in met]:
                 continue
-            cases |= {(str(dtype).removeprefix("torch."), sizes) for _, (_, dtype, sizes) in met}
-            samples[way] = partial(_host_seconds, group, way, runs, device)
-            if captured:
+            sample = partial(_host_seconds, group, way, runs, device)
+            if graphs is not None:
                 with preferring(group, way):
-                    samples[way] = partial(_graph_seconds, in_turn(runs, device), len(runs))
+                    sample = partial(_graph_seconds, in_turn(runs, device, graphs), len(runs))
         except (RuntimeError, OSError) as problem:  # too little memory, a kernel that fails
-            samples.pop(way, None)
             say(f"{group}: {way} cannot be measured: {problem}")
+            continue
+        samples[way] = sample
+        cases |= {(str(dtype).removeprefix("torch."), sizes) for _, (_, dtype, sizes) in met}
     if len(samples) < 2:
         return []
     taken = {way: [sample()] for way, sample in samples.items()}
@@ -159,7 +166,9 @@ def _in_turns(
             if sum(taken[way]) < _ENOUGH or len(taken[way]) < _LEAST_ROUNDS:
                 taken[way].append(sample())
     seconds = {way: median(values[1:]) for way, values in taken.items()}
-    return [Timing(group, dtype, captured, sizes, seconds) for dtype, sizes in sorted(cases)]
+    return [
+        Timing(group, dtype, graphs is not None, sizes, seconds) for dtype, sizes in sorted(cases)
+    ]
 
 
 def cases_of(group: str, way: str, run: Run) -> list[tuple[str, Case]]:
@@ -205,24 +214,28 @@ def copies_of(device: torch.device, nbytes: float) -> int:
     return min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
 
 
-def in_turn(runs: Sequence[Run], device: torch.device) -> Run:
-    """Return a call that runs all of them, on a GPU as one CUDA graph: the host costs no time."""
-    if device.type != "cuda":
-        return lambda: [run() for run in runs]
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # to warm up
-            for run in runs:
-                run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+def in_turn(runs: Sequence[Run], device: torch.device, graphs: CudaGraphs | None = None) -> Run:
+    """Return a call that runs all of them, on a GPU as one CUDA graph: the host costs no time.
+
+    Give the recorder ``graphs`` on whose stream the runs have been called before. Raises the error
+    of a run that cannot be captured.
+    """
+
+    def run_all() -> Tensor:
         for run in runs:
             run()
+        return torch.empty(0, device=device)
+
+    if device.type != "cuda":
+        return run_all
+    graphs = graphs or CudaGraphs(device)
+    with graphs.stream():
+        for _ in range(WARM_UP):
+            run_all()
+    recording = graphs.record(run_all)
 
     def replay(captured: Sequence[Run] = runs) -> None:  # they keep the tensors that it reads
-        graph.replay()
+        recording.replay()
 
     return replay
 

@@ -65,8 +65,13 @@ def static_shapes() -> Iterator[None]:
 
 
 def shapes_are_static(like: Tensor) -> bool:
-    """Return whether static_shapes() is entered, or a graph captured on the tensor's device."""
-    return _depth > 0 or (like.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Return whether static_shapes() is entered, or a graph captured on the tensor's device.
+
+    Code compiled for a card may be captured later.
+    """
+    if _depth > 0 or not like.is_cuda:
+        return _depth > 0
+    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
 
 
 _fp8_depth = 0  # one for all threads, as that of static_shapes

@@ -3,8 +3,8 @@
 import itertools
 import logging
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -137,7 +137,7 @@ class TrainStep:
         self.scheduler = scheduler
         self.contracted = BatchedContraction(model, self.autocast)
         self.steps_done = 0
-        self._eager_loss_fn = loss_fn
+        self._compiled = compile
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
         self._device = next(model.parameters()).device
         why_not = why_not_fp8(self._device) if precision == "fp8" else None
@@ -236,7 +236,8 @@ class TrainStep:
         for number, (part, share) in enumerate(parts, 1):
             # From the last part's forward pass on, whatever backward comes next is averaged.
             self._unreduced = 1 < number == len(parts)
-            with self.contracted, self._updates(last=number == len(parts)):
+            quiet = _without_compiler_warnings() if self._compiled else nullcontext()
+            with self.contracted, self._updates(last=number == len(parts)), quiet:
                 # The rank objective uses the mean loss, so that all processes learn the same ranks.
                 loss = self._loss(part)
                 seen = mean_over(self._group, loss.detach())
@@ -269,13 +270,7 @@ class TrainStep:
             fp8_products() if self.scaled else nullcontext(),
             torch.autocast(self._device.type, self.autocast, enabled=enabled, cache_enabled=cached),
         ):
-            if self._loss_fn is self._eager_loss_fn:
-                loss = self._loss_fn(self.model, part)
-            else:
-                with warnings.catch_warnings():
-                    # torch.compile looks at .grad of all it is given, shared factors included.
-                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
-                    loss = self._loss_fn(self.model, part)
+            loss = self._loss_fn(self.model, part)
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
@@ -325,6 +320,16 @@ class TrainStep:
             raise NonFiniteLossError(
                 f"the {what} is {float(value)} at step {self.steps_done + 1},{self.watch.advice()}"
             )
+
+
+@contextmanager
+def _without_compiler_warnings() -> Iterator[None]:
+    """Ignore warnings of torch.compile, forward and backward, of which nobody can be rid."""
+    with warnings.catch_warnings():
+        # It looks at .grad of all tensors that it is given, shared factors included.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
+        warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")
+        yield
 
 
 def _check_kinds(model: object, loss_fn: object, optimizer: Any) -> None:

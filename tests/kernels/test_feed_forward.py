@@ -251,7 +251,12 @@ def test_kernels_equal_the_reference_on_a_card(activation, rows, dtype):
     else:
         layers = Layers("several blocks", activation, True, dtype, "cuda", torch.seed(), rows)
     found = layers.run()
-    assert_near([t.cpu() for t in found], layers.want(), layers.rounded, factor=2)
+    (y, *grads), (wanted_y, *wanted) = [t.cpu() for t in found], layers.want()
+    assert_near([y], [wanted_y], layers.rounded, factor=2)
+    # Sums of float32 beside a tie are rounded to the other neighbour than those of float64, and
+    # relu's derivative may change: for one argument in 10^5, the gradient changes by 3e-3.
+    flips = activation == "relu" and layers.rounded == "tf32"
+    assert_near(grads, wanted, layers.rounded, factor=8 if flips else 2)
     assert all(map(torch.equal, found, layers.run()))
 
 

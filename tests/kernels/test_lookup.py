@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
-from comera.ops.dispatch import preferring
+from comera.ops.context import static_shapes
+from comera.ops.dispatch import preferring, recorded
 from comera.ops.kernels import choose, contract_kernel, launch, lookup_kernel, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from comera.ops.table.distinct_rows import Lookup
@@ -530,6 +531,20 @@ def test_torch_goes_back_from_rows_that_warps_have_read(dtype, emulated, started
         grads = torch.autograd.grad(out, table.params, table.grad)
     assert len(started) == 1
     assert_near([out, *grads], table.want(), dtype, factor=2)
+
+
+@pytest.mark.parametrize("name", ["odd", "little"])
+def test_rows_are_not_counted_in_a_graph_though_that_is_faster(name, emulated):
+    table = Table(name, dtype=torch.bfloat16)
+    for param in table.params:
+        param.requires_grad_()
+    with static_shapes(), preferring("lookup", "torch"):
+        assert LOOKUP.chosen(table.lookup()).startswith("kernel")
+        out, *_ = lookup_op(*table.lookup().arguments(), False)
+        with recorded() as seen:
+            grads = torch.autograd.grad(out, table.params, table.grad)
+    assert [way for _, way, _ in seen] == ["kernel"]
+    assert_near([out, *grads], table.want(), torch.bfloat16, factor=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

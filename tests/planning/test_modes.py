@@ -116,12 +116,11 @@ def test_on_a_cpu_the_winner_that_is_named_is_the_one_that_wins(width, rank, tok
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_on_a_card_both_winners_are_those_that_win(capsys):
-    from benchmarks.commands import main
-
+    from benchmarks.__main__ import main
     from comera.calibrate.machine import calibrate
 
     calibrate("cuda", lambda line: None)
-    words = ["--device=cuda", "--curve=width", "--points=512,8192", "--dtype=bfloat16"]
+    words = ["--device=cuda", "--curve=width", "--points", "512", "8192", "--dtype=bfloat16"]
     assert main(["linear", *words]) == 0
     shown = capsys.readouterr().out
     assert "captured: the planner named the winner at 2 of 2" in shown

@@ -1,4 +1,5 @@
 import math
+import warnings
 
 import pytest
 import torch
@@ -70,6 +71,18 @@ def test_bfloat16_autocast_trains_float32_parameters():
     assert all(p.dtype == torch.float32 for p in step.model.parameters())
     assert abs(first - float(make_step()(get_batch(0)))) < 0.02
     assert float(step(get_batch(0))) != first
+
+
+def test_warnings_of_the_compiler_alone_are_ignored(monkeypatch, recwarn):
+    def compiled(model, batch):
+        loss = loss_fn(model, batch)
+        for text in ("\nOnline softmax is disabled on the fly", "another"):
+            loss.register_hook(lambda grad, text=text: warnings.warn(text, stacklevel=1))
+        return loss
+
+    monkeypatch.setattr(torch, "compile", lambda function: compiled)
+    make_step(compile=True)(get_batch(0))
+    assert [str(each.message) for each in recwarn] == ["another"]
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(step):

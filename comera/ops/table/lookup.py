@@ -52,6 +52,13 @@ def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
     return lookup_kernel.refuses_backward(given)
 
 
+def _refuses_slots(given: Lookup, *_: Any) -> str | None:
+    """Return why slots, of which there are as many as distinct rows, do not fit into a graph."""
+    if _refuses_distinct_rows(given, True) is None and shapes_are_static(given.indices_N):
+        return "the number of distinct rows is not known in a CUDA graph"
+    return None
+
+
 def _each_by_itself(given: Lookup, checked: bool) -> Tensor:
     rows, offsets_B = every_row(given), given.offsets_B
     if offsets_B is None:
@@ -218,7 +225,7 @@ LOOKUP = Ways(
     Way("kernel, a warp a row", lookup_kernel.read_by_warps, lookup_kernel.warps_refuse,
         "ttm_warps"),
     Way("kernel", lookup_kernel.read, lookup_kernel.refuses, "ttm_lookup"),
-    Way("distinct rows", _by_slots),
+    Way("distinct rows", _by_slots, _refuses_slots),
 )  # fmt: skip
 
 LOOKUP_BACKWARD = Ways(
@@ -229,6 +236,7 @@ LOOKUP_BACKWARD = Ways(
     Way("kernel", lookup_kernel.grads_of, lookup_kernel.refuses_backward, "ttm_lookup"),
     # Where no kernel can have read the rows, the keys are sorted already.
     Way("sort what a kernel may have read, then by slots", _back_sorted,
-        lambda given, back: lookup_kernel.refuses(given) and lookup_kernel.warps_refuse(given)),
-    Way("by slots", _back_by_slots),
+        lambda given, back: (lookup_kernel.refuses(given) and lookup_kernel.warps_refuse(given))
+        or _refuses_slots(given)),
+    Way("by slots", _back_by_slots, _refuses_slots),
 )  # fmt: skip
