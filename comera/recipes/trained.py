@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from comera.data.click_files import CATEGORIES, ClickRows
+from comera.data.click_files import ClickRows
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.convert import densify_
@@ -43,8 +43,7 @@ class TrainedRun:
         folder: Folder of the run.
         config: Its settings.
         model: The trained model, in evaluation mode.
-        tokenizer: The ``tokenizers.Tokenizer`` of text; None of a click predictor.
-        categories: Encoder of raw rows as inputs of the model, of a click predictor.
+        vocabulary: Its ``tokenizer`` or ``categories``.
         result: Its figures: ``metrics`` of the last evaluation, ``test`` where there is such data,
             ``params``, ``steps``, ``seconds`` and more.
     """
@@ -52,9 +51,18 @@ class TrainedRun:
     folder: Path
     config: RunConfig
     model: nn.Module
-    tokenizer: Tokenizer | None
+    vocabulary: Tokenizer | ClickRows
     result: Mapping[str, Any]
-    categories: ClickRows | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The ``tokenizers.Tokenizer`` of text; None of a click predictor."""
+        return self.vocabulary if isinstance(self.vocabulary, Tokenizer) else None
+
+    @property
+    def categories(self) -> ClickRows | None:
+        """Encoder of raw rows as inputs of a click predictor; None of text."""
+        return self.vocabulary if isinstance(self.vocabulary, ClickRows) else None
 
     @property
     def metrics(self) -> "pd.DataFrame":
@@ -120,24 +128,12 @@ def load_run(
     result = read_result(place)
     if "sizes" not in result:
         raise ValueError(f"{place / 'result.json'} does not say how large the model is")
-    categories = None
-    if config.clicks is not None:
-        if not (place / CATEGORIES).is_file():
-            raise FileNotFoundError(
-                f"{place} has no {CATEGORIES}: comera train {folder} --overwrite=true writes it "
-                "again"
-            )
-        categories = ClickRows.load(place / CATEGORIES)
+    task = task_of(config)
+    task.load_vocabulary(place)
     with torch.device("meta"):
-        dense = task_of(config).dense_model(result["sizes"])
+        dense = task.dense_model(result["sizes"])
     model = load_model(place, dense, device=device).eval()
-    tokenizer, path = None, place / "tokenizer.json"
-    if path.is_file():
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as problem:  # tokenizers raises no other
-            raise ValueError(f"{path} is damaged: {problem}") from None
-    return TrainedRun(place, config, model, tokenizer, result, categories)
+    return TrainedRun(place, config, model, task.vocabulary, result)
 
 
 def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Iterator[dict[str, Any]]:
@@ -148,7 +144,7 @@ def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Itera
     click log as a JSON object without its label.
     """
     task = task_of(run.config)
-    task.vocabulary = run.tokenizer if run.categories is None else run.categories
+    task.vocabulary = run.vocabulary
     for number, line in enumerate(lines, start=1):
         line = line.rstrip("\r\n")
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.data.click_files import CATEGORIES, CRITEO_CONTINUOUS, fields_named
+from comera.data.click_files import CATEGORIES, CRITEO_CONTINUOUS, ClickRows, fields_named
 from comera.data.clicks import Clicks
 from comera.extras import did_you_mean
 from comera.models.dlrm import DLRM, click_metrics, replace_tables_
@@ -100,6 +100,14 @@ class ClicksTask(Task):
 
     def save_vocabulary(self, folder: Path) -> None:
         self._clicks.categories.save(folder / CATEGORIES)
+
+    def load_vocabulary(self, folder: Path) -> None:
+        path = folder / CATEGORIES
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{folder} has no {CATEGORIES}: its run writes it again with --overwrite=true"
+            )
+        self.vocabulary = ClickRows.load(path)
 
     def predict(self, model: nn.Module, line: str, new_tokens: int) -> dict[str, Any]:
         try:

@@ -116,6 +116,10 @@ class Task(ABC):
         """Save the tokenizer or the categories in the folder of a run."""
 
     @abstractmethod
+    def load_vocabulary(self, folder: Path) -> None:
+        """Read ``vocabulary`` from the folder of a run."""
+
+    @abstractmethod
     def predict(self, model: nn.Module, line: str, new_tokens: int) -> dict[str, Any]:
         """Return a prediction for a line; raises ``ValueError`` for one that is not as expected."""
 

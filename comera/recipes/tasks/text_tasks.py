@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,6 +20,7 @@ from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.tasks.task import Batch, Digests, Task, logits_of
 
+_TOKENIZER = "tokenizer.json"
 _LARGEST_LOSS = 700.0  # loss above which a perplexity is too large for a float
 _FIRST_WORD = 5  # numbers below stand for padding and other marks
 
@@ -54,7 +56,13 @@ class TextTask(Task):
         return {"tokens": torch.randint(_FIRST_WORD, int(sizes["vocab_size"]), shape)}
 
     def save_vocabulary(self, folder: Path) -> None:
-        write_text(folder / "tokenizer.json", self.vocabulary.to_str())
+        write_text(folder / _TOKENIZER, self.vocabulary.to_str())
+
+    def load_vocabulary(self, folder: Path) -> None:
+        try:
+            self.vocabulary = Tokenizer.from_file(str(folder / _TOKENIZER))
+        except Exception as problem:  # tokenizers raises no other
+            raise ValueError(f"{folder / _TOKENIZER} is damaged: {problem}") from None
 
     def _tokens(self, text: str) -> np.ndarray:
         encoded = self.vocabulary.encode(text, add_special_tokens=False)
