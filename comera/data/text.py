@@ -104,10 +104,6 @@ class TextStreams:
     prepared: str = ""
     tokenizer: vocabulary.Tokenizer | None = None
 
-    @property
-    def vocab_size(self) -> int:
-        return self.settings.vocab_size
-
     @classmethod
     def prepare(cls, settings: TextData, digests: Mapping[str, str] | None = None) -> "TextStreams":
         """Read and encode, or load that from the cache; ``ValueError`` for too little text."""
@@ -249,7 +245,7 @@ class MaskedText:
         positions = torch.rand(batch_size, length, generator=generator).argsort(1)[:, :count]
         targets = window.gather(1, positions)
         fate = torch.rand(batch_size, count, generator=generator)
-        low, high = len(vocabulary.SPECIAL), self.streams.vocab_size
+        low, high = len(vocabulary.SPECIAL), self.streams.settings.vocab_size
         noise = torch.randint(low, high, (batch_size, count), generator=generator)
         shown = torch.where(fate < 0.8, vocabulary.MASK, torch.where(fate < 0.9, noise, targets))
         tokens = window.scatter(1, positions, shown)

@@ -88,7 +88,7 @@ def run(
         _check_same_data(task.record, processes)
         processes.from_first(lambda: _begin(config, task.record, console))
         trained: list[run_folder.Outcome] = []
-        for place, (name, settings) in zip(_places(config), _jobs(config), strict=True):
+        for place, (name, settings) in _jobs(config).items():
             outcome = _train_one(
                 name, folder / place, settings, task, console, quiet, trained, processes
             )
@@ -111,12 +111,13 @@ def _finished(
     if config.overwrite or found is None or not found.is_finished(folder):
         return None
     names = [each.name for each in dataclasses.fields(run_folder.Outcome)]
+    places = [folder / place for place in _jobs(config)]
     try:
-        results = [run_folder.read_result(folder / place) for place in _places(config)]
+        results = [run_folder.read_result(place) for place in places]
         outcomes = [run_folder.Outcome(**{k: facts[k] for k in names}) for facts in results]
     except (OSError, ValueError, KeyError):  # the last step writes it again
         return None
-    if not all((folder / place / "model.safetensors").is_file() for place in _places(config)):
+    if not all((place / "model.safetensors").is_file() for place in places):
         return None
     with run_folder.lock(folder):  # no other process replaces it meanwhile
         _print(console, f"the run in {folder} is finished")
@@ -175,20 +176,16 @@ def _begin(config: RunConfig, record: run_folder.DataRecord, console: Console) -
     run_folder.claim(config, record, found)
 
 
-def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
-    """Return the models of a run by name: its own, then the dense twin if requested."""
-    jobs = [("compressed" if config.tensorize else "dense", config)]
+def _jobs(config: RunConfig) -> dict[str, tuple[str, RunConfig]]:
+    """Return the models of a run by folder inside its own: its own, then the twin if requested."""
+    jobs = {"": ("compressed" if config.tensorize else "dense", config)}
     if config.twin and config.tensorize:
         optimizer = config.optimizer and config.optimizer.of_twin()
         twin = dataclasses.replace(
             config, tensorize=None, two_stage=None, importance_pruning=None, optimizer=optimizer
         )
-        jobs.append(("dense", twin))
+        jobs["dense"] = "dense", twin
     return jobs
-
-
-def _places(config: RunConfig) -> list[str]:
-    return [name if number else "" for number, (name, _) in enumerate(_jobs(config))]
 
 
 def plan(config: RunConfig) -> tuple[CompressionReport, model_plan.ModelPlan | None, int | None]:
@@ -244,7 +241,7 @@ def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
             ", ".join(unused), config.task, "model" if config.clicks is None else "dlrm",
         )  # fmt: skip
     found = []
-    for name, settings in _jobs(config):
+    for name, settings in _jobs(config).values():
         with without_remarks():
             model = planned_model(settings)
         if (ranks := settings.ranks) is not None:

@@ -72,13 +72,11 @@ class TrainedRun:
         """
         with needed_by("metrics"):
             import pandas as pd
-        rows: dict[int, dict[str, Any]] = {}
-        for line in read_metrics(self.folder):
-            shown = {
-                key: value for key, value in line.items() if isinstance(value, int | float | str)
-            }
-            rows.setdefault(line["step"], {}).update(shown)
-        return pd.DataFrame(list(rows.values())).set_index("step").sort_index()
+        lines = [
+            {key: value for key, value in line.items() if isinstance(value, int | float | str)}
+            for line in read_metrics(self.folder)
+        ]
+        return pd.DataFrame(lines).groupby("step").last()
 
     def __repr__(self) -> str:
         lines = [

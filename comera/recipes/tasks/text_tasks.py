@@ -77,7 +77,7 @@ class StreamTask(TextTask):
 
     def _read(self, digests: Digests) -> TextStreams:
         streams = TextStreams.prepare(self.data, digests)
-        self.sizes, self.vocabulary = {"vocab_size": streams.vocab_size}, streams.tokenizer
+        self.sizes, self.vocabulary = {"vocab_size": streams.settings.vocab_size}, streams.tokenizer
         self.per_step = self.config.train.batch_size * self.data.length, "tokens"
         return streams
 
