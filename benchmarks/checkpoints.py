@@ -10,8 +10,9 @@ from torch import Tensor
 from benchmarks.peers import faiss_codes
 from benchmarks.session import Session, add_repeats, add_sizes
 from comera.checkpoint.archive import packed
+from comera.checkpoint.chain import Policy
 from comera.checkpoint.codebook import learn
-from comera.checkpoint.contents import Policy, Quality, decode, encode, take_snapshot
+from comera.checkpoint.contents import Quality, decode, encode, take_snapshot
 
 _CODES = 15
 _LARGEST = 50304 * 1024  # entries of the largest tensor of Pythia-410M, the model of ExCP's release
@@ -43,9 +44,9 @@ def _whole(session: Session, entries: int, width: int, quality: Quality) -> None
     base = {f"model.{name}": weight - torch.randn_like(weight) for name, weight in model.items()}
 
     def snapshot() -> Any:
-        return take_snapshot(model, states, None, Policy())
+        return take_snapshot(model, states, None, Policy().treatment)
 
-    lossless = take_snapshot(model, states, None, Policy(lossless=True))
+    lossless = take_snapshot(model, states, None, Policy(lossless=True).treatment)
     taken = snapshot()
     cases = {"change": (taken, base), "key frame": (taken, None), "lossless": (lossless, None)}
     done = {name: encode(what, from_, quality)[0].done for name, (what, from_) in cases.items()}
@@ -55,7 +56,7 @@ def _whole(session: Session, entries: int, width: int, quality: Quality) -> None
             encode(what, from_, quality)[0].done
         )
     for name, (_, from_) in cases.items():
-        runs[f"read, {name}"] = lambda name=name, from_=from_: decode(done[name], from_, 1 << 62)  # type: ignore[misc]
+        runs[f"read, {name}"] = lambda name=name, from_=from_: decode(done[name], from_)  # type: ignore[misc]
     title = f"{sum(w.numel() for w in model.values()):,} parameters and their moments"
     timings = session.measure(title, runs, "copied")
     for name in runs:

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -20,7 +21,7 @@ from benchmarks.peers import MissingPeerError
 from benchmarks.timing import Timings, alternate, milliseconds, watch_neighbours
 from comera.allocator import reuse_freed_memory
 from comera.files import replacing
-from comera.planning.machine import processor_name, usable_threads
+from comera.planning.machine import processor_name
 
 PAPER_RANKS = [12, 30, 30, 30, 16]
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -98,9 +99,10 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 def machine_facts(device: torch.device, kept: bool) -> dict[str, Any]:
     """Return facts on the machine and this process, in which freed memory may be kept."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
         "date": datetime.date.today().isoformat(), "processor": processor_name(),
-        "cores": usable_threads(), "threads": torch.get_num_threads(),
+        "cores": cores, "threads": torch.get_num_threads(),
         "torch": torch.__version__, "freed_memory": "kept" if kept else "returned",
     }  # fmt: skip
     if device.type == "cuda":

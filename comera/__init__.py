@@ -1,6 +1,6 @@
 """Train models in compressed form: tensor-train layers that learn their own ranks.
 
-The public names, in the order one meets them::
+A typical script uses the public names like this::
 
     comera.tensorize_(model, comera.TTConfig(rank=30, target_modules=r"encoder\\..*"))
     print(comera.compression_report(model), comera.plan(model, tokens=4096))
@@ -118,7 +118,7 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, and keep it."""
+    """Import a public name when it is first used, and cache it in the module."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)

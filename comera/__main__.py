@@ -1,7 +1,9 @@
-"""The command ``comera``, as a console script and as ``python -m comera``."""
+"""Start the command ``comera``, as a console script or by ``python -m comera``."""
 
+import signal
 import sys
 
+from comera._command import end_now
 from comera.extras import MissingPackageError, needed_by
 
 
@@ -13,6 +15,8 @@ def main() -> int:
     except MissingPackageError as missing:
         print(f"error: {missing}", file=sys.stderr)
         return 1
+    if signal.getsignal(signal.SIGINT) is end_now:  # running code can handle KeyboardInterrupt
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()
 
 

@@ -14,7 +14,7 @@ _MODULE = re.compile(r"-[bBdEiIOPqRsSuvx]*m(.*)", re.DOTALL)
 
 
 def is_command(words: list[str]) -> bool:
-    """Return whether a command line, as in ``sys.orig_argv``, starts ``comera`` or its modules."""
+    """Return whether a command line, as in ``sys.orig_argv``, runs ``comera`` or its modules."""
     rest = iter(words[1:])
     for word in rest:
         module = _MODULE.fullmatch(word)
@@ -32,23 +32,17 @@ def is_command(words: list[str]) -> bool:
 def end_in_one_line(
     kind: type[BaseException], problem: BaseException, trace: TracebackType | None
 ) -> None:
-    """End the process at once on an uncaught Ctrl-C; a ``sys.excepthook``."""
+    """End the process with one line on an uncaught Ctrl-C; installed as ``sys.excepthook``."""
     if issubclass(kind, KeyboardInterrupt):
         end_now()
     sys.__excepthook__(kind, problem, trace)
 
 
 def end_now(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
-    """End the process by Ctrl-C. No exception: torch swallows one while it imports NumPy."""
+    """End the process on Ctrl-C without an exception, as torch swallows one during imports."""
     sys.stdout.flush()
     print("interrupted", file=sys.stderr, flush=True)
     os._exit(INTERRUPTED)
-
-
-def imports_are_done() -> None:
-    """Restore ``KeyboardInterrupt`` on Ctrl-C, which running code can handle."""
-    if signal.getsignal(signal.SIGINT) is end_now:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if is_command(sys.orig_argv):  # a program that only imports comera keeps its own

@@ -1,4 +1,4 @@
-"""A cache of freed memory in the process. Imports no torch."""
+"""Control the C library's cache of freed memory. Imports no torch."""
 
 import ctypes
 import functools
@@ -23,13 +23,13 @@ def reuse_freed_memory(reuse: bool = True) -> bool:
 
     By default glibc returns every buffer above 32 MiB to the system; on a CPU the page faults of
     new ones can take longer than all products of a tensor-train layer. :class:`~comera.TrainStep`
-    on a CPU, trainers of transformers and the command line enable the cache; call this in a loop of
-    your own. The process keeps up to 2 GiB of freed memory. Works on Linux with glibc, for CPU
-    memory only.
+    on a CPU, trainers of transformers and the command line enable the cache; call this function in
+    a training loop of your own. The process keeps up to 2 GiB of freed memory. Works on Linux with
+    glibc, for CPU memory only.
 
     Args:
-        reuse: False disables the cache. Called before the first ``TrainStep``, it stays disabled,
-            as with ``COMERA_REUSE_MEMORY=0`` in the environment.
+        reuse: False disables the cache. If called before the first ``TrainStep``, the cache stays
+            disabled, as with ``COMERA_REUSE_MEMORY=0`` in the environment.
 
     Returns:
         Whether freed memory is reused from now on.
@@ -51,7 +51,7 @@ def reuse_freed_memory(reuse: bool = True) -> bool:
 
 
 def reuse_by_default() -> None:
-    """Enable the cache, and log that, unless it was chosen by a call or in the environment."""
+    """Enable the cache and log that, unless a call or the environment has decided already."""
     environ = os.environ
     own = "MALLOC_MMAP_THRESHOLD_" in environ or "MALLOC_TRIM_THRESHOLD_" in environ
     own = own or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")

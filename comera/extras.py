@@ -1,4 +1,4 @@
-"""Words of error messages: missing packages, the name that was meant, lists of names."""
+"""Build error messages: missing packages, "did you mean", lists of names."""
 
 import dataclasses
 import difflib
@@ -33,12 +33,12 @@ _Config = TypeVar("_Config")
 
 
 class MissingPackageError(ModuleNotFoundError):
-    """An optional package is not installed; the message has the command that installs it."""
+    """Raised if an optional package is missing; the message has the command that installs it."""
 
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Raise MissingPackageError with subject ``what`` if an import inside fails."""
+    """If an import inside fails, raise MissingPackageError: ``what`` needs that package."""
     try:
         yield
     except ModuleNotFoundError as missing:
@@ -51,13 +51,13 @@ def needed_by(what: str) -> Iterator[None]:
 
 
 def did_you_mean(word: object, known: Collection[str]) -> str:
-    """Return words to add to an error: the nearest of the known names, or all of them."""
+    """Return a hint to add to an error: the known name most like ``word``, or all known names."""
     near = difflib.get_close_matches(str(word), known, n=1)
     return f": did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
 
 
 def names_misspelt(cls: type[_Config]) -> type[_Config]:
-    """Decorate a dataclass: the TypeError for an unknown keyword suggests a field."""
+    """Decorate a dataclass so that its TypeError for an unknown keyword suggests a field."""
     plain: Any = cls.__init__
     known = [each.name for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type]
 
@@ -76,6 +76,6 @@ def names_misspelt(cls: type[_Config]) -> type[_Config]:
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """Write the first ``most`` names, and the number of the others."""
+    """Return the first ``most`` names in one string, with the number of the others."""
     shown = ", ".join(name or "the model itself" for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and text read from files. Imports no torch."""
+"""Write files whole or not at all, and explain errors of disks and texts. Imports no torch."""
 
 import contextlib
 import errno
@@ -23,8 +23,7 @@ def naming_a_full_disk(
     """Add the path and a remedy to the error of a full disk, an exhausted quota or a size limit.
 
     Raises ``OSError`` with the same ``errno`` and the path as ``filename`` in place of what Python,
-    safetensors or NumPy raised; other exceptions pass. ``otherwise`` is an alternative to freeing
-    space.
+    safetensors or NumPy raised; other exceptions pass. ``otherwise`` is a second remedy to name.
     """
     try:
         yield
@@ -45,7 +44,7 @@ def naming_a_full_disk(
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a path beside ``path``; on success flush it and rename it over, else remove it."""
+    """Yield a temporary path: on success it is flushed and renamed to ``path``, else removed."""
     path = Path(path)
     with naming_a_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for prepared data: ``$COMERA_CACHE``, or one of the user's caches."""
+    """Return the folder for cached data: ``$COMERA_CACHE``, or one in the user's cache folder."""
     if chosen := os.environ.get("COMERA_CACHE"):
         return Path(chosen).expanduser()
     from platformdirs import user_cache_path  # not to be loaded with the layers
@@ -79,7 +78,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def naming_what_is_no_text(path: str | Path) -> Iterator[None]:
-    """Raise ValueError with the path in place of ``UnicodeDecodeError``, which names no file."""
+    """Raise ValueError with the path instead of ``UnicodeDecodeError``, which has no path."""
     try:
         yield
     except UnicodeDecodeError as problem:

@@ -1,4 +1,4 @@
-"""Replace, count and check parameters."""
+"""Replace, count and check the parameters of models."""
 
 import zlib
 from collections.abc import Mapping
@@ -10,29 +10,8 @@ from torch import Tensor, nn
 from comera.extras import listed
 
 
-@torch.no_grad()
-def set_data_(param: Tensor, new: Tensor) -> None:
-    """Replace a parameter's data, of any shape, and drop its gradient.
-
-    The dtype changes for a moment: only then torch renews the gradient accumulator, which remembers
-    the old shape and may be kept alive by a graph.
-    """
-    param.grad = None
-    other = torch.float64 if new.dtype != torch.float64 else torch.float32
-    param.data = torch.empty(0, dtype=other, device=new.device)
-    param.data = new
-
-
-def is_sharded(param: Tensor) -> bool:
-    """Return whether a parameter is a DTensor, as of ``torch.distributed.fsdp.fully_shard``."""
-    # By name: the class need not be imported to be asked for.
-    return type(param) is not nn.Parameter and any(
-        cls.__name__ == "DTensor" for cls in type(param).__mro__
-    )
-
-
 class Undisturbed:
-    """Check that tensors by name are not written to; writes through ``.data`` go unnoticed."""
+    """Watch named tensors for writes, while a model is saved; writes via ``.data`` go unnoticed."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._versions = {
@@ -42,7 +21,7 @@ class Undisturbed:
         }
 
     def check(self) -> None:
-        """Raise RuntimeError with the names of tensors that were written to meanwhile."""
+        """Raise RuntimeError with the names of tensors that were written to since the start."""
         written = [name for name, (tensor, at) in self._versions.items() if tensor._version > at]
         if written:
             raise RuntimeError(
@@ -53,14 +32,14 @@ class Undisturbed:
 
 
 class ModelSize(NamedTuple):
-    """Parameters of a model, shared ones counted once, and their bytes."""
+    """Number of parameters of a model and their bytes; shared ones count once."""
 
     params: int
     bytes: int
 
 
 def model_size(model: nn.Module) -> ModelSize:
-    """Count the parameters of a model, on any device, ``meta`` too."""
+    """Count the parameters of a model on any device, even ``meta``."""
     params = list(model.parameters())
     return ModelSize(sum(param.numel() for param in params), sum(param.nbytes for param in params))
 

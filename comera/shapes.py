@@ -72,7 +72,7 @@ def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[Modes
 
 
 def _order_for(width: int, order: int) -> int:
-    """Return fewer modes for a narrow side, where more save nothing."""
+    """Return ``order``, or less for a narrow side, for which more modes save nothing."""
     if order < 1:
         raise ValueError(f"order={order} must be at least 1")
     return min(order, max(1, int(math.log2(max(2, width)) / 2)))
@@ -80,7 +80,7 @@ def _order_for(width: int, order: int) -> int:
 
 @functools.lru_cache(256)
 def _table_modes(rows: int, width: int, order: int) -> tuple[Modes, Modes]:
-    """Choose row and column modes of a table for fast lookups, large ones at the ends."""
+    """Choose a table's row and column modes for fast lookups: large modes at the ends."""
     left, right = order // 2, order - order // 2
     right_slices = min(max(1, round(math.sqrt(rows / _LEFT_SLICES))), _MOST_RIGHT_SLICES)
     right_rows = balanced_modes(right_slices, right)
@@ -98,7 +98,7 @@ def _table_modes(rows: int, width: int, order: int) -> tuple[Modes, Modes]:
 
 
 def _tightened(modes: Modes, width: int) -> Modes:
-    """Shrink modes while they still hold the width."""
+    """Shrink modes as long as they still multiply to at least ``width``."""
     for k, mode in enumerate(modes):
         needed = max(1, -(-width // (math.prod(modes) // mode)))
         if needed < mode:
@@ -111,7 +111,7 @@ def _divisors(number: int) -> list[int]:
 
 
 class Shape:
-    """Base of all formats: cores in a row, each of ``(left bond, *modes, right bond)``."""
+    """Base of all formats: a chain of cores, each of shape ``(left bond, *modes, right bond)``."""
 
     ranks: tuple[int, ...]
     _to_be_smaller = "use more modes (order=)"
@@ -125,7 +125,7 @@ class Shape:
 
     @property
     def core_modes(self) -> tuple[Modes, ...]:
-        """The dimensions of each core between its bonds."""
+        """The dimensions of each core except its bonds."""
         raise NotImplementedError
 
     @property
@@ -135,12 +135,12 @@ class Shape:
 
     @property
     def slice_sizes(self) -> tuple[int, ...]:
-        """Numbers that each core has for a pair of ranks."""
+        """How many numbers each core has for a pair of ranks: the product of the core's modes."""
         return tuple(map(math.prod, self.core_modes))
 
     @property
     def core_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """``(left bond, *modes, right bond)`` of each core."""
+        """The shape ``(left bond, *modes, right bond)`` of each core."""
         bonds = (1, *self.ranks, 1)
         return tuple((bonds[k], *n, bonds[k + 1]) for k, n in enumerate(self.core_modes))
 
@@ -156,7 +156,7 @@ class Shape:
 
     @property
     def max_ranks(self) -> tuple[int, ...]:
-        """The largest useful bonds: no bond can exceed the modes on either side of it."""
+        """The largest useful ranks: none can exceed the product of the modes on either side."""
         sizes = self.slice_sizes
         return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
 
@@ -165,20 +165,21 @@ class Shape:
         return " | ".join("x".join(map(str, side)) for side in self.sides)
 
     def size_at(self, ranks: Sequence[int]) -> int:
-        """Count the entries of the cores at other ranks; none if a bond is at zero."""
+        """Count the entries of the cores at other ranks; return 0 if a rank is zero."""
         if 0 in ranks:
             return 0
         bonds = (1, *ranks, 1)
         return sum(n * bonds[k] * bonds[k + 1] for k, n in enumerate(self.slice_sizes))
 
     def of_ranks(self, ranks: Sequence[int]) -> Self:
-        """Return the same modes at just these bonds."""
+        """Return a shape with the same modes and exactly these ranks."""
         return replace(self, ranks=tuple(ranks))  # type: ignore[type-var]
 
     def with_rank(self, rank: int | Sequence[int]) -> Self:
-        """Return the same modes at other bonds, cut to what the modes allow.
+        """Return a shape with the same modes and other ranks, cut to what the modes allow.
 
-        ``rank`` bounds all bonds or lists them; ValueError for a wrong length or a rank below one.
+        ``rank`` bounds all ranks or lists them. Raises ValueError for a wrong length, a rank below
+        one, or anything but whole numbers.
         """
         bonds = len(self.core_modes) - 1
         try:
@@ -198,7 +199,7 @@ class Shape:
         return self.of_ranks(self._clip(wanted))
 
     def _clip(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        """Cut each bond to what its neighbours and the modes between them can fill."""
+        """Cut each rank to the product of a neighbouring rank and the modes between them."""
         sizes, bonds = self.slice_sizes, [1, *wanted, 1]
         for k in range(1, len(sizes)):
             bonds[k] = min(bonds[k], bonds[k - 1] * sizes[k - 1])
@@ -207,7 +208,7 @@ class Shape:
         return tuple(bonds[1:-1])
 
     def with_compression(self, compression: float) -> Self:
-        """Take the largest uniform rank that is ``compression`` times smaller than dense.
+        """Return the shape of the largest uniform rank ``compression`` times smaller than dense.
 
         Raises ValueError if rank one is too large, or ``compression`` is not above 1.
         """
@@ -237,7 +238,7 @@ class Shape:
         rank: int | Sequence[int] | None,
         compression: float | None,
     ) -> Self:
-        """Do what ``fit`` documents; ``choose`` returns the modes where there is no ``shape``."""
+        """Implement ``fit`` of all formats; ``choose`` returns the modes if ``shape`` is None."""
         only_one(rank=rank, compression=compression)
         check_whole_numbers(**widths)
         given: Any = shape
@@ -278,7 +279,7 @@ class Shape:
 
 
 class LinearShape(Shape):
-    """Base of the formats of linear layers: modes of the input and modes of the output."""
+    """Base of the formats of linear layers, with modes of the input and of the output."""
 
     in_modes: Modes
     out_modes: Modes
@@ -298,12 +299,12 @@ class LinearShape(Shape):
 
 @dataclass(frozen=True)
 class TTShape(LinearShape):
-    """The tensor train of an ``(out, in)`` matrix: input modes in the first cores, then the others.
+    """The tensor train of an ``(out, in)`` matrix: a core for each input mode, then output mode.
 
     Args:
         in_modes: Factors of the input width, e.g. ``(12, 8, 8)`` for 768.
         out_modes: Factors of the output width; their number may differ from that of ``in_modes``.
-        ranks: The inner bonds, one fewer than there are cores. All zeros: the weight is zero.
+        ranks: The inner ranks, one fewer than there are cores. If all are zero, the weight is zero.
     """
 
     in_modes: tuple[int, ...]
@@ -334,9 +335,9 @@ class TTShape(LinearShape):
             out_features: True output width.
             rank: Bound on every bond, or a list of all inner bonds.
             shape: ``(in_modes, out_modes)``, or a whole ``TTShape``; balanced modes otherwise.
-            order: Number of modes of a side without ``shape``. A narrow side gets fewer, so that no
-                mode falls much below 4.
-            compression: Instead of ``rank``: how many times fewer entries than the dense matrix.
+            order: Number of modes of a side if ``shape`` is not given. A narrow side gets fewer, so
+                that no mode falls much below 4.
+            compression: How many times fewer entries than the dense matrix; replaces ``rank``.
 
         Raises:
             ValueError: If the modes do not fit the widths, or rank and compression are both given.
@@ -366,7 +367,7 @@ class TTMShape(Shape):
     Args:
         row_modes: Factors of the number of rows, most significant first.
         col_modes: Factors of the width, as many as there are row modes.
-        ranks: The inner bonds, one fewer than there are cores. All zeros: the table is zero.
+        ranks: The inner ranks, one fewer than there are cores. If all are zero, the table is zero.
     """
 
     row_modes: tuple[int, ...]
@@ -440,13 +441,13 @@ class BTTShape(LinearShape):
 
     The input has ``a`` blocks of ``b`` numbers, the output ``c`` of ``d``, and each of the ``a c``
     blocks is a ``b x d`` matrix of rank R. The whole may have full rank at any R, with
-    ``R (in c + out a)`` numbers; rank 1 is a Monarch matrix (Dao et al., arXiv 2204.00595). Source:
+    ``R (in c + out a)`` numbers; R = 1 is a Monarch matrix (Dao et al., arXiv 2204.00595). Source:
     Qiu et al., arXiv 2406.06248.
 
     Args:
         in_modes: ``(a, b)``: blocks of the input and the numbers in each.
         out_modes: ``(c, d)``, those of the output.
-        ranks: ``(R,)``. ``(0,)``: the weight is zero.
+        ranks: ``(R,)``. If it is ``(0,)``, the weight is zero.
     """
 
     in_modes: tuple[int, int]
@@ -475,8 +476,8 @@ class BTTShape(LinearShape):
     ) -> "BTTShape":
         """Choose the blocks of a layer and their rank, as :meth:`TTShape.fit` does.
 
-        By default a side has about the root of its width in blocks, at most as many as full rank
-        takes; the rank is 2, and at most that of a block.
+        By default a side has about as many blocks as the root of its width, and no more than full
+        rank takes; the rank is 2, or less if a block has less.
         """
         if isinstance(shape, BTTShape):
             shape = shape.of_ranks(shape._clip(shape.ranks))
@@ -503,7 +504,7 @@ class BTTShape(LinearShape):
 
 
 def _block_modes(in_features: int, out_features: int) -> tuple[Modes, Modes]:
-    """Choose blocks of both sides, as few as make full rank at rank 1."""
+    """Choose the blocks of both sides: as few as suffice for full rank with blocks of rank 1."""
     balanced = balanced_modes(in_features, 2), balanced_modes(out_features, 2)
     blocks, enough = balanced[0][0], min(in_features, out_features)
     if blocks * balanced[1][0] <= enough:
@@ -523,7 +524,7 @@ def _block_modes(in_features: int, out_features: int) -> tuple[Modes, Modes]:
 
 
 def _check_cover(name: str, width: int, modes: Modes) -> None:
-    """Check that modes hold a width, and that no smaller mode would."""
+    """Check that modes multiply to ``width`` or more, and that no mode could be smaller."""
     if width < 1:
         raise ValueError(f"{name}={width} must be at least 1")
     product = math.prod(modes)
@@ -538,7 +539,7 @@ def _check_cover(name: str, width: int, modes: Modes) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Return whether it is a real number, numpy's too, and neither a boolean nor text."""
+    """Return whether a value is a real number, also of numpy, and neither a boolean nor text."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -557,6 +558,18 @@ def check_whole_numbers(**given: Any) -> None:
             raise ValueError(f"{name}={value!r} must be a whole number") from None
 
 
+def check_tolerance(tolerance: float | None) -> None:
+    """Raise ``ValueError`` for a tolerance out of range."""
+    if tolerance is not None and not (is_number(tolerance) and 0 <= tolerance < 1):
+        raise ValueError(f"tolerance={tolerance!r} must be in [0, 1): a relative Frobenius error")
+
+
+def check_min_rank(min_rank: Any) -> None:
+    """Raise ``ValueError`` unless ``min_rank`` is 0 or 1."""
+    if min_rank not in (0, 1):
+        raise ValueError(f"min_rank={min_rank!r} must be 0 (layers may vanish) or 1")
+
+
 def only_one(**given: object) -> None:
     """Raise ValueError when more than one of the named settings is given."""
     named = [f"{key}={value}" for key, value in given.items() if value is not None]
@@ -565,6 +578,6 @@ def only_one(**given: object) -> None:
 
 
 def padded_rank(rank: int, bias: bool) -> int:
-    """Return the rank of a linear layer's factors, plus one for a bias, as a multiple of 8."""
+    """Return the rank of a linear layer's factors, plus one for a bias, rounded up to 8."""
     # int: a size that torch's compiler leaves open does not add to a truth value.
     return -(-(rank + int(bias)) // _FAST_MULTIPLE) * _FAST_MULTIPLE

@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,23 @@ def in_a_process(find, *given, **environment):
         return receive.recv()  # EOFError: it raised, and has printed what
     finally:
         process.join()
+
+
+def killed(work, *given, after):
+    """The exit code of ``work(*given, ready)``, killed so many seconds after it has sent a word.
+
+    With None it ends by itself.
+    """
+    receive, ready = forking().Pipe(duplex=False)
+    process = forking().Process(target=work, args=(*given, ready))
+    process.start()
+    ready.close()
+    receive.recv()
+    if after is not None:
+        time.sleep(after)
+        process.kill()
+    process.join(60)
+    return process.exitcode
 
 
 @functools.cache

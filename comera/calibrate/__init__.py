@@ -1,1 +1,1 @@
-"""Calibration: the speeds of this machine, and the fastest way of each operator on it."""
+"""Measure the speeds of this machine, and the fastest implementation of each operator on it."""

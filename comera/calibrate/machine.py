@@ -1,4 +1,4 @@
-"""The profile of this machine, from which the planner predicts times."""
+"""Measure the profile of this machine, from which the planner predicts times."""
 
 import dataclasses
 import time
@@ -29,8 +29,8 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
 
     Takes about half a minute on a CPU and a minute on a GPU; other work on the machine distorts the
     times. Each result is saved at once, so an interrupt loses only the current measurement. Raises
-    ``ValueError`` if the device is neither, there is no such GPU, or ``COMERA_KERNELS`` leaves no
-    choice.
+    ``ValueError`` for another device, a missing GPU, or a ``COMERA_KERNELS`` that leaves no choice
+    between kernels and torch.
 
     Args:
         device: ``"cpu"``, at the present number of threads, or ``"cuda"``.
@@ -111,7 +111,7 @@ def _seconds(run: Run, device: str) -> float:
 
 
 def _onednn_gain(say: Say) -> float:
-    """Measure how many times as fast oneDNN is as torch's own, at few columns and at many."""
+    """Measure oneDNN's speed over that of torch's default library; return the lower of two."""
     if not has_onednn():
         return 1.0
     gains = []
@@ -124,7 +124,7 @@ def _onednn_gain(say: Say) -> float:
 
 
 def _half_size(machine: Machine, say: Say, what: str, sizes: tuple[int, int, int]) -> float:
-    """Estimate where a product reaches half its peak rate: ``share = n / (n + half)`` at one n."""
+    """Estimate the size at half the peak rate, ``half`` in ``share = n / (n + half)``, at one n."""
     rows, depth, width = sizes
     device, multiply = machine.kind, by_onednn if machine.prefers_onednn else torch.mm
     a, b = torch.randn(rows, depth, device=device), torch.randn(depth, width, device=device)
@@ -136,7 +136,7 @@ def _half_size(machine: Machine, say: Say, what: str, sizes: tuple[int, int, int
 
 
 def _with_layers(profile: Machine, say: Say) -> Machine:
-    """Add the measured overhead of tiny layers: tensor trains, and on a GPU torch's layers too."""
+    """Return the profile with the measured overhead of tiny layers, on a GPU of torch's too."""
     device = profile.kind
     layers = [TTLinear(64, 64, rank=2, device=device) for _ in range(_DEEP)]
 

@@ -1,4 +1,4 @@
-"""The fastest way of each operator on this card, for ``comera.ops.dispatch``.
+"""Time the ways (implementations) of each operator on this GPU, for ``comera.ops.dispatch``.
 
 Each trial times the ways of an operator, forward and backward, on several inputs in turn, so that
 caches stay cold. Times are saved after each trial.
@@ -59,9 +59,9 @@ _ROTATED, _MOST_COPIES = 128 << 20, 16
 
 
 class Trial(NamedTuple):
-    """One size of the operator group ``group``.
+    """A measurement of the operator group ``group`` at one size.
 
-    ``make`` returns runs of that size for a device and a dtype, each on inputs of its own.
+    ``make`` returns functions that run it on a device and in a dtype, each on its own inputs.
     """
 
     group: str
@@ -69,10 +69,10 @@ class Trial(NamedTuple):
 
 
 def measure_ways(device: torch.device, say: Say) -> None:
-    """Time all ways of all operators on a card and save the times trial by trial.
+    """Time all ways of all operators on a GPU, and save the times after each trial.
 
-    ``say`` is called with a line after each trial. A CPU has no trials: its operators try their
-    ways as listed. Raises ``ValueError`` if ``COMERA_KERNELS`` leaves no choice.
+    ``say`` is called with a line after each trial. On a CPU nothing is timed: operators try
+    their ways as listed. Raises ``ValueError`` if ``COMERA_KERNELS`` forces kernels or torch.
     """
     check_choice()
     if device.type not in ORDERED:
@@ -94,7 +94,7 @@ def measure_ways(device: torch.device, say: Say) -> None:
 
 
 def _roundings(trial: Trial, device: torch.device) -> Iterator[tuple[torch.dtype, bool]]:
-    """List the dtypes to measure, each with whether float32 products may use tf32."""
+    """Yield the dtypes to measure, each with a bool: may float32 products use tf32?"""
     for dtype in _DTYPES[device.type]:
         yield dtype, False
         if device.type == "cuda" and dtype == torch.float32 and trial.group in _IN_TF32:
@@ -111,7 +111,7 @@ def check_choice() -> None:
 
 
 def describe(timing: Timing) -> str:
-    """Return the times of one case in a line, the fastest first."""
+    """Return a line with the times of all ways in one case, the fastest first."""
     fastest = sorted(timing.seconds, key=lambda way: timing.seconds[way])
     ways = ", ".join(f"{way} {show_seconds(timing.seconds[way])}" for way in fastest)
     where = ", captured" if timing.captured else ""
@@ -120,7 +120,7 @@ def describe(timing: Timing) -> str:
 
 
 def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -> list[Timing]:
-    """Time the ways of a trial, if there are several: eagerly, and on a GPU in a graph."""
+    """Time the ways of a trial, if several, in eager mode, and on a GPU also in a CUDA graph."""
     group, found = trial.group, list[Timing]()
     if len(ways_of(group)) < 2:
         return found
@@ -149,7 +149,7 @@ def _in_turns(
             met = cases_of(group, way, runs[0])
             if way not in [ran for ran, _ in met]:
                 continue
-            sample = partial(_host_seconds, group, way, runs, device)
+            sample: Callable[[], float] = partial(_host_seconds, group, way, runs, device)
             if graphs is not None:
                 with preferring(group, way):
                     sample = partial(_graph_seconds, in_turn(runs, device, graphs), len(runs))
@@ -172,7 +172,7 @@ def _in_turns(
 
 
 def cases_of(group: str, way: str, run: Run) -> list[tuple[str, Case]]:
-    """Run once with a preferred way; return the ways that ran and their cases."""
+    """Call ``run`` once, preferring one way; return the ways that ran, each with its case."""
     with recorded() as seen, preferring(group, way):
         run()
     return [(ran, case) for of, ran, case in seen if of == group and case is not None]
@@ -188,7 +188,7 @@ def _graph_seconds(replay: Run, count: int) -> float:
 
 
 def _host_seconds(group: str, way: str, runs: Sequence[Run], device: torch.device) -> float:
-    """Measure the mean seconds of a call, synchronised only at the end."""
+    """Measure the mean seconds of a call; the GPU is synchronised only at the end."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -208,14 +208,14 @@ def _host_seconds(group: str, way: str, runs: Sequence[Run], device: torch.devic
 
 
 def copies_of(device: torch.device, nbytes: float) -> int:
-    """Return how many inputs of ``nbytes`` it takes to keep caches cold."""
+    """Return how many inputs of ``nbytes`` to use in turn so that none stays in a cache."""
     if device.type != "cuda":
         return 2
     return min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
 
 
 def in_turn(runs: Sequence[Run], device: torch.device, graphs: CudaGraphs | None = None) -> Run:
-    """Return a call that runs all of them, on a GPU as one CUDA graph: the host costs no time.
+    """Return a function that calls all runs: on a GPU as one CUDA graph, without host time.
 
     Give the recorder ``graphs`` on whose stream the runs have been called before. Raises the error
     of a run that cannot be captured.
@@ -242,7 +242,7 @@ def in_turn(runs: Sequence[Run], device: torch.device, graphs: CudaGraphs | None
 
 @contextlib.contextmanager
 def tf32_products(on: bool) -> Iterator[None]:
-    """Enable or disable tf32 for products of float32 on a card."""
+    """Enable or disable tf32 for float32 products on a GPU, inside the context."""
     before = torch.backends.cuda.matmul.fp32_precision  # the older name raises after a newer one
     torch.set_float32_matmul_precision("high" if on else "highest")
     try:
@@ -253,7 +253,7 @@ def tf32_products(on: bool) -> Iterator[None]:
 
 
 def _contract(layers: int, rank: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
-    """Contract cores as a model does: most layers square, a third of them narrower or wider."""
+    """Return a run that contracts the layers of a model: a third of them widen or narrow."""
     widths = [(768, 768)] * 4 + [(768, 3072), (3072, 768)]
     model = nn.ModuleList(
         TTLinear(*widths[k % len(widths)], rank=rank, device=device) for k in range(layers)
@@ -294,7 +294,7 @@ def _feed_forward(
 
 
 def _batches(device: torch.device, dtype: torch.dtype, *shape: int) -> list[Tensor]:
-    """Draw inputs that need a gradient, so many that on a card none stays in the cache."""
+    """Return inputs that need a gradient, so many that none stays in the cache of a GPU."""
     one = torch.randn(shape).to(device, dtype)
     count = copies_of(device, 3 * one.numel() * one.element_size())
     return [(one + 1e-3 * k).requires_grad_() for k in range(count)]
@@ -330,7 +330,7 @@ def _look_up(
 
 
 def _space(positions: int, rank: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
-    """Attend as encoders of width 768 do, at equally many positions in all."""
+    """Return runs of self-attention of width 768, with the same number of tokens at any length."""
     model = nn.ModuleList(TTLinear(768, 768, rank=rank, device=device) for _ in range(4))
     together, params = BatchedContraction(model), list(model.parameters())
     narrow = dtype != torch.float32

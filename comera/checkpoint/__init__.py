@@ -1,1 +1,1 @@
-"""Chains of compressed training checkpoints, after ExCP (arXiv 2406.11257)."""
+"""Save and load chains of compressed training checkpoints, after ExCP (arXiv 2406.11257)."""

@@ -1,11 +1,11 @@
-"""The files of a chain: one folder a checkpoint, whole or absent, with checksums that link them.
+"""Store a chain of checkpoints as folders, whole or absent, linked by checksums.
 
 ::
 
     folder/step-000001000/manifest.json        description, checksums, link to the one before
                           tensors.safetensors  compressed streams of bytes
 
-A manifest holds the checksum of its file, of itself, and of the manifest it builds on.
+A manifest holds checksums of the tensor file, of itself, and of the manifest that it builds on.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ _INSTEAD = "keep fewer checkpoints (keep_last), or choose another folder; earlie
 class Manifest:
     """The description of a checkpoint after ``step`` steps, with size and SHA-256 of its file.
 
-    ``previous`` is step and checksum of the base of the changes, None for a key frame;
-    ``raw_bytes`` are those of all tensors in memory, ``streams`` the bytes of each before and after
-    its compression, and ``figures`` measurements that are not needed to read it.
+    ``previous`` is step and checksum of the checkpoint it builds on, None for a key frame;
+    ``raw_bytes`` are the bytes of all tensors in memory, ``streams`` those of each stream before
+    and after compression, and ``figures`` measurements that reading does not need.
     """
 
     step: int
@@ -57,11 +57,11 @@ class Manifest:
 
     @property
     def checksum(self) -> str:
-        """SHA-256 of the text without the checksum."""
+        """SHA-256 of the manifest's text without this checksum."""
         return hashlib.sha256(self._text({}).encode()).hexdigest()
 
     def text(self) -> str:
-        """Return the content of the file, the same for the same manifest."""
+        """Return the content of the manifest's file; equal manifests have equal text."""
         return self._text({"checksum": self.checksum})
 
     def _text(self, more: Mapping[str, str]) -> str:
@@ -79,11 +79,11 @@ class Manifest:
 
 
 class FolderInUseError(RuntimeError):
-    """Another process writes to a folder of checkpoints."""
+    """Raised if another process writes to a folder of checkpoints."""
 
 
 def take(lock: FileLock, folder: Path, advice: str) -> None:
-    """Acquire a lock in a folder, made if need be; ``FolderInUseError`` ends with ``advice``."""
+    """Make a folder and acquire its lock; a ``FolderInUseError`` ends with ``advice``."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock.acquire()
@@ -92,14 +92,14 @@ def take(lock: FileLock, folder: Path, advice: str) -> None:
 
 
 class Archive:
-    """The checkpoints in a folder. Reading needs no lock; writing takes one for this process."""
+    """The checkpoints in a folder. Reading needs no lock; writing locks it for this process."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._lock = FileLock(self.folder / ".lock", timeout=0, thread_local=False)
 
     def steps(self) -> list[int]:
-        """Return steps of all checkpoints, sound or not, ascending."""
+        """Return the steps of all checkpoints in ascending order, even of damaged ones."""
         if not self.folder.is_dir():
             return []
         names = (_STEP.fullmatch(path.name) for path in self.folder.iterdir())
@@ -109,7 +109,7 @@ class Archive:
         return self.folder / f"step-{step:09d}"
 
     def size(self, step: int) -> int:
-        """Return the bytes of a checkpoint's own files."""
+        """Return the size of a checkpoint's own files in bytes."""
         return sum(file.stat().st_size for file in self.path(step).iterdir())
 
     def manifest(self, step: int) -> Manifest:
@@ -147,7 +147,7 @@ class Archive:
         return manifest
 
     def streams(self, manifest: Manifest) -> dict[str, bytes]:
-        """Read the streams of a checkpoint; ``DamagedError`` if the file is not the one written."""
+        """Read the streams of a checkpoint; ``DamagedError`` if the file has changed."""
         path = self.path(manifest.step) / TENSORS
         try:
             if path.stat().st_size != manifest.size:
@@ -165,7 +165,7 @@ class Archive:
             raise DamagedError(f"{path} is not a safetensors file: {problem}") from problem
 
     def links(self, step: int) -> list[Manifest]:
-        """Return manifests from the key frame to a step; ``DamagedError`` if a link is broken."""
+        """Return the manifests from key frame to a step; ``DamagedError`` if a link is broken."""
         found = [self.manifest(step)]
         while (previous := found[-1].previous) is not None:
             before = self.manifest(previous[0])
@@ -178,7 +178,7 @@ class Archive:
         return found[::-1]
 
     def lock(self) -> None:
-        """Lock the folder for this process, and delete partial checkpoints of interrupted ones."""
+        """Lock the folder for this process; delete partial checkpoints of interrupted processes."""
         if self._lock.is_locked:
             return
         take(
@@ -204,7 +204,7 @@ class Archive:
     ) -> Manifest:
         """Add a checkpoint, which appears in full or not at all; arguments as of :class:`Manifest`.
 
-        Raises ``OSError`` if it cannot be written; the message has the way out if the disk is full.
+        Raises ``OSError`` if it cannot be written; if the disk is full, the message has a remedy.
         """
         sha256 = hashlib.sha256(file).hexdigest()
         manifest = Manifest(step, previous, len(file), sha256, raw_bytes, streams, figures)
@@ -223,14 +223,14 @@ class Archive:
         return manifest
 
     def remove(self, steps: list[int]) -> None:
-        """Delete checkpoints, the last first, so that no remaining one depends on them."""
+        """Delete checkpoints, the last first, so that none is ever left without its base."""
         for step in sorted(steps, reverse=True):
             leaving = self.folder / f"{_PARTIAL}removed-{step:09d}"
             self.path(step).rename(leaving)
             shutil.rmtree(leaving)
 
     def clear(self) -> None:
-        """Delete all files of the chain, and the folder unless something else is in it."""
+        """Delete all files of the chain, and the folder if nothing else is in it."""
         self.remove(self.steps())
         for pattern in (f"{_PARTIAL}*", f"{_DAMAGED}step-*"):
             for left in self.folder.glob(pattern):
@@ -240,7 +240,7 @@ class Archive:
             self.folder.rmdir()
 
     def set_aside(self, step: int) -> Path:
-        """Rename an unsound checkpoint, so that its step is free; returns its new path."""
+        """Rename a damaged checkpoint, so that its step is free; return the new path."""
         for again in ("", *(f"-{k}" for k in range(2, 1000))):
             to = self.folder / f"{_DAMAGED}{self.path(step).name}{again}"
             with contextlib.suppress(OSError):  # that name is taken

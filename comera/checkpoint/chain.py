@@ -1,26 +1,25 @@
-"""Chains of compressed checkpoints, each the change of the weights since the last."""
+"""Save chains of compressed checkpoints, each the change of the weights since the last."""
 
 import contextlib
 import logging
 import operator
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from torch import Tensor, nn
 
 from comera.checkpoint.archive import Archive, Manifest, packed
 from comera.checkpoint.contents import (
-    Policy,
     Quality,
     Snapshot,
     decode,
-    decode_model,
     encode,
     take_snapshot,
 )
@@ -28,8 +27,45 @@ from comera.checkpoint.streams import DamagedError
 
 log = logging.getLogger("comera")
 
+Treatment = Literal["exact", "lossy", "skip"]
+
 KEY_EVERY = 20
 """Default number of checkpoints from one key frame to the next."""
+
+_SMALLEST_LOSSY = 256
+"""Smaller tensors are kept exactly, as are vectors: a loss is sensitive to them."""
+
+
+class Policy:
+    """How to treat a tensor: by the first pattern that matches its whole name, else by its kind.
+
+    Weights and moments of floats are lossy if they are matrices or larger; all else is exact:
+    vectors, counters, projections, quantised states, buffers, and everything in ``extra``.
+    """
+
+    def __init__(self, patterns: Mapping[str, str] | None = None, lossless: bool = False) -> None:
+        """Compile the patterns; raise ``ValueError`` if a pattern or a treatment is invalid."""
+        self._patterns, self._lossless = [], lossless
+        for pattern, treatment in (patterns or {}).items():
+            if treatment not in get_args(Treatment):
+                raise ValueError(
+                    f"policy {pattern!r}: {treatment!r} is not one of {get_args(Treatment)}"
+                )
+            try:
+                self._patterns.append((re.compile(pattern), treatment))
+            except re.error as problem:
+                raise ValueError(
+                    f"policy {pattern!r} is no regular expression: {problem}"
+                ) from None
+
+    def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
+        """Return the treatment of a tensor; ``lossy`` is whether it is a weight or a moment."""
+        wide = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
+        for pattern, treatment in self._patterns:
+            if pattern.fullmatch(name) and (treatment != "lossy" or wide):
+                return treatment
+        matrix = tensor.ndim > 1 and tensor.numel() >= _SMALLEST_LOSSY
+        return "lossy" if lossy and not self._lossless and wide and matrix else "exact"
 
 
 @dataclass(frozen=True)
@@ -40,8 +76,8 @@ class Checkpoint:
         step: Optimizer steps done.
         model: The state dict of the model.
         optimizer: The state dict of the optimizer; None if none was saved.
-        extra: The ``extra`` of the caller.
-        parameters: Names of weights by the keys of ``optimizer["state"]``, where known.
+        extra: The ``extra`` that was given to :meth:`CheckpointChain.save`.
+        parameters: Names of weights by the keys of ``optimizer["state"]``, as far as known.
     """
 
     step: int
@@ -57,9 +93,9 @@ class CheckpointChain:
     After ExCP (arXiv 2406.11257): a checkpoint holds the change of the weights since the previous
     checkpoint, and the optimizer's moments. Small changes and their moments are pruned; the rest is
     quantized by a codebook for each tensor and entropy coded. Errors do not accumulate, since each
-    change is relative to the decoded weights. Unlike the paper, a value may get a cheaper code than
-    the nearest, and pruned second moments are read as the mean of their row and column. Every
-    ``key_every``-th checkpoint is complete.
+    change is relative to the decoded weights. Unlike in the paper, a value may get a cheaper code
+    than that of the nearest value, and pruned second moments are read as means of rows and columns.
+    Every ``key_every``-th checkpoint is complete.
 
     Writing is atomic and damage is detected. Reading runs no code from the files.
 
@@ -90,35 +126,33 @@ class CheckpointChain:
         keep_last: int | None = None,
         keep_every: int | None = None,
         background: bool = True,
-        max_bytes: int | None = None,
     ) -> None:
         """
         Args:
-            folder: Holds the checkpoints and nothing else; made when the first one is saved.
+            folder: Folder for the checkpoints and nothing else; made when the first one is saved.
             mode: ``lossless`` keeps every bit; files are about a sixth smaller than the tensors.
-            bits: 2 to 8; a change or a moment becomes one of ``2 ** bits - 1`` values or is left
-                out.
-            rate: Price of a bit, as a share of the variance of the values: larger makes smaller
-                files and larger errors. It grows as changes become small beside their weights, and
-                is 5.5 times less for cores of tensor trains. 0 is the paper's k-means.
+            bits: 2 to 8; a change or moment becomes one of ``2 ** bits - 1`` values or is left out.
+            rate: Price of a bit, as a share of the variance of the values: a larger price makes
+                smaller files and larger errors. The price is raised for changes that are small
+                beside their weights, and 5.5 times less for cores of tensor trains. 0 is the
+                paper's k-means.
             alpha: Changes smaller than ``alpha / sqrt(mean(v))`` medians, at most 2.5 medians, are
-                left out whatever the rate, v being the second moments. The paper's is 5e-5 (with a
+                left out whatever the rate, v being the second moments. The paper has 5e-5 (with a
                 rate of 0).
-            beta: First moments smaller than ``beta`` times the mean are left out; the paper's is 2.
-            key_every: Number of checkpoints in a chain; the first of them, the key frame, stands
-                alone. At 1 all do.
-            key_bits: 2 to 8; weights in a key frame, and others that stand alone, become one of
-                ``2 ** key_bits - 1`` values; cores of tensor trains get two bits more.
-            policy: ``exact``, ``lossy`` or ``skip`` by regular expressions of whole names, such as
+            beta: First moments below ``beta`` times the mean are left out; the paper has 2.
+            key_every: Number of checkpoints that build on each other; the first of them, the key
+                frame, is complete. At 1 all are.
+            key_bits: 2 to 8; weights in a key frame, and others written without a base, become one
+                of ``2 ** key_bits - 1`` values; cores of tensor trains get two bits more.
+            policy: ``exact``, ``lossy`` or ``skip`` by regular expressions over whole names, as in
                 ``{r"model\\.head\\..*": "exact", r"optimizer\\..*": "skip"}``; the first match
                 counts. Without a match weights and moments that are matrices are lossy, all else
                 is exact.
-            keep_last: Older checkpoints are deleted once no later one builds on them, so up to
-                ``key_every`` more than that stay; None keeps all.
-            keep_every: Steps divisible by it are kept for good.
+            keep_last: Number of checkpoints to keep. Older ones are deleted once no later one
+                builds on them, so up to ``key_every`` more stay; None keeps all.
+            keep_every: Checkpoints of steps divisible by this number are never deleted.
             background: Compress and write in another thread, after the state is copied. The next
-                call of this object raises its errors.
-            max_bytes: Most memory that reading may take; None for the memory of this machine.
+                call of a method raises errors of that thread.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -132,18 +166,13 @@ class CheckpointChain:
             if not 0 <= size < float("inf"):
                 raise ValueError(f"{name} is {size}; it must be 0 or more")
         for name, least in (("key_every", key_every), ("keep_last", keep_last),
-                            ("keep_every", keep_every), ("max_bytes", max_bytes)):  # fmt: skip
+                            ("keep_every", keep_every)):  # fmt: skip
             if least is not None and least < 1:
                 raise ValueError(f"{name} is {least}; it must be 1 or more")
         self._archive = Archive(Path(folder))
         self._policy = Policy(policy, lossless=mode == "lossless")
         self._quality = Quality(bits, rate, alpha, beta, key_bits)
         self._key_every, self._keep_last, self._keep_every = key_every, keep_last, keep_every
-        try:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (AttributeError, ValueError, OSError):  # not on every system
-            memory = 1 << 36
-        self._max_bytes = max_bytes or memory
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
         self._calls = threading.RLock()
@@ -153,11 +182,11 @@ class CheckpointChain:
 
     @property
     def folder(self) -> Path:
-        """Folder of the checkpoints."""
+        """The folder of the checkpoints."""
         return self._archive.folder
 
     def steps(self) -> list[int]:
-        """Return steps of all checkpoints in the folder, ascending, damaged ones included."""
+        """Return the steps of all checkpoints in ascending order, even of damaged ones."""
         return self._archive.steps()
 
     def save(
@@ -172,15 +201,15 @@ class CheckpointChain:
 
         Args:
             step: Optimizer steps done; more than at the last checkpoint.
-            model: A module or its state.
+            model: A module or its state dict.
             optimizer: An optimizer, its state, or None.
             extra: Tensors, numbers, strings, None, and dicts, lists and tuples of them.
-            parameters: Names of weights by the keys of the optimizer's state; needed only where
-                states are given instead of objects, and parameters are not in the model's order.
+            parameters: Names of weights by the keys of the optimizer's state; needed only if states
+                are given instead of objects, and parameters are not in the model's order.
 
         Raises:
-            ValueError: If a later checkpoint is there.
-            TypeError: If something is of another type; nothing is written.
+            ValueError: If the folder has a checkpoint of this or a later step.
+            TypeError: If something to save is of another type; nothing is written.
             FolderInUseError: If another process writes to the folder.
             OSError: If the disk is full or the folder not writable; earlier checkpoints stay.
         """
@@ -197,7 +226,7 @@ class CheckpointChain:
                     "folder"
                 )
             began = time.perf_counter()
-            snapshot = take_snapshot(model, optimizer, extra, self._policy, parameters)
+            snapshot = take_snapshot(model, optimizer, extra, self._policy.treatment, parameters)
             copying = time.perf_counter() - began
             if self._thread is None:
                 self._write(step, snapshot, copying)
@@ -205,19 +234,19 @@ class CheckpointChain:
                 self._pending = self._thread.submit(self._write, step, snapshot, copying)
 
     def lock(self) -> None:
-        """Lock the folder for this process, as the first save does; errors as in :meth:`save`."""
+        """Lock the folder for this process, as the first :meth:`save` does; raises its errors."""
         with self._calls:
             self._archive.lock()
 
     def wait(self) -> None:
-        """Wait until everything is on the disk; raises errors of the background."""
+        """Wait until every checkpoint is on the disk; raises errors of the background thread."""
         with self._calls:
             pending, self._pending = self._pending, None
             if pending is not None:
                 pending.result()
 
     def close(self) -> None:
-        """Wait, and unlock the folder; the object can be used again."""
+        """Wait for the background thread, and unlock the folder; the object can be used again."""
         with self._calls:
             try:
                 self.wait()
@@ -262,7 +291,7 @@ class CheckpointChain:
         self._retain()
 
     def _retain(self) -> None:
-        """Delete checkpoints that nothing keeps or builds on."""
+        """Delete checkpoints that no setting keeps and no kept checkpoint builds on."""
         if self._keep_last is None:
             return
         links: dict[int, int | None] = {}
@@ -283,7 +312,7 @@ class CheckpointChain:
         self._archive.remove(sorted(links.keys() - kept))
 
     def _find_last(self) -> tuple[Manifest, int, dict[str, Tensor]] | None:
-        """Find the last sound checkpoint, and rename damaged ones after it."""
+        """Return the last sound checkpoint, and rename damaged ones after it; None without one."""
         for step in reversed(self.steps()):
             try:
                 links = self._archive.links(step)
@@ -301,12 +330,12 @@ class CheckpointChain:
         """Read a checkpoint.
 
         Args:
-            step: One of :meth:`steps`; ``latest`` is the last one that is sound, with a warning
-                for each damaged one after it.
+            step: One of :meth:`steps`; ``latest`` is the last undamaged one, with a warning for
+                each damaged checkpoint after it.
 
         Raises:
-            FileNotFoundError: If there is none of that step, or none at all.
-            ValueError: If it, or one it builds on, is damaged; the message has the file.
+            FileNotFoundError: If there is no checkpoint of that step, or none at all.
+            ValueError: If it, or one it builds on, is damaged; the message names the file.
         """
         self.wait()
         steps = self.steps()
@@ -321,7 +350,7 @@ class CheckpointChain:
             try:
                 links = self._archive.links(number)
                 streams = self._archive.streams(links[-1])
-                parts, _ = decode(streams, self._weights(links[:-1]), self._max_bytes)
+                parts, _ = decode(streams, self._weights(links[:-1]))
                 return Checkpoint(number, **parts)
             except DamagedError as problem:
                 if step != "latest":
@@ -330,7 +359,7 @@ class CheckpointChain:
         raise FileNotFoundError(f"no checkpoint in {self.folder}" + (" is sound" if steps else ""))
 
     def verify(self, checked: Callable[[int], None] | None = None) -> dict[int, str | None]:
-        """Read all checkpoints; return the damage of each step, or None if it can be restored.
+        """Read all checkpoints; return by step what is damaged, or None if it can be restored.
 
         ``checked`` is called with every step after its check.
         """
@@ -343,7 +372,7 @@ class CheckpointChain:
                 last = links[-2].checksum if len(links) > 1 else None
                 known = before[1] if before and before[0] == last else self._weights(links[:-1])
                 streams = self._archive.streams(links[-1])
-                _, weights = decode(streams, known, self._max_bytes)
+                _, weights = decode(streams, known)
                 before = (links[-1].checksum, weights)
                 found[step] = None
             except DamagedError as problem:
@@ -355,7 +384,7 @@ class CheckpointChain:
     def _weights(self, links: list[Manifest]) -> dict[str, Tensor] | None:
         weights: dict[str, Tensor] | None = None
         for manifest in links:
-            weights = decode_model(self._archive.streams(manifest), weights, self._max_bytes)
+            _, weights = decode(self._archive.streams(manifest), weights, model_only=True)
         return weights
 
 

@@ -1,4 +1,4 @@
-"""Scalar quantization: one-dimensional k-means with a price on bits.
+"""Quantize scalars by one-dimensional k-means with a price on bits.
 
 A cluster of sorted values is an interval, whose sum is a difference of two prefix sums, so a pass
 of Lloyd's algorithm takes a binary search for each cluster. Everything is on the CPU.
@@ -25,13 +25,13 @@ _AT_A_TIME = 1 << 16
 
 @dataclass(frozen=True)
 class Codebook:
-    """Ascending ``values``, float32 (k,), k <= 256, and the ``walls`` between them, (k - 1,)."""
+    """Ascending ``values``, float32 (k,), k <= 256, and ``walls`` (k - 1,) between their cells."""
 
     values: Tensor
     walls: Tensor
 
     def codes(self, values_n: Tensor) -> Tensor:
-        """Return the index of each entry's value, uint8 (n,)."""
+        """Return for each entry the index of its cell, uint8 (n,)."""
         if len(self.walls) > 32:
             return torch.bucketize(values_n, self.walls).to(torch.uint8)
         values, walls = values_n.numpy(), self.walls.numpy()
@@ -52,10 +52,10 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
     (entropy-constrained quantisation: Chou, Lookabaugh and Gray 1989).
 
     Args:
-        values_n: Finite float32, subnormal or near the largest there are, (n,).
-        size: 1 to 256. Without a rate, no more than ``size`` distinct values are kept exactly.
+        values_n: Finite float32 (n,), of any size from subnormal to the largest.
+        size: 1 to 256. Without a rate, the values are kept exactly if ``size`` or fewer differ.
         rate: The price of a bit, as a share of the variance of the values.
-        zeros: Number of zeros beside the values; zero is then one of the values learned.
+        zeros: Number of zeros in addition to the values; zero is then among the learned values.
     """
     step = max(1, values_n.numel() // _LEARNED_FROM)
     if step > 1:
@@ -96,7 +96,7 @@ def _distinct(sorted_n: Tensor, size: int) -> Tensor | None:
 
 
 def _learned(sorted_n: Tensor, size: int, rate: float, beside: float) -> Codebook:
-    """Learn a codebook from several starts; ``beside`` is the number of zeros beside the values."""
+    """Learn a codebook from several starts; ``beside`` counts zeros in addition to the values."""
     # Prefix sums from the middle to both sides: values far out do not take digits from the rest.
     middle = len(sorted_n) // 2
     below = sorted_n[:middle].flip(0).cumsum(0, dtype=torch.float64).neg().flip(0)
@@ -131,7 +131,7 @@ def _refined(
     """Run Lloyd's algorithm; return the codebook, and its cost up to a constant.
 
     ``sums`` are prefix sums of the values, float64 ``(n + 1,)``; ``price`` is the cost of a bit.
-    ``beside`` counts zeros outside the values; above 0, one centre stays zero.
+    ``beside`` counts zeros in addition to the values; if there are any, one centre stays zero.
     """
     bits = torch.zeros_like(centres)
     edges = torch.zeros(0, dtype=torch.long)
@@ -161,9 +161,9 @@ def _refined(
 
 
 def _walls(centres: Tensor, prices: Tensor) -> Tensor:
-    """Compute where the next centre becomes cheaper, as float64 ``(k - 1,)``.
+    """Compute the values at which the next centre becomes cheaper, as float64 ``(k - 1,)``.
 
-    Cost is squared distance plus price. A centre never cheapest has equal walls.
+    Cost is squared distance plus price. A centre that is nowhere the cheapest has equal walls.
     """
     at, costs = centres.tolist(), (centres.square() + prices).tolist()
     best: list[int] = []  # the centres that cost least somewhere
@@ -187,7 +187,7 @@ def _walls(centres: Tensor, prices: Tensor) -> Tensor:
 
 
 def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
-    """Return evenly spaced centres, float64, at the distance that suits a high price of bits."""
+    """Return evenly spaced centres, float64, at the best distance for a high price of bits."""
     distance = (12 * price / (2 * math.log(2))) ** 0.5
     middle = sorted_n[len(sorted_n) // 2].double()
     low, high = sorted_n[0].double() - middle, sorted_n[-1].double() - middle
@@ -199,7 +199,7 @@ def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
 
 
 def _bins(sorted_n: Tensor) -> Tensor:
-    """Return the ends of some hundred bins, int64: half of equal counts, half of equal widths."""
+    """Return the ends of some hundred bins: half have equal counts, half equal widths; int64."""
     low, high = sorted_n[0].double(), sorted_n[-1].double()
     share = torch.linspace(0, 1, _BINS // 2 + 1, dtype=torch.float64)
     ends = torch.searchsorted(sorted_n, (low + (high - low) * share).float(), right=True)
@@ -211,7 +211,7 @@ def _bins(sorted_n: Tensor) -> Tensor:
 def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
     """Return centres as dense as the cube root of the values' density (Panter and Dite 1951).
 
-    Bins are clipped to the width ``most``, so that an outlier draws no centres into its gap.
+    Bins count as at most ``most`` wide, so that the gap before an outlier attracts no centres.
     """
     at = sorted_n[torch.cat((ends[:-1], ends[-1:] - 1))].double()
     mass = (ends.diff() * at.diff().clamp(max=most).square()).pow(1 / 3).cumsum(0)
@@ -223,7 +223,7 @@ def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
 
 
 def _best_of_bins(sums: Tensor, ends: Tensor, size: int) -> Tensor:
-    """Return the best centres, float64, of a few clusters of bins."""
+    """Return the best centres, float64, if each of ``size`` clusters consists of whole bins."""
     counts, sums = ends.diff().double(), sums[ends].diff()
     counts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
     sums = torch.cat((sums.new_zeros(1), sums.cumsum(0)))
@@ -243,7 +243,7 @@ def _best_of_bins(sums: Tensor, ends: Tensor, size: int) -> Tensor:
 
 
 def norm(values: Tensor) -> float:
-    """Return the root of the sum of squares of any tensor; not finite if a value is not."""
+    """Return the root of the sum of squares of a tensor; not finite if an entry is not."""
     found = float(torch.linalg.vector_norm(values)) if values.dtype == torch.float32 else 0.0
     if 1e-15 < found < 1e15:  # no square left the range of float32 that counts
         return found
@@ -251,11 +251,11 @@ def norm(values: Tensor) -> float:
 
 
 def median(values_n: Tensor) -> Tensor:
-    """Return the lower median of at least one value."""
+    """Return the lower median of one or more values."""
     middle = (len(values_n) - 1) // 2
     return torch.from_numpy(np.partition(values_n.numpy(), middle))[middle]
 
 
 def positions(mask_n: Tensor) -> Tensor:
-    """Return the indices of true entries, int64."""
+    """Return the indices of the true entries of a mask, int64."""
     return torch.from_numpy(np.flatnonzero(mask_n.numpy()))

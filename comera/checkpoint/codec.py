@@ -1,8 +1,8 @@
 """Write one tensor into streams and read it back: exactly, as a change, or as a pair of moments.
 
 Changes and moments are pruned and quantised, after ExCP (arXiv 2406.11257). Each ``write_`` returns
-a record, which holds all that its ``read_`` needs beside the streams; both give the same tensor,
-bit by bit. Shapes: n = entries, k = kept entries.
+a record with all that its ``read_`` needs besides the streams; both return the same tensor, bit by
+bit. Shapes: n = entries, k = kept entries.
 """
 
 import math
@@ -55,7 +55,7 @@ _LEAST = 2.0**-149
 
 @dataclass(frozen=True)
 class Quality:
-    """Precision of lossy tensors; see :class:`comera.checkpoint.chain.CheckpointChain`."""
+    """Settings of lossy tensors; see :class:`comera.checkpoint.chain.CheckpointChain`."""
 
     bits: int = 4
     rate: float = 0.055
@@ -64,7 +64,7 @@ class Quality:
     key_bits: int = 6
 
     def of(self, name: str) -> "Quality":
-        """Return the quality of a tensor, finer for cores: their errors add up in a weight."""
+        """Return the quality for a tensor: finer for cores, whose errors add up in a weight."""
         if not _CORE.search(name):
             return self
         return replace(self, rate=self.rate / _FINER, key_bits=min(8, self.key_bits + 2))
@@ -75,13 +75,14 @@ class Record:
     """One tensor, or the two moments of one weight, in the streams of a checkpoint.
 
     Attributes:
-        codec: The functions that write and read it: ``exact``, ``change`` or ``moments``.
-        change: Whether the bits of ``exact`` are those of a difference to the tensor before.
-        kept: Number of entries that the other codecs have kept.
-        books: Sizes of their codebooks; two for first and second moments.
-        places: Where kept entries lie: ``all``, ``many`` (marked one by one), or bytes of gaps.
-        weight: The weight whose kept entries ``moments`` refer to, if any.
-        names, shape, dtypes: Those of the tensors; the shape is common to both moments.
+        codec: Which functions write and read it: ``exact``, ``change`` or ``moments``.
+        change: With ``exact``: whether it is a difference to the previous checkpoint's tensor.
+        kept: Number of entries that the codecs ``change`` and ``moments`` have kept.
+        books: Sizes of the codebooks of these codecs; two for first and second moments.
+        places: How positions are coded: ``all`` are kept, ``many`` (marked one by one), or the
+            number of bytes of gaps between them.
+        weight: The weight to whose kept entries the positions of ``moments`` refer, if any.
+        names, shape, dtypes: Those of the tensors; both moments have one shape.
     """
 
     codec: str
@@ -96,7 +97,7 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Number of entries."""
+        """Number of entries of a tensor."""
         return math.prod(self.shape)
 
     @property
@@ -106,18 +107,18 @@ class Record:
 
     @property
     def part(self) -> str:
-        """Part of the checkpoint whose streams hold the tensors: ``model`` or ``rest``."""
+        """Part of the checkpoint to which the tensors belong: ``model`` or ``rest``."""
         return _part_of(self.names[0])
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the record as a dict that JSON can hold."""
         return asdict(self) | {
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         }
 
     @classmethod
     def of_json(cls, value: Any) -> Self:
-        """Return the record of :meth:`as_json`; ``DamagedError`` if there is none such."""
+        """Return the record of :meth:`as_json`; ``DamagedError`` if the value is no such record."""
         try:
             plain = {key: tuple(x) if isinstance(x, list) else x for key, x in value.items()}
             record = cls(**plain | {"dtypes": tuple(DTYPES[name] for name in value["dtypes"])})
@@ -128,18 +129,14 @@ class Record:
         raise DamagedError(f"no such tensor: {str(value)[:80]}")
 
     def _is_possible(self) -> bool:
-        """Return whether all types are right, and all numbers fit tensors of this size."""
+        """Return whether all types are right, and all numbers are possible for the shape."""
         exact, count = self.codec == "exact", len(self.dtypes)
-        if not (
+        return (
             isinstance(self.change, bool)
             and all(map(_is_count, (self.kept, *self.shape, *self.books)))
             and all(isinstance(name, str) for name in self.names)
             and isinstance(self.weight, str | None)
-        ):
-            return False
-        most_gaps = self.kept + self.size // 255  # bytes
-        return (
-            self.codec in ("exact", "change", "moments")
+            and self.codec in ("exact", "change", "moments")
             and 1 <= count == len(self.names) <= (2 if self.codec == "moments" else 1)
             and len(self.books) == (0 if exact else count)
             and all(book <= _MOST_VALUES for book in self.books)
@@ -148,7 +145,7 @@ class Record:
             and (self.places != "all" or self.codec != "moments")
             and (
                 self.places in ("all", "many")
-                or (_is_count(self.places) and self.places <= most_gaps)
+                or (_is_count(self.places) and self.places <= self.kept + self.size // 255)
             )
         )
 
@@ -221,15 +218,16 @@ def write_change(
 
     The base saves log2(|weight| / |change|) bits an entry. It is used if the squared norm of the
     change is at most half of the weight's, and at most one in 256 entries became zero: with a base
-    these would not be read as zeros. The root mean square error is at most a quarter of the
-    weight's, and at most ``4 / 2**key_bits`` of it without a base. Other weights are exact. Returns
-    the record, where kept entries lie (k,), and the weight as it will be read.
+    these would not be read as zeros. The root mean square error is at most a quarter of the root
+    mean square weight, and at most ``4 / 2**key_bits`` of it without a base; weights that cannot
+    meet this are written exactly. Returns the record, the positions of kept entries (k,), and the
+    weight as it will be read.
 
     Args:
         streams: The streams to write to.
         name: Name of the weight.
-        weight: Finite floats of any shape and size; those of float64 in the range of float32.
-        base: The weight as the checkpoint before is read; same shape and dtype.
+        weight: Finite floats of any shape; float64 must be in the range of float32.
+        base: The weight as read from the previous checkpoint; same shape and dtype.
         second: The weight's second moments, for :func:`changed_weights`.
         quality: Precision: ``bits`` with a base, ``key_bits`` without, ``rate`` and ``alpha``.
     """
@@ -265,12 +263,12 @@ def write_change(
 
 
 def distance(weight: Tensor, other: Tensor) -> float:
-    """Return the root of the sum of squared differences; not finite if one is not."""
+    """Return the root of the sum of squared differences; not finite if an entry is not."""
     return norm(weight.float() - other.float())
 
 
 def _is_near(weight: Tensor, base: Tensor, size: float) -> bool:
-    """Return whether :func:`write_change` uses a base, which must be finite."""
+    """Return whether :func:`write_change` uses a base: it must be finite and near the weight."""
     if not 2 * distance(weight, base) ** 2 <= size**2:  # also where it is not a number
         return False
     most = _MOST_ZEROS * weight.numel()
@@ -282,8 +280,8 @@ def _is_near(weight: Tensor, base: Tensor, size: float) -> bool:
 def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Tensor:
     """Mark the weights that have changed enough to be kept (ExCP, arXiv 2406.11257, section 3.3).
 
-    Those with ``|change| > median|change| * min(2.5, alpha / sqrt(mean(second)))``: where
-    gradients are large, smaller changes are kept too. Changes are float32 (n,); ``second`` are the
+    They have ``|change| > median|change| * min(2.5, alpha / sqrt(mean(second)))``: if gradients are
+    large, smaller changes are kept too. Changes are float32 (n,); ``second`` are the
     second moments, of any shape, or None; an ``alpha`` of 0 keeps every change.
     """
     size = change_n.abs()
@@ -293,9 +291,10 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
 
 
 def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
-    """Return the factor of a bit's price, larger for changes small beside their weight.
+    """Return the factor of a bit's price, which is larger for changes small beside their weight.
 
-    The same loss takes fewer bits than with a price by change or weight (docs/experiments.md).
+    It lies between a price relative to the change and one relative to the weight, and needs fewer
+    bits for the same loss than both (docs/experiments.md).
     """
     spreads = []
     for values in (weight.float(), change):
@@ -309,9 +308,9 @@ def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
 def _quantised(
     change: Tensor, mask: Tensor, bits: int, rate: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mask of kept entries, the codebook and the codes.
+    """Return the positions of kept entries, the codebook and the codes.
 
-    With a price on bits zero is in the codebook, and entries nearest to it are not kept.
+    With a price on bits, entries whose value in the codebook is zero are not kept.
     """
     kept = positions(mask)
     if not rate:
@@ -327,7 +326,7 @@ def _quantised(
 
 
 def read_change(reader: StreamReader, record: Record, base: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return where kept entries lie (k,), and the weight that :func:`write_change` wrote."""
+    """Return the positions of kept entries (k,), and the weight that :func:`write_change` wrote."""
     (size,), count, places = record.books, record.kept, record.places
     if base is None and places != "all":
         raise DamagedError("a change has nothing before it")
@@ -371,17 +370,17 @@ def write_moments(
     kept_weights: Tensor | None,
     quality: Quality,
 ) -> Record:
-    """Write first moments, and second moments if there are, pruned together and quantised.
+    """Write first moments, and any second moments, pruned together and quantised.
 
-    A first moment that is left out is read as zero, its second moment as the product of its row's
-    and its column's mean among those left out. Roots of second moments are quantised.
+    A first moment that is left out is read as zero, its second moment as the product of the means
+    of left-out moments in its row and its column. Roots of second moments are quantised.
 
     Args:
         streams: The streams to write to.
         moments: First moments by name, finite floats of any shape, and possibly second moments,
             of the same shape and not negative.
-        weight: Name of their weight, if ``kept_weights`` is given.
-        kept_weights: Where changes of the weight were kept; others' moments are left out.
+        weight: Name of the weight they belong to, if ``kept_weights`` is given.
+        kept_weights: Positions of the weight's kept changes; other entries' moments are left out.
         quality: Precision: ``bits``, ``rate`` and ``beta``.
     """
     first, *seconds = moments.values()
@@ -415,7 +414,7 @@ def write_moments(
 def read_moments(
     reader: StreamReader, record: Record, kept_weights: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return by name the moments that :func:`write_moments` wrote."""
+    """Read the moments that :func:`write_moments` wrote; return them by name."""
     count = record.kept
     below = record.size if kept_weights is None else len(kept_weights)
     if record.places == "many":
@@ -445,7 +444,7 @@ def read_moments(
 
 
 def _write_means(streams: Streams, second: Tensor, kept: Tensor) -> None:
-    """Write means of the moments outside ``kept``: of all, of each row and of each column."""
+    """Write the means of moments that are not kept: of all, of each row and of each column."""
     rest = second.detach().float().reshape(-1).clone()
     rest[kept] = 0
     there = torch.ones_like(rest)
@@ -480,7 +479,7 @@ def _read_means(reader: StreamReader, shape: Sequence[int]) -> Tensor:
 
 
 def _has_lines(shape: Sequence[int]) -> bool:
-    """Return whether a mean for each row and column takes few bytes beside the rest."""
+    """Return whether a mean of each row and column takes few bytes beside the tensor itself."""
     size = math.prod(shape)
     return len(shape) > 1 and size > 0 and shape[0] + size // shape[0] <= size // 32
 

@@ -1,17 +1,19 @@
-"""The contents of a checkpoint: a copy of a training state, written into streams and read back.
+"""Copy a training state, write it into the streams of a checkpoint, and read it back.
 
-The model's tensors come first and have streams of their own: following a chain reads no others.
+The model's tensors come first and have streams of their own, so that reading a checkpoint needs
+only these streams of the checkpoints it builds on.
 """
 
 import json
-import re
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from comera.checkpoint import codec
 from comera.checkpoint.codebook import norm
@@ -20,10 +22,6 @@ from comera.checkpoint.skeleton import check_dtype, parsed, put_together, take_a
 from comera.checkpoint.streams import DamagedError, StreamReader, Streams
 from comera.params import Undisturbed
 
-Treatment = Literal["exact", "lossy", "skip"]
-
-_SMALLEST_LOSSY = 256
-"""Smaller tensors are kept exactly, as are vectors: a loss is sensitive to them."""
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENT = "exp_avg_sq"
 _SMALLEST = 1e-30
@@ -32,43 +30,11 @@ _LARGEST_INDEX = 1 << 28
 _LENGTH = 8
 
 
-class Policy:
-    """Treatment of tensors: by patterns of whole names, the first match counts, else by kind.
-
-    Weights and moments of floats are lossy if they are matrices or larger; all else is exact:
-    vectors, counters, projections, quantised states, buffers, and everything in ``extra``.
-    """
-
-    def __init__(self, patterns: Mapping[str, str] | None = None, lossless: bool = False) -> None:
-        """Compile patterns; ``ValueError`` if one, or a treatment, is invalid."""
-        self._patterns, self._lossless = [], lossless
-        for pattern, treatment in (patterns or {}).items():
-            if treatment not in get_args(Treatment):
-                raise ValueError(
-                    f"policy {pattern!r}: {treatment!r} is not one of {get_args(Treatment)}"
-                )
-            try:
-                self._patterns.append((re.compile(pattern), treatment))
-            except re.error as problem:
-                raise ValueError(
-                    f"policy {pattern!r} is no regular expression: {problem}"
-                ) from None
-
-    def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
-        """Return the treatment of a tensor; ``lossy``: whether it is a weight or a moment."""
-        wide = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
-        for pattern, treatment in self._patterns:
-            if pattern.fullmatch(name) and (treatment != "lossy" or wide):
-                return treatment
-        matrix = tensor.ndim > 1 and tensor.numel() >= _SMALLEST_LOSSY
-        return "lossy" if lossy and not self._lossless and wide and matrix else "exact"
-
-
 @dataclass
 class Snapshot:
-    """Tensors by name, in the order of writing; a chain holds changes of those of ``model``.
+    """Tensors by name, in the order of writing; the tensors of ``model`` are written as changes.
 
-    ``skeleton`` is everything but the tensors; ``lossy`` names those that may change a little.
+    ``skeleton`` is everything but the tensors; ``lossy`` names tensors that may change a little.
     """
 
     skeleton: Any = None
@@ -78,7 +44,7 @@ class Snapshot:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors in memory."""
         return sum(t.nbytes for part in (self.model, self.rest) for t in part.values())
 
 
@@ -86,12 +52,13 @@ def take_snapshot(
     model: nn.Module | Mapping[str, Any],
     optimizer: Any,
     extra: Mapping[str, Any] | None,
-    policy: Policy,
+    treatment_of: Callable[[str, Tensor, bool], str],
     parameters: Mapping[Any, str] | None = None,
 ) -> Snapshot:
     """Copy the state of a model, an optimizer and the caller to the CPU.
 
-    Arguments are those of :meth:`CheckpointChain.save`, and ``policy`` the treatment of tensors.
+    Arguments are those of :meth:`CheckpointChain.save`, and ``treatment_of`` that of a
+    :class:`~comera.checkpoint.chain.Policy`.
     Raises ``TypeError`` with the name of anything but tensors and plain values, and
     ``RuntimeError`` if another thread trains the model meanwhile.
     """
@@ -106,7 +73,7 @@ def take_snapshot(
     trained = set(weights)
     if isinstance(model, nn.Module):
         trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names = parameters or _names_of_parameters(model, optimizer, weights, states)
+    names = parameters or _guessed_names(model, optimizer, weights, states)
     name_of_state = {
         f"optimizer.state.{key}.{entry}": f"optimizer.{names.get(key, key)}.{entry}"
         for key, found in (states or {}).get("state", {}).items()
@@ -122,7 +89,7 @@ def take_snapshot(
         if path in name_of_state:
             name = name_of_state[path]
             lossy = name.rpartition(".")[2] in (*_FIRST_MOMENTS, _SECOND_MOMENT)
-        treatment = policy.treatment(name, tensor, lossy)
+        treatment = treatment_of(name, tensor, lossy)
         if treatment == "skip":
             return None
         if tensor.is_nested or tensor.layout != torch.strided:
@@ -152,7 +119,14 @@ def take_snapshot(
     return snapshot
 
 
-def _names_of_parameters(
+def names_of_parameters(model: nn.Module, optimizer: Optimizer) -> dict[Any, str]:
+    """Return the names of the model's parameters by their keys in the optimizer's state."""
+    name_of = {id(param): name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {k: name_of[id(param)] for k, param in enumerate(params) if id(param) in name_of}
+
+
+def _guessed_names(
     model: nn.Module | Mapping[str, Any],
     optimizer: Any,
     weights: Mapping[str, Any],
@@ -160,14 +134,12 @@ def _names_of_parameters(
 ) -> dict[Any, str]:
     """Return names of weights by the optimizer's keys of parameters, as far as they are known.
 
-    A bare state has its own names, or those of the weights in order if the shapes agree.
+    For a bare state dict they are the names in it, or the weights' names in order if shapes agree.
     """
     if not states or "state" not in states:
         return {}
     if isinstance(model, nn.Module) and hasattr(optimizer, "param_groups"):
-        name_of = {id(param): name for name, param in model.named_parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        return {k: name_of[id(param)] for k, param in enumerate(params) if id(param) in name_of}
+        return names_of_parameters(model, optimizer)
     groups = states.get("param_groups", [])
     keys = [key for group in groups for key in group.get("params", [])]
     names = [name for group in groups for name in group.get("param_names", [])]
@@ -186,17 +158,12 @@ def _names_of_parameters(
     return guessed
 
 
-class _Moments(NamedTuple):
-    """Names of lossy moments of one parameter, and of its weight if that is lossy too."""
+def _find_moments(snapshot: Snapshot) -> list[tuple[str | None, str, str | None]]:
+    """Pair lossy moments: their weight, if that is lossy too, the first and any second moment.
 
-    weight: str | None
-    first: str
-    second: str | None
-
-
-def _find_moments(snapshot: Snapshot) -> list[_Moments]:
-    """Pair moments; of two first moments of a weight, the first one gets the second moments."""
-    found: list[_Moments] = []
+    Of two first moments of a weight, the first one gets the second moments.
+    """
+    found: list[tuple[str | None, str, str | None]] = []
     for first, tensor in snapshot.rest.items():
         parameter, _, key = first.removeprefix("optimizer.").rpartition(".")
         if first not in snapshot.lossy or key not in _FIRST_MOMENTS:
@@ -207,32 +174,32 @@ def _find_moments(snapshot: Snapshot) -> list[_Moments]:
             (f"optimizer.{parameter}.{_SECOND_MOMENT}", snapshot.rest),
         ):
             fits = name in snapshot.lossy and part[name].shape == tensor.shape
-            beside.append(name if fits and all(m.second != name for m in found) else None)
-        found.append(_Moments(beside[0], first, beside[1]))
+            beside.append(name if fits and all(name != second for *_, second in found) else None)
+        found.append((beside[0], first, beside[1]))
     return found
 
 
 def encode(
     snapshot: Snapshot, base: Mapping[str, Tensor] | None, quality: Quality
 ) -> tuple[Streams, dict[str, Any], dict[str, Tensor]]:
-    """Return the streams of a snapshot, figures about it, and the model's tensors as decoded.
+    """Return the streams of a snapshot, figures about it, and the model's tensors as read back.
 
-    ``base`` are the decoded tensors of the previous checkpoint; None for a key frame.
+    ``base`` are the tensors read back from the previous checkpoint; None for a key frame.
     """
     streams, records = Streams(), list[Record]()
     written, kept = dict[str, Tensor](), dict[str, Tensor]()
     moments = _find_moments(snapshot)
-    moments_of = {found.weight: found for found in reversed(moments)}
+    second_of = {weight: second for weight, _, second in reversed(moments)}
     entries = {"lossy": 0, "changed": 0}
     error = change = 0.0
     for name, tensor in snapshot.model.items():
         before = _matching(base, name, tensor.shape, tensor.dtype)
         if name in snapshot.lossy and _can_be_float32(tensor):
-            second = moments_of[name].second if name in moments_of else None
+            second = second_of.get(name)
             record, places, now = codec.write_change(
                 streams, name, tensor, before, snapshot.rest[second] if second else None, quality
             )
-            if name in moments_of and record.codec == "change":
+            if name in second_of and record.codec == "change":
                 kept[name] = places  # the moments of other entries are left out with them
             entries["lossy"] += tensor.numel()
             entries["changed"] += len(places)
@@ -272,29 +239,28 @@ def encode(
     return streams, figures, written
 
 
-def decode_model(
-    blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
-) -> dict[str, Tensor]:
-    """Return the model's tensors; ``base`` are those of the checkpoint before.
-
-    Raises ``DamagedError`` if the streams are not ones of :func:`encode`, or all tensors together
-    would take more than ``max_bytes``.
-    """
-    reader = StreamReader(blobs)
-    _, records = _read_index(reader, max_bytes)
-    return _read_model(reader, records, base)[0]
-
-
 def decode(
-    blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
+    blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, model_only: bool = False
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return ``model``, ``optimizer``, ``extra``, ``parameters``, and the model's tensors.
+    """Return a dict of ``model``, ``optimizer``, ``extra`` and ``parameters``; the model's tensors.
 
-    Arguments and errors are those of :func:`decode_model`.
+    ``base`` are the model's tensors of the checkpoint before. ``model_only`` reads nothing else,
+    and the first dict is empty. Raises ``DamagedError`` if the streams are not ones of
+    :func:`encode`, or all tensors together would take more memory than this machine has.
     """
     reader = StreamReader(blobs)
-    skeleton, records = _read_index(reader, max_bytes)
-    weights, kept = _read_model(reader, records, base)
+    skeleton, records = _read_index(reader)
+    weights, kept = dict[str, Tensor](), dict[str, Tensor]()
+    for record in records:
+        if record.part == "model":
+            name = record.names[0]
+            before = _matching(base, name, torch.Size(record.shape), record.dtypes[0])
+            if record.codec == "change":
+                kept[name], weights[name] = codec.read_change(reader, record, before)
+            else:
+                weights[name] = codec.read_exact(reader, record, before)
+    if model_only:
+        return {}, weights
     tensors = dict(weights)
     for record in records:
         if record.codec == "moments":
@@ -313,53 +279,39 @@ def decode(
     return parts, weights
 
 
-def _read_model(
-    reader: StreamReader, records: list[Record], base: Mapping[str, Tensor] | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the model's tensors, and the kept entries of lossy ones."""
-    tensors, kept = dict[str, Tensor](), dict[str, Tensor]()
-    for record in records:
-        if record.part != "model":
-            continue
-        name = record.names[0]
-        before = _matching(base, name, torch.Size(record.shape), record.dtypes[0])
-        if record.codec == "change":
-            kept[name], tensors[name] = codec.read_change(reader, record, before)
-        else:
-            tensors[name] = codec.read_exact(reader, record, before)
-    return tensors, kept
-
-
 def _matching(
     base: Mapping[str, Tensor] | None, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the tensor of the previous checkpoint; None if shape or dtype differ."""
+    """Return the previous checkpoint's tensor; None if there is none of this shape and dtype."""
     before = (base or {}).get(name)
     same = before is not None and before.shape == shape and before.dtype == dtype
     return before if same else None
 
 
 def _can_be_float32(tensor: Tensor) -> bool:
-    """Return whether float32 can hold all entries, and the largest is not subnormal."""
+    """Return whether all entries are finite in float32, and the largest is not subnormal."""
     if not bool(tensor.float().sum(dtype=torch.float64).isfinite()):
         return False
     return tensor.dtype != torch.float64 or not 0 < float(tensor.abs().amax()) < _SMALLEST
 
 
-def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]]:
-    """Return the skeleton and the records, checked: the memory that they ask for is bounded."""
+def _read_index(reader: StreamReader) -> tuple[Any, list[Record]]:
+    """Return the skeleton and the records, after checks that also bound the memory they need."""
     length = int.from_bytes(reader.read("index", _LENGTH).tobytes(), "little")
-    if length > min(_LARGEST_INDEX, max_bytes):
+    if length > _LARGEST_INDEX:
         raise DamagedError(f"the index says that it is {length} bytes long")
     try:
         index = parsed(reader.read("index", length).tobytes())
     except (ValueError, RecursionError) as problem:
         raise DamagedError(f"the index is not readable: {problem}") from problem
     skeleton, records = _checked(index)
-    size = sum(record.bytes for record in records)
-    if size > max_bytes:
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        memory = 1 << 36
+    if (size := sum(record.bytes for record in records)) > memory:
         raise DamagedError(
-            f"the tensors would take {size} bytes of memory, more than max_bytes={max_bytes}"
+            f"the tensors would take {size} bytes of memory, more than the {memory} there are"
         )
     return skeleton, records
 

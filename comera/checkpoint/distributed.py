@@ -1,4 +1,4 @@
-"""Checkpoints of models that several processes train, gathered and loaded by rank 0."""
+"""Gather on rank 0 the state of a model that several processes train, and load it again."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -21,8 +21,8 @@ from comera.checkpoint.chain import Checkpoint
 def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
     """Gather the whole state of model and optimizer on the CPU of rank 0; every rank must call it.
 
-    For ``fully_shard`` and ``DistributedDataParallel``. Names are those of the model without them,
-    so that any number of processes can load the checkpoint::
+    The model may use ``fully_shard`` or ``DistributedDataParallel``. Names are those of the model
+    without these wrappers, so that any number of processes can load the checkpoint::
 
         parts = gathered(model, optimizer)
         if parts is not None:
@@ -32,11 +32,9 @@ def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, 
         ``model`` and ``optimizer`` for :meth:`CheckpointChain.save`; None on the other ranks.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    if optimizer is None:
-        parts: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
-    else:
-        states = get_state_dict(model, optimizer, options=options)
-        parts = dict(zip(("model", "optimizer"), states, strict=True))
+    parts: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
+    if optimizer is not None:
+        parts["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
     return parts if _is_first() else None
 
 
@@ -45,8 +43,8 @@ def scatter_(
 ) -> None:
     """Load a checkpoint of :func:`gathered` into every process; every rank must call it.
 
-    Tensor trains take the ranks that were saved. ``saved`` is the result of ``chain.load`` on rank
-    0, ignored elsewhere; rank 0 without it raises ``ValueError``.
+    Tensor trains get the saved ranks. ``saved`` is the result of ``chain.load`` on rank 0, and
+    ignored on other ranks; rank 0 raises ``ValueError`` without it.
     """
     if _is_first() and saved is None:
         raise ValueError("rank 0 needs the checkpoint: scatter_(model, optimizer, chain.load())")

@@ -1,4 +1,4 @@
-"""Nested state as tensors by name and a skeleton of JSON; putting it together runs no code."""
+"""Split nested state into named tensors and a JSON skeleton; joining them runs no code."""
 
 import importlib
 import json
@@ -40,7 +40,7 @@ _SKIPPED = object()
 def parsed(raw: bytes) -> Any:
     """Return the value of a JSON text.
 
-    Raises ``ValueError`` or ``RecursionError`` if it is no JSON, or nested over ``DEEPEST`` deep.
+    Raises ``ValueError`` or ``RecursionError`` if it is no JSON, or nested deeper than ``DEEPEST``.
     """
     value = json.loads(raw)
     level = [value] if isinstance(value, dict | list) else []
@@ -61,11 +61,11 @@ def take_apart(
 ) -> Any:
     """Return the skeleton of a value: plain JSON, with names in place of tensors.
 
-    The value is of tensors, numbers, strings, None, and dicts, lists and tuples of them; anything
-    else raises ``TypeError`` with its name. ``take`` gets the dotted name of each tensor and
-    returns the name to write, or None to skip the entry of its dict; ``name`` is that of the value,
-    ``depth`` the number of containers around it. Raises ``ValueError`` if it is nested too deep, or
-    a list holds a tensor to skip.
+    The value consists of tensors, numbers, strings, None, and dicts, lists and tuples of them;
+    anything else raises ``TypeError`` with its name. ``take`` gets each tensor with its dotted name
+    and returns the name to write, or None to skip the dict entry; ``name`` is the value's own name,
+    ``depth`` the number of containers around it. Raises ``ValueError`` if the value is nested too
+    deep, or a list holds a tensor to skip.
     """
     if depth > DEEPEST_STATE:
         raise ValueError(
@@ -122,9 +122,9 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that :func:`take_apart` took apart.
+    """Return the value that :func:`take_apart` split.
 
-    Raises ``DamagedError`` if the skeleton is not one of :func:`take_apart`, or names a missing
+    Raises ``DamagedError`` if the skeleton is not from :func:`take_apart`, or names a missing
     tensor, and ``ValueError`` if the class of a tensor is not installed.
     """
     if skeleton is None or isinstance(skeleton, bool | str | int | float):

@@ -1,6 +1,6 @@
-"""Streams of bytes of one kind each, compressed by zstd.
+"""Write and read zstd-compressed streams of bytes, each for one kind of values.
 
-No more than one tensor is held uncompressed, and a reader takes no more memory than it asked for.
+Memory holds at most one uncompressed tensor; reading takes no more memory than it asks for.
 """
 
 import math
@@ -17,7 +17,7 @@ Bytes = NDArray[np.uint8]
 
 
 class DamagedError(ValueError):
-    """A file differs from the one that was written."""
+    """Raised if a file is not as it was written."""
 
 
 class Streams:
@@ -30,7 +30,7 @@ class Streams:
         self.done: dict[str, bytes] = {}
 
     def write(self, name: str, values: Bytes) -> None:
-        """Append to a stream."""
+        """Append values to the stream ``name``."""
         if name not in self._open:
             self._open[name] = zstandard.ZstdCompressor(level=_LEVEL).compressobj()
             self._parts[name], self._taken[name] = [], 0
@@ -38,14 +38,14 @@ class Streams:
         self._taken[name] += len(values)
 
     def finish(self) -> None:
-        """Fill ``done`` with the complete streams; nothing can be written after."""
+        """End all streams and put them in ``done``; nothing can be written afterwards."""
         for name, stream in self._open.items():
             self._parts[name].append(stream.flush())
         self.done = {name: b"".join(parts) for name, parts in self._parts.items()}
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Bytes of every finished stream, before and after compression."""
+        """Bytes of every finished stream before and after compression, by name."""
         return {name: (self._taken[name], len(blob)) for name, blob in self.done.items()}
 
 
@@ -75,7 +75,7 @@ class StreamReader:
         return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), np.uint8)
 
     def check_end(self) -> None:
-        """Raise :class:`DamagedError` if anything was left unread."""
+        """Raise :class:`DamagedError` if any stream has bytes left to read."""
         for name in self._open:
             if self._some(name, 1):
                 raise DamagedError(f"stream {name!r} goes on after its end")
@@ -88,7 +88,7 @@ class StreamReader:
 
 
 def to_gaps(positions_k: NDArray[np.int64]) -> Bytes:
-    """Turn ascending positions into distances, a byte each; 255 says that more follow."""
+    """Encode ascending positions as distances, a byte each; 255 means that more bytes follow."""
     gaps = np.diff(positions_k, prepend=-1) - 1
     if not len(gaps) or gaps.max() < 255:
         return gaps.astype(np.uint8)
@@ -100,7 +100,7 @@ def to_gaps(positions_k: NDArray[np.int64]) -> Bytes:
 
 
 def from_gaps(gaps: Bytes, count: int, below: int) -> NDArray[np.int64]:
-    """Undo :func:`to_gaps`; ``DamagedError`` unless ``count`` positions are under ``below``."""
+    """Decode :func:`to_gaps`; ``DamagedError`` unless ``count`` positions are below ``below``."""
     ends = np.flatnonzero(gaps != 255)
     if len(ends) != count:
         raise DamagedError(f"there are {len(ends)} kept entries where {count} are stated")
@@ -111,12 +111,12 @@ def from_gaps(gaps: Bytes, count: int, below: int) -> NDArray[np.int64]:
 
 
 def codes_to_a_byte(size: int) -> int:
-    """Return how many codes under ``size`` fit into a byte."""
+    """Return how many codes from 0 to ``size - 1`` fit into a byte."""
     return max(1, int(math.log(256) / math.log(max(2, size)) + 1e-9))
 
 
 def pack(codes_n: Bytes, size: int) -> Bytes:
-    """Pack as many codes under ``size`` as fit into each byte: zstd spends at least a bit on it."""
+    """Pack several codes below ``size`` into each byte, as zstd spends at least a bit on a byte."""
     each = codes_to_a_byte(size)
     digits = np.zeros((-(-len(codes_n) // each), each), np.uint8)
     digits.reshape(-1)[: len(codes_n)] = codes_n

@@ -1,1 +1,1 @@
-"""Compression of trained models by calibration data."""
+"""Compress trained models with the help of calibration data."""

@@ -1,7 +1,7 @@
-"""The rank of each layer under one budget for all.
+"""Choose the rank of each layer under one budget for all layers.
 
-A direction of any layer stays if it saves more loss than its parameters cost. Bisection finds the
-price of a parameter.
+A singular direction of a layer stays if it saves more loss than its parameters cost. Bisection
+finds the price of a parameter.
 """
 
 import re
@@ -22,13 +22,13 @@ _LEAST, _MOST = 1e-60, 1e60
 
 @dataclass(frozen=True)
 class Choice:
-    """Choices for one weight.
+    """What the ranks of one weight cost and save.
 
     Attributes:
-        losses: Rise of the loss without each direction, largest first, ``(K,)``.
-        dense: Parameters of the dense weight.
-        each: Parameters of one rank.
-        least: Rank that is kept in any case.
+        losses: Rise of the loss without each singular direction, largest first, ``(K,)``.
+        dense: Number of parameters of the dense weight.
+        each: Number of parameters that one rank takes.
+        least: Lowest rank allowed.
     """
 
     losses: Tensor
@@ -37,7 +37,7 @@ class Choice:
     least: int = 1
 
     def at(self, price: float) -> int | None:
-        """Return the rank of least loss plus ``price`` times size; None if dense is best."""
+        """Return the rank with the least loss plus ``price`` times size; None if dense is best."""
         rank = max(self.least, int((self.losses > price * self.each).sum()))
         rest = float(self.losses[rank:].sum())
         # The sizes are subtracted first: equal ones then differ by nothing at any price.
@@ -51,7 +51,7 @@ def allocate(choices: Sequence[Choice], budget: int) -> list[int | None]:
     """Choose the ranks of least total loss within ``budget`` parameters.
 
     Returns a rank for each choice, or None for a weight that stays dense. Raises ``ValueError`` if
-    even the smallest ranks hold more.
+    even the lowest ranks have more parameters.
     """
 
     def size(ranks: Sequence[int | None]) -> int:
@@ -95,7 +95,7 @@ _UNITS = {
 
 
 def parse_budget(budget: float | str) -> float | int:
-    """Return a budget as a share (float), or as bytes (int) where it is text with a unit."""
+    """Return a budget as a share (float), or as bytes (int) if it is a text with a unit."""
     if isinstance(budget, str):
         found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMG]|[KMG]i)B", budget)
         if found and float(found[1]) > 0:
@@ -121,10 +121,10 @@ class CompressedLayer:
     """Result for one layer.
 
     Attributes:
-        name: As in ``named_modules``.
-        dense_params: Entries of the weight before.
-        params: Entries afterwards, gates included.
-        rank: Of its two factors; None where it stays dense.
+        name: Name as in ``named_modules``.
+        dense_params: Entries of the dense weight.
+        params: Entries after compression, with gates.
+        rank: Rank of the two factors; None if the layer stays dense.
         loss: Predicted rise of the loss, to second order.
     """
 
@@ -139,11 +139,11 @@ class CompressedLayers(Report, tuple[CompressedLayer, ...]):
     """One :class:`CompressedLayer` for each targeted layer; prints itself, also in Jupyter."""
 
     def to_pandas(self) -> "pd.DataFrame":
-        """Return one row a layer, columns as in :class:`CompressedLayer`. Needs pandas."""
+        """Return a data frame with a row for each :class:`CompressedLayer`. Needs pandas."""
         return data_frame(self)
 
     def tables(self) -> list[Table]:
-        """Return one row a layer."""
+        """Return a table with a row for each layer."""
         rows = [
             (
                 layer.name,
@@ -157,7 +157,7 @@ class CompressedLayers(Report, tuple[CompressedLayer, ...]):
         return [Table("layers", ("layer", "dense", "now", "rank", "predicted loss"), rows, names=0)]
 
     def summary(self) -> str:
-        """Return a line of totals."""
+        """Return a line with the totals of all layers."""
         params = sum(layer.params for layer in self)
         dense = sum(layer.dense_params for layer in self)
         return (

@@ -1,4 +1,4 @@
-"""Parts of a model compressed block by block: block inputs, parameters, finished blocks.
+"""Handle a model block by block: record block inputs, load parameters, store finished blocks.
 
 A block's input is the previous block's output; its other arguments, such as masks and positions,
 do not depend on it. The model is on the ``meta`` device.
@@ -25,9 +25,9 @@ from comera.saved.shards import Shards, read_tensor
 
 @dataclass
 class Calls:
-    """Arguments of the blocks: ``states``, the first argument of the first block, for each batch.
+    """Arguments of blocks: ``states`` are, for each batch, the first argument of the next block.
 
-    ``others`` are the other arguments and the keywords, for each block and batch.
+    ``others`` are, for each block and batch, the other arguments and the keywords.
     """
 
     states: list[Tensor]
@@ -35,11 +35,11 @@ class Calls:
 
 
 class _Reached(Exception):
-    """Raised at the last block to skip the rest of the model."""
+    """Exception raised at the last block, to skip the rest of the model."""
 
 
 def find_blocks(model: nn.Module, name: str | None, targets: Iterable[str]) -> str:
-    """Return the name of the list of blocks: ``name``, or the list with the most targets."""
+    """Return the name of the list of blocks: ``name`` or, if None, the list with most targets."""
     lists = {
         key: module
         for key, module in model.named_modules()
@@ -73,11 +73,11 @@ def record_calls(
     batches: Iterable[Any],
     filled: Callable[[nn.Module], AbstractContextManager[None]],
 ) -> Calls:
-    """Run batches through a model without its blocks, and record how these are called.
+    """Run batches through a model while its blocks only record their arguments.
 
-    Modules outside the blocks are loaded. The context ``filled`` loads a block: the first one runs
-    once, to see whether it returns a tensor or a tuple. Raises ``ValueError`` if there is no batch,
-    or a block's input is not the previous block's output.
+    Modules outside the blocks must be loaded. The context ``filled`` loads a block: only the first
+    block runs, once, to see whether it returns a tensor or a tuple. Raises ``ValueError`` if there
+    is no batch, or a block's input is not the previous block's output.
     """
     found = Calls([], [[] for _ in blocks])
     tail: list[Any] = []  # what the first block returns besides its first output, once it ran
@@ -141,7 +141,7 @@ def record_calls(
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Make models whose parameters are on the ``meta`` device, ties included; buffers are not."""
+    """Make models inside with parameters on the ``meta`` device, keeping ties; not buffers."""
     before = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -159,10 +159,10 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 class Filler:
-    """Fills parts of a model on the ``meta`` device from the files of ``shards``, by name.
+    """Loads parts of a model on the ``meta`` device from the files of ``shards``, by name.
 
-    Buffers outside ``meta`` are overwritten at once. Raises ``ValueError`` if a tensor is missing
-    or of another shape, or a buffer has numbers nowhere.
+    Buffers that are not on ``meta`` are overwritten at once. Raises ``ValueError`` if a tensor is
+    missing or has another shape, or a buffer on ``meta`` is in no file.
     """
 
     def __init__(self, model: nn.Module, shards: Shards) -> None:
@@ -200,7 +200,7 @@ class Filler:
             )
 
     def read(self, like: Tensor) -> Tensor:
-        """Read the numbers of a parameter or buffer, in its own dtype."""
+        """Read the numbers of a parameter or buffer ``like``, in the dtype of ``like``."""
         name = self._name_of[like]
         found = self.shards.read(name)
         if found.shape != like.shape:
@@ -236,7 +236,7 @@ class Filler:
 
     @contextmanager
     def filled_when_called(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Load each module's own tensors when it is called, and drop them afterwards."""
+        """Load each module's own tensors when it is called inside; drop all of them afterwards."""
         with ExitStack() as stack:
 
             def fill(module: nn.Module, _: Any) -> None:
@@ -266,7 +266,7 @@ _KEY = "comera_blocks"
 class UnfinishedBlocks:
     """A folder with a file for each compressed block, and the inputs of the next one.
 
-    It is made with the first block; ``about`` are settings on which blocks depend, as plain JSON.
+    The first block makes the folder; ``about`` are settings that all blocks depend on, for JSON.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
@@ -274,7 +274,7 @@ class UnfinishedBlocks:
         self._states = folder / "states.safetensors"
 
     def resume(self, states: list[Tensor]) -> int:
-        """Return the number of compressed blocks, and put the inputs of the next in ``states``."""
+        """Return the number of compressed blocks, and put the next block's inputs in ``states``."""
         if not self._states.exists():
             return 0
         try:
@@ -295,7 +295,7 @@ class UnfinishedBlocks:
     def add(
         self, k: int, block: nn.Module, layers: Sequence[CompressedLayer], after: Sequence[Tensor]
     ) -> None:
-        """Write a block, and then its outputs."""
+        """Write block number ``k`` with its layers' results, and then its outputs ``after``."""
         tensors: dict[Tensor, str] = {}
         for name, tensor in block.state_dict(keep_vars=True).items():
             tensors.setdefault(tensor, name)
@@ -309,15 +309,15 @@ class UnfinishedBlocks:
             save_file(states, temporary, {_KEY: json.dumps(done)})
 
     def put_layers_(self, k: int, block: nn.Module) -> None:
-        """Replace layers of a dense block by compressed ones on ``meta``."""
+        """Replace layers of the dense block number ``k`` by the compressed ones, on ``meta``."""
         rebuild_(block, self._noted(k)["described"])
 
     def layers(self, k: int) -> list[CompressedLayer]:
-        """Return the result for each of a block's layers, by their names in the block."""
+        """Return the results for the layers of block number ``k``, named as in the block."""
         return [CompressedLayer(**one) for one in self._noted(k)["layers"]]
 
     def tensor(self, k: int, name: str) -> Tensor:
-        """Read one tensor of a block, by its name in the block."""
+        """Read one tensor of block number ``k``, by its name in the block."""
         return read_tensor(self._file(k), name)
 
     def _noted(self, k: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A trained model with low-rank layers, their ranks chosen by calibration data under one budget."""
+"""Make layers of a trained model low-rank, with ranks chosen by data under one budget."""
 
 import logging
 import math
@@ -37,12 +37,12 @@ class Compression(Report):
 
     Attributes:
         layers: One entry for each targeted layer.
-        dense_params: Parameters of the whole model before, shared ones counted once.
-        params: The same afterwards.
-        dense_bytes: Bytes of the parameters before.
-        bytes: The same afterwards.
-        seconds: Time of the call, calibration included.
-        measured: The loss that ``evaluate`` gave at this size; None under a budget.
+        dense_params: Parameters of the whole dense model, shared ones counted once.
+        params: Parameters of the whole compressed model, likewise.
+        dense_bytes: Bytes of the parameters before compression.
+        bytes: Bytes of the parameters after compression.
+        seconds: Time of the call, including calibration.
+        measured: Loss by ``evaluate`` at this size; None if a budget was given.
     """
 
     layers: CompressedLayers
@@ -55,19 +55,19 @@ class Compression(Report):
 
     @property
     def share(self) -> float:
-        """Parameters of the compressed model as a share of the dense one's."""
+        """Parameters of the compressed model divided by those of the dense model."""
         return self.params / self.dense_params
 
     def to_pandas(self) -> "pd.DataFrame":
-        """Return one row a layer, columns as in :class:`CompressedLayer`. Needs pandas."""
+        """Return a data frame with a row for each :class:`CompressedLayer`. Needs pandas."""
         return self.layers.to_pandas()
 
     def tables(self) -> list[Table]:
-        """Return one row a layer."""
+        """Return a table with a row for each layer."""
         return self.layers.tables()
 
     def summary(self) -> str:
-        """Return a line of totals."""
+        """Return a line with the totals of the model."""
         kept = sum(layer.rank is None for layer in self.layers)
         loss = "" if self.measured is None else f", measured loss {self.measured:.4g}"
         return (
@@ -90,36 +90,37 @@ def compress_(
     keep: str | Path | None = None,
     progress: bool = False,
 ) -> Compression:
-    """Replace layers of a trained model in place by low-rank ones that cost least loss.
+    """Replace layers of a trained model by low-rank ones that raise the loss least, in place.
 
     Calibration data give the second moments of each layer's inputs and of the loss gradients at
-    its output. They weight errors of a weight by their effect on the loss, comparably for all
-    layers, so one price per parameter chooses all ranks and the dense layers. The result has
+    its output. These moments weight errors of a weight by their effect on the loss, comparably for
+    all layers, so one price per parameter chooses all ranks and the dense layers. The result has
     :class:`~comera.TTLinear` layers of order 1 with open gates, which can be trained and saved.
 
     Args:
         model: Any model with ``nn.Linear`` layers.
         calibration: Batches as ``loss_fn`` takes them, of the kind of data the model is for. Some
             ten thousand rows (tokens) are enough. Or the result of :func:`~comera.sensitivity` for
-            this model or the one it is a copy of, which then had the arguments from ``loss_fn`` on.
-        budget: Parameters of the whole model afterwards, in units of those now, in (0, 1); or their
-            bytes with a unit: ``"60MB"`` (millions), ``"60MiB"`` (of 2^20).
-        max_loss: Instead of a budget: the largest loss that ``evaluate`` may give. Seven sizes are
-            tried, by bisection, and the smallest within it is taken.
-        evaluate: Takes the model and returns its loss on data of your choice, in the mode that it
-            puts the model into. If None, the mean of ``loss_fn`` over the calibration batches,
-            without dropout; they are then read again for each size.
+            this model or the one it is a copy of; then give that function the arguments from
+            ``loss_fn`` on.
+        budget: Parameters of the whole model after compression, divided by those now, in (0, 1); or
+            their bytes with a unit: ``"60MB"`` (10^6 bytes), ``"60MiB"`` (2^20 bytes).
+        max_loss: Largest loss that ``evaluate`` may return; replaces ``budget``. Bisection tries
+            seven sizes and takes the smallest within this loss.
+        evaluate: Function that puts the model into a mode of your choice and returns its loss on
+            data of your choice. If None, the mean of ``loss_fn`` over the calibration batches
+            without dropout, for which they are read again at each size.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss. If None, batches are mappings
             as models of Hugging Face take them, labels included, and the model returns its loss.
-        target_modules: Layers to compress, as for :class:`~comera.TTConfig`. An ``nn.Embedding``
-            that is named, or ``"all"``, becomes a :class:`~comera.TTEmbedding` of low rank, its
-            rows weighed by how often the data read them; rows that they never read share the weight
-            that such rows are expected to have.
-        exclude_modules: Layers to leave out, likewise. Layers whose weight another module holds
-            too, as an output layer tied to its embedding, are left alone.
-        keep: A file for the moments, written every two minutes and at the end of calibration. A
-            call that finds it skips the batches that are in it: all, if it is complete.
-        progress: Whether to show a bar.
+        target_modules: Layers to compress, as for :class:`~comera.TTConfig`. A targeted
+            ``nn.Embedding`` (by name or ``"all"``) becomes a :class:`~comera.TTEmbedding` of low
+            rank; its rows are weighted by how often the data read them, and rows that they never
+            read by how often such rows are expected.
+        exclude_modules: Layers to leave out, likewise. Layers that share their weight with another
+            module, as an output layer tied to its embedding, stay as they are.
+        keep: File for the moments, written every two minutes and at the end of calibration. If it
+            exists, the batches that are in it are skipped: all of them, if it is complete.
+        progress: Whether to show a progress bar.
 
     Returns:
         The chosen ranks and the predicted rise of the loss.
@@ -127,7 +128,7 @@ def compress_(
     Raises:
         ValueError: If the budget or the loss is out of range or out of reach, no layer matches,
             there is no batch, a loss is not finite, a targeted layer is never called, or the file
-            or the sensitivity is of other weights. The model is then unchanged.
+            or the sensitivity belongs to other weights. The model is then unchanged.
         TypeError: If ``model`` is no module.
 
     Example::
@@ -181,7 +182,7 @@ def compress_(
 
 
 def check_unused(loss_fn: object, targets: object, exclude: object, keep: object = None) -> None:
-    """Raise ValueError for calibration settings that a ``Sensitivity`` has fixed."""
+    """Raise ValueError for calibration settings, which a given ``Sensitivity`` leaves unused."""
     given = {"loss_fn": loss_fn, "exclude_modules": exclude, "keep": keep}
     given["target_modules"] = None if targets == "all-linear" else targets
     wrong = [name for name, value in given.items() if value is not None]
@@ -193,7 +194,7 @@ def check_unused(loss_fn: object, targets: object, exclude: object, keep: object
 
 
 def measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
-    """Return the loss that ``evaluate`` gives, without gradients; ValueError if not finite."""
+    """Return the loss by ``evaluate``, without gradients; raise ValueError if not finite."""
     with torch.no_grad():
         loss = float(evaluate(model))
     if not math.isfinite(loss):
@@ -202,7 +203,7 @@ def measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
 
 
 def _same(model: nn.Module, found: LayerSensitivity) -> Layer:
-    """Return the layer; raise ``ValueError`` if it changed since ``sensitivity``."""
+    """Return a layer of the model; ``ValueError`` if its weight changed since ``sensitivity``."""
     try:
         layer = model.get_submodule(found.name)
     except AttributeError:
@@ -229,7 +230,7 @@ def _smallest_share(
     evaluate: Callable[[nn.Module], float],
     max_loss: float,
 ) -> tuple[float, float]:
-    """Find the smallest share of parameters within ``max_loss`` by bisection, and its loss."""
+    """Return the smallest share of parameters with a loss within ``max_loss``, and that loss."""
     best = loss = measured(evaluate, model)
     if not best <= max_loss:
         raise ValueError(

@@ -59,39 +59,40 @@ def compress_folder(
     Memory holds one block with the moments of its layers, its inputs for all calibration batches,
     and before the first block the modules before it, such as the embedding.
 
-    Unlike :func:`~comera.compress_`, which needs gradients of the whole model, an error counts by
-    its effect on its block's output: half the squared error per row, estimated by gradients of
+    :func:`~comera.compress_` needs gradients of the whole model. Here, an error of a weight counts
+    by its effect on its block's output: half the squared error per row, estimated by gradients of
     random projections of that output. Losses of different blocks are not comparable, so every block
     gets the same share of parameters. Layers outside the blocks stay dense. Each block is
     calibrated with its inputs in the dense model.
 
-    Finished blocks are kept in a folder inside the target; the same call resumes there.
+    Finished blocks are kept in a folder inside the target, from which the same call resumes.
 
     Args:
         source: A folder with ``model.safetensors``, or its shards and their index, as Hugging Face
             writes it; names are those of the model's state dict.
-        folder: The target. :func:`~comera.load_model` reads it, and where the source has a
+        folder: The target. :func:`~comera.load_model` reads it; if the source has a
             ``config.json``, so does ``from_pretrained`` of transformers, with
             ``comera.integrations.transformers`` imported. Small files of the source are copied.
         model: A function that makes the dense model, such as
-            ``lambda: AutoModelForCausalLM.from_config(config)``; its parameters are never kept. Or
-            the model on the ``meta`` device, which is changed.
-        calibration: Batches: mappings are passed to the model as keywords, without labels, tuples
-            and lists as arguments, anything else alone. Read once; some ten thousand rows.
+            ``lambda: AutoModelForCausalLM.from_config(config)``; its parameters never take memory.
+            Or the model on the ``meta`` device, which is changed.
+        calibration: Batches, which are read once; some ten thousand rows are enough. Mappings are
+            passed to the model as keywords, without labels, tuples and lists as arguments, anything
+            else as the only argument.
         budget: Share of the parameters of each block that is left, in (0, 1).
         target_modules: Layers to compress, as for :class:`~comera.TTConfig`.
         exclude_modules: Layers to leave out, likewise.
-        blocks: Name of the list that holds the blocks; that with most of the layers if None.
-        seed: Of the random projections.
-        progress: Whether to show a bar.
+        blocks: Name of the list that holds the blocks; if None, the list with most of the layers.
+        seed: Seed of the random projections.
+        progress: Whether to show a progress bar.
 
     Returns:
-        The chosen ranks, and sizes. The seconds are those of this call.
+        The chosen ranks, and sizes. The seconds are those of this call alone.
 
     Raises:
         FileNotFoundError: If there are no weights, or shards are missing.
         ValueError: If the budget is out of range or out of reach, files are damaged or of another
-            model, blocks do not follow each other, or the unfinished blocks are of another call.
+            model, blocks do not follow each other, or unfinished blocks are from another call.
         TypeError: If ``model`` is neither a module nor makes one.
 
     Example::
@@ -201,7 +202,7 @@ def _compress_block_(
     budget: float,
     seed: int,
 ) -> None:
-    """Compress a block, write it, and replace the states of ``calls`` by its outputs."""
+    """Compress and write block number ``k``; replace the states in ``calls`` by its outputs."""
     rows = list(enumerate(zip(calls.states, calls.others[k], strict=True)))
     with torch.no_grad():
         after = [_output(block, call) for _, call in rows]
@@ -232,7 +233,7 @@ def _output(block: nn.Module, call: Any) -> Tensor:
 def _write(
     model: nn.Module, filler: Filler, unfinished: UnfinishedBlocks, blocks: list[str], folder: Path
 ) -> None:
-    """Write the folder that ``load_model`` reads, one tensor at a time."""
+    """Write the files that ``load_model`` reads, one tensor at a time."""
     depth = len(blocks[0].split("."))
     described = describe(model)
     state = {
@@ -253,7 +254,7 @@ def _write(
 
 
 def _write_config(source: Path, folder: Path, model: nn.Module) -> None:
-    """Copy small files, and add a description of the layers to the config of transformers."""
+    """Copy small files, and add a description of the layers to the ``config.json``."""
     for path in source.iterdir():
         small = path.suffix in (".json", ".txt", ".model", ".jinja", ".md")
         if small and path.name not in (INDEX, DESCRIPTION, "config.json") and path.is_file():

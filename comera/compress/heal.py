@@ -1,4 +1,4 @@
-"""Distillation of a compressed model towards the dense one, to recover its loss."""
+"""Distil the dense model into a compressed one, to lower the loss again."""
 
 import logging
 import math
@@ -30,10 +30,10 @@ class Healing:
     """Result of :func:`heal_`; prints itself.
 
     Attributes:
-        steps: Batches that were trained on.
+        steps: Number of batches that were trained on.
         seconds: Time of the training.
-        first: Distance from the dense model's answers on the first tenth of the batches, mean.
-        last: The same on the last tenth.
+        first: Mean distance from the dense model's answers over the first tenth of the batches.
+        last: Mean distance over the last tenth.
     """
 
     steps: int
@@ -61,22 +61,23 @@ def heal_(
 ) -> Healing:
     """Distil the dense model into the tensor-train layers of a model, in place.
 
-    Both get the same batches, which need no labels. Only cores and biases of tensor-train layers
-    are trained, with AdamW; gates and ranks stay as they are. The learning rate rises for the first
-    twentieth and falls to zero at the end. Under ``torch.autocast`` both models compute in its
-    dtype; cores and optimizer keep theirs.
+    Both models get the same batches, which need no labels. Only cores and biases of tensor-train
+    layers are trained, with AdamW; gates and ranks stay as they are. The learning rate rises for
+    the first twentieth of the training and falls to zero at the end. Under ``torch.autocast`` both
+    models compute in its dtype; cores and optimizer state keep their dtype.
 
     Args:
         model: The compressed model; its dropout is off.
         dense: The model before compression, or any other teacher with answers of the same shape.
-        batches: Read once, or again and again until ``seconds`` are over.
-        seconds: When to stop. If None, after one pass, for which ``batches`` needs a length.
+        batches: The batches, read once, or again and again until ``seconds`` are over.
+        seconds: Time after which to stop. None stops after one pass over ``batches``, which need a
+            length.
         lr: Highest learning rate.
-        outputs: ``outputs(model, batch)``, the answers. If None, batches are mappings as models of
-            Hugging Face take them, and the answers are ``logits``.
-        distance: ``distance(mine, theirs)``, a mean. If None, the Kullback-Leibler divergence of
-            the distributions that logits in the last dimension stand for.
-        progress: Whether to show a bar.
+        outputs: Function ``outputs(model, batch)`` that returns the answers. If None, batches are
+            mappings as models of Hugging Face take them, and the answers are ``logits``.
+        distance: Function ``distance(mine, theirs)`` that returns a mean. If None, the
+            Kullback-Leibler divergence of the distributions that logits in the last dimension give.
+        progress: Whether to show a progress bar.
 
     Returns:
         Steps, seconds, and the distance at the beginning and at the end.
@@ -167,7 +168,7 @@ def heal_(
 def _until(
     batches: Iterable[Any], seconds: float | None, begun: float, progress: bool
 ) -> Iterator[tuple[Any, float]]:
-    """Yield batches and the share of the training that is done, in [0, 1)."""
+    """Yield batches, each with the share of the training that is done, in [0, 1)."""
     from rich.progress import Progress  # not needed before somebody heals
 
     with Progress(disable=not progress) as bars:
@@ -198,7 +199,7 @@ def _logits(model: nn.Module, batch: Any) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """Mean Kullback-Leibler divergence of rows of logits from others, ``(*, V)``, in float32."""
+    """Mean Kullback-Leibler divergence between rows of logits ``(*, V)``, in float32."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, theirs: Tensor) -> Tensor:

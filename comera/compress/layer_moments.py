@@ -1,4 +1,4 @@
-"""The layers of a model that can be compressed, and the second moments of their data.
+"""Find the layers of a model to compress, and gather the second moments of their data.
 
 Moments are those of a layer's inputs and of the loss' gradient at its output. Shape suffixes:
 N = rows, I = input width, O = output width.
@@ -41,14 +41,14 @@ _BLOCK = 256
 
 
 def weight_OI(layer: Layer) -> Tensor:
-    """Return a layer's weight as a matrix; inputs of a table count as one-hot."""
+    """Return a layer's weight as a matrix; a table's is transposed, as for one-hot inputs."""
     return layer.weight.detach().T if isinstance(layer, nn.Embedding) else layer.weight
 
 
 def linear_targets(
     model: nn.Module, targets: str | list[str], exclude: str | list[str] | None, caller: str | None
 ) -> dict[str, Layer]:
-    """Find the layers to compress; others are logged under the name ``caller``, if any.
+    """Return the layers to compress; the log names ``caller`` and other layers, if it is given.
 
     Raises ``ValueError`` if no layer is left, or the model is itself one.
     """
@@ -81,7 +81,7 @@ def linear_targets(
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss that a model of Hugging Face computes itself; ValueError if it has none."""
+    """Return the loss that a model of Hugging Face computes itself; ValueError if none."""
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"a batch of type {type(batch).__name__} needs a loss_fn(model, batch); without one, "
@@ -101,8 +101,8 @@ class LayerMoments:
     """Means over the rows of a linear layer's input, or over the indices that a table looks up.
 
     Attributes:
-        inputs_II: Of ``x x^T``; for a table its diagonal, ``(I,)``: the share of reads of each row.
-        grads_OO: Of ``g g^T``, g being the gradient of a row's own loss by the layer's output.
+        inputs_II: Mean of ``x x^T``; for a table the diagonal, ``(I,)``: each row's share of reads.
+        grads_OO: Mean of ``g g^T``, g being the gradient of a row's own loss by the layer's output.
         rows: Number of rows.
         grad_rows: Number of rows that had a gradient.
     """
@@ -113,13 +113,13 @@ class LayerMoments:
     grad_rows: int = 0
 
     def add_inputs(self, square_II: Tensor, count: int) -> None:
-        """Add the sum of ``x x^T`` over the rows of one call."""
+        """Add the rows of one call, given the sum of ``x x^T`` over them and their number."""
         if count:
             self.rows += count
             self.inputs_II.mul_(1 - count / self.rows).add_(square_II, alpha=1 / self.rows)
 
     def add_grads(self, grad_NO: Tensor) -> None:
-        """Add the gradient of the mean loss by the rows of one call."""
+        """Add the gradients of the mean loss with respect to the output rows of one call."""
         count = grad_NO.shape[0]
         if count:
             self.grad_rows += count
@@ -129,7 +129,7 @@ class LayerMoments:
 
 
 def add_square_(total_KK: Tensor, rows_NK: Tensor, beta: float = 1.0, alpha: float = 1.0) -> None:
-    """Set ``total`` to the symmetric ``beta * total + alpha * rows^T rows``, in place."""
+    """Set the symmetric ``total`` to ``beta * total + alpha * rows^T rows``, in place."""
     width = len(total_KK)
     blocks = max(1, min(4, width // _BLOCK))
     ends = [width * (k + 1) // blocks for k in range(blocks)]
@@ -149,11 +149,11 @@ def gather_moments(
 ) -> dict[str, LayerMoments]:
     """Run batches forward and backward and collect :class:`LayerMoments` of layers, batch by batch.
 
-    The model is in evaluation mode meanwhile; the gradients of its parameters stay as they are.
+    The model is in evaluation mode meanwhile; gradients of parameters stay as they are.
     ``loss_fn(model, batch)`` returns the mean loss over the batch; one batch is held at a time.
     ``keep`` is a file for the moments, as in :func:`~comera.compress_`. Returns moments in float32
-    or wider, by name. Raises ``ValueError`` if there is no batch, a loss is no finite number or has
-    no gradient, a layer is never called, or the file is of other layers or weights.
+    or wider, by layer name. Raises ``ValueError`` if there is no batch, a loss is not finite or has
+    no gradient, a layer is never called, or the file belongs to other layers or weights.
     """
     found = {}
     for name, layer in layers.items():
@@ -224,7 +224,7 @@ def _write(
 def _read(
     path: str | Path, layers: Mapping[str, Layer], found: Mapping[str, LayerMoments]
 ) -> tuple[int, bool]:
-    """Fill in the moments of a file; return its number of batches, and whether it is complete."""
+    """Read moments from a file into ``found``; return its batches, and whether it is complete."""
     try:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {})["comera_moments"])
@@ -250,7 +250,7 @@ def _read(
 
 @contextmanager
 def training_only(model: nn.Module, trained: Sequence[nn.Parameter] = ()) -> Iterator[None]:
-    """Run a model in evaluation mode; only the parameters ``trained`` require a gradient."""
+    """Put a model into evaluation mode inside; only parameters in ``trained`` need a gradient."""
     before = {param: param.requires_grad for param in model.parameters()}
     with evaluation_mode(model), every_layer_called():
         for param in before:
@@ -268,7 +268,7 @@ def training_only(model: nn.Module, trained: Sequence[nn.Parameter] = ()) -> Ite
 def _watched(
     layers: Mapping[str, Layer], found: Mapping[str, LayerMoments]
 ) -> Iterator[list[Tensor]]:
-    """Hook layers to add to their moments; yield zeros, the only leaves with a gradient."""
+    """Hook layers to add to their moments; yield the zeros that make outputs need a gradient."""
     first: list[Tensor] = []
     squares = _Squares()
 
@@ -312,7 +312,7 @@ class _Squares:
     _square_II = torch.empty(0)
 
     def of(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """Return the sum over the rows of an input, ``(I, I)``, and the number of rows."""
+        """Return the sum of ``x x^T`` over the rows of an input, ``(I, I)``, and their number."""
         x_NI = x.detach().flatten(0, -2).to(dtype)
         if self._x is not x or self._key != (x._version, dtype):
             width = x_NI.shape[1]

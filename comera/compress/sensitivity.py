@@ -1,4 +1,4 @@
-"""Sensitivity of the loss to the ranks of each layer, before anything is changed."""
+"""Predict how the loss depends on the ranks of each layer, before anything is changed."""
 
 import functools
 import math
@@ -41,11 +41,11 @@ _DRAWN = 1e-4
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """One layer.
+    """The sensitivity of one layer.
 
     Attributes:
-        name: As in ``named_modules``.
-        whitened: Its weight by directions, with the loss that each of them saves.
+        name: Name as in ``named_modules``.
+        whitened: SVD of the weight, with the loss that each direction saves.
     """
 
     name: str
@@ -58,23 +58,23 @@ class LayerSensitivity:
 
     @property
     def whitened_K(self) -> Tensor:
-        """Singular values of the weight in whitened coordinates, float64."""
+        """Singular values of the weight weighted by the data's moments, float64."""
         return (2 * self.whitened.losses_K).sqrt()
 
     def params(self, rank: int | None) -> int:
-        """Return the entries of two factors and a gate, or of the dense weight for None."""
+        """Return the entries of the factors and the gate at a rank; None is the dense weight."""
         weight = self.whitened.weight_OI
         return weight.numel() if rank is None else rank * (sum(weight.shape) + 1)
 
     def bytes(self, rank: int | None) -> int:
-        """Return their bytes; gates are float32 or wider."""
+        """Return the bytes of :meth:`params`; gates are float32 or wider."""
         weight = self.whitened.weight_OI
         if rank is None:
             return weight.nbytes
         return rank * (sum(weight.shape) * weight.element_size() + max(4, weight.element_size()))
 
     def rank_at(self, share: float) -> int:
-        """Return the largest rank with at most that share of the dense weight, but at least one."""
+        """Return the largest rank with at most that share of the dense weight's entries, or 1."""
         return max(1, int(share * self.params(None) / self.params(1)))
 
 
@@ -87,7 +87,7 @@ class Sensitivity(Report):
     Attributes:
         layers: One entry for each targeted layer.
         model_params: Parameters of the whole model, shared ones counted once.
-        model_bytes: Their bytes.
+        model_bytes: Bytes of these parameters.
     """
 
     layers: tuple[LayerSensitivity, ...]
@@ -95,13 +95,13 @@ class Sensitivity(Report):
     model_bytes: int
 
     def least(self, *, in_bytes: bool = False) -> int:
-        """Return the size of the whole model with all targets at rank one, or dense if smaller."""
+        """Return the whole model's least size: each target at rank one, or dense if smaller."""
         total = self.model_bytes if in_bytes else self.model_params
         size = LayerSensitivity.bytes if in_bytes else LayerSensitivity.params
         return total - sum(max(0, size(layer, None) - size(layer, 1)) for layer in self.layers)
 
     def choose(self, budget: float | str) -> CompressedLayers:
-        """Return the ranks that :func:`compress_` would choose, a tuple that prints as a table.
+        """Return the ranks that :func:`compress_` would choose; they print as a table.
 
         Raises:
             ValueError: If the budget is out of range or out of reach.
@@ -143,9 +143,10 @@ class Sensitivity(Report):
         )
 
     def to_pandas(self, shares: Sequence[float] = _SHARES) -> "pd.DataFrame":
-        """Return one row a layer and size: layer, share, rank, loss, params, bytes. Needs pandas.
+        """Return a frame with layer, share, rank, loss, params and bytes in a row. Needs pandas.
 
-        Shares of the dense weight are rounded down to ranks of at least one, listed once.
+        Each layer has a row for each share of its dense weight, rounded down to a rank of at least
+        one; equal ranks are listed once.
         """
         with needed_by("to_pandas()"):
             import pandas as pd
@@ -166,7 +167,7 @@ class Sensitivity(Report):
         )
 
     def spectra(self) -> "pd.DataFrame":
-        """Return a row for each singular value: layer, index, plain, whitened. Needs pandas."""
+        """Return a frame with layer, index, plain and whitened value in a row. Needs pandas."""
         with needed_by("spectra()"):
             import pandas as pd
 
@@ -179,7 +180,7 @@ class Sensitivity(Report):
         )
 
     def plot(self) -> "Figure":
-        """Draw each layer's loss over its share of the dense weight. Needs matplotlib.
+        """Draw the rise of the loss over each layer's share of its dense weight. Needs matplotlib.
 
         The loss axis starts at a ten-thousandth of the highest rise.
         """
@@ -197,7 +198,7 @@ class Sensitivity(Report):
         return figure
 
     def plot_spectra(self) -> "Figure":
-        """Draw singular values of each layer, plain and whitened, the largest as one."""
+        """Draw each layer's singular values, plain and whitened, divided by the largest."""
         figure, axes = empty_figure(2)
         for layer in self.layers:
             for ax, values in zip(axes, (layer.plain_K, layer.whitened_K), strict=True):
@@ -209,7 +210,7 @@ class Sensitivity(Report):
         return figure
 
     def tables(self) -> list[Table]:
-        """Return the predicted rise of the loss at shares of each dense weight."""
+        """Return a table of the predicted rise of the loss at shares of each dense weight."""
         at = (0.75, 0.5, 0.25, 0.1)
         rows = [
             (
@@ -224,7 +225,7 @@ class Sensitivity(Report):
         return [Table(title, header, rows, names=0)]
 
     def summary(self) -> str:
-        """Return a line of totals."""
+        """Return a line with the totals of the model."""
         ours = sum(layer.params(None) for layer in self.layers)
         return (
             f"{len(self.layers)} layers with {ours:,} of {self.model_params:,} parameters "
@@ -269,7 +270,7 @@ def look_at(
     keep: str | Path | None = None,
     progress: bool = False,
 ) -> Sensitivity:
-    """Compute the :func:`sensitivity` of given layers, by name."""
+    """Compute the :func:`sensitivity` of the given layers."""
     moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
     made = [  # moments are freed as the decompositions come, which are no larger
         LayerSensitivity(name, whitened_svd(weight_OI(layer), moments.pop(name)))

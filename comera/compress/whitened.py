@@ -1,11 +1,11 @@
-"""The best low-rank matrix when errors are weighted by a layer's data.
+"""Compute the best low-rank matrix when errors are weighted by a layer's data.
 
 To second order, for independent inputs and gradients, an error E of a weight raises the loss by
 half of ``tr(G E C E^T)``: C and G are the second moments of the layer's inputs and of
 the loss' gradients at its outputs. With Cholesky roots ``C = L L^T`` and ``G = H H^T`` the
-truncated SVD of ``H^T W L`` is the best of its rank, and squares of singular values are comparable
-from layer to layer. They are eigenvalues of the smaller Gram matrix, ``H^T (W C W^T) H`` or
-``L^T (W^T G W) L``, for which only one side needs a root. Sources: SVD-LLM (arXiv 2403.07378,
+truncated SVD of ``H^T W L`` is the best of its rank, and squared singular values are comparable
+from layer to layer. These squares are eigenvalues of the smaller of ``H^T (W C W^T) H`` and
+``L^T (W^T G W) L``, which needs only one Cholesky root. Sources: SVD-LLM (arXiv 2403.07378,
 2503.12340) for C, K-FAC (arXiv 1503.05671) for both.
 
 Shape suffixes: I = input width, O = output width, K = the smaller of the two.
@@ -27,12 +27,12 @@ _DAMPING, _GRAD_DAMPING = 1e-4, 1e-3
 
 @dataclass(frozen=True)
 class WhitenedSVD:
-    """SVD of a weight in whitened coordinates; its first r directions are the best rank-r weight.
+    """SVD of ``H^T W L``, a weight in whitened coordinates; r directions give the best rank r.
 
     Attributes:
         weight_OI: The weight, not copied.
-        span_KK: Its first r columns span what rank r keeps.
-        dual_KK: The inverse of its transpose is ``span_KK``.
+        span_KK: Matrix whose first r columns span the space that rank r keeps.
+        dual_KK: The inverse of the transpose of ``span_KK``.
         losses_K: Predicted rise of the loss without each direction; float64.
     """
 
@@ -43,7 +43,7 @@ class WhitenedSVD:
 
     @torch.no_grad()
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return ``(O, rank)`` and ``(rank, I)``, equally large; their product is the weight."""
+        """Return ``(O, rank)`` and ``(rank, I)`` of equal norms; their product is the weight."""
         span, dual = self.span_KK[:, :rank], self.dual_KK[:, :rank]
         weight = self.weight_OI.detach().to(span.dtype)
         is_tall = weight.shape[0] > weight.shape[1]
@@ -53,7 +53,7 @@ class WhitenedSVD:
         return left * scale, right / scale[:, None]
 
     def loss(self, rank: int) -> float:
-        """Return the predicted rise of the loss if so many directions are kept."""
+        """Return the predicted rise of the loss if the first ``rank`` directions are kept."""
         return float(self.losses_K[rank:].sum())
 
 
@@ -66,10 +66,10 @@ def whitened_svd(
 ) -> WhitenedSVD:
     """Compute the SVD of a weight ``(O, I)`` in whitened coordinates, in float64.
 
-    Moments None weigh all entries alike. ``damping`` is the share of their mean variance that is
-    added to the moments of inputs, ``grad_damping`` that of gradients. Returns the decomposition on
-    the weight's device, in its dtype or float32, whichever is wider. Raises ``ValueError`` if the
-    weight or the moments have an entry that is not finite.
+    If ``moments`` is None, all entries weigh alike. ``damping`` is added to the moments of inputs,
+    as a share of their mean variance, ``grad_damping`` likewise to those of gradients. Returns the
+    decomposition on the weight's device, in its dtype or float32, whichever is wider. Raises
+    ``ValueError`` if the weight or the moments have an entry that is not finite.
     """
     wide = weight.detach().double()
     if not bool(torch.isfinite(wide).all()):
@@ -96,7 +96,8 @@ def whitened_svd(
 def _expected(moments: LayerMoments) -> Tensor:
     """Return the moments of inputs; for a table the expected share of reads of each row.
 
-    Rows that were never read share, by the Good-Turing estimate, the reads of rows read once.
+    By the Good-Turing estimate, all rows that were never read get together as many reads as the
+    rows that were read once.
     """
     shares = moments.inputs_II
     if shares.dim() > 1:
@@ -111,7 +112,7 @@ def _expected(moments: LayerMoments) -> Tensor:
 
 
 def _damped(moments: Tensor, damping: float) -> Tensor:
-    """Return moments, a matrix or its diagonal, in float64 with a share of their mean added."""
+    """Return moments, a matrix or its diagonal, in float64, with a share of their mean added."""
     wide = moments.double()  # a copy unless it is float64 already
     if not bool(torch.isfinite(wide).all()):
         raise ValueError(
@@ -126,7 +127,7 @@ def _damped(moments: Tensor, damping: float) -> Tensor:
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
-    """Return the lower Cholesky root, after adding the least damping that it needs."""
+    """Return the lower Cholesky root of a matrix, damped as little as possible to have one."""
     root, problem = torch.linalg.cholesky_ex(matrix)
     share = _SMALLEST
     while problem:

@@ -1,1 +1,1 @@
-"""Readers of public formats and batches that depend on nothing but a seed and a step."""
+"""Read public data formats, and make batches that depend only on a seed and a step."""

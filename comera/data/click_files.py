@@ -1,4 +1,4 @@
-"""Files of click logs, and the encoder of their rows as inputs of the model."""
+"""Read files of click logs, and encode their rows as inputs of the model."""
 
 import contextlib
 import csv
@@ -35,7 +35,7 @@ _KEY = "comera.categories"
 
 @dataclass
 class Field:
-    """Vocabulary of one column, from its values to rows of its table."""
+    """Vocabulary of one column, which maps values to rows of the column's table."""
 
     name: str
     integers: bool  # values are whole numbers, which are their own codes; else text, hashed
@@ -44,7 +44,7 @@ class Field:
     rows: np.ndarray  # (n,) int32, that row
 
     def rows_of(self, codes: np.ndarray) -> np.ndarray:
-        """Return the row of each code, :data:`RARE` where it has none; int32."""
+        """Return the row of each code, or :data:`RARE` if a code has none; int32."""
         if self.hash_rows is not None:
             return (1 + codes % np.uint64(self.hash_rows - 1)).astype(np.int32)
         if not len(self.codes):
@@ -53,7 +53,7 @@ class Field:
         return np.where(self.codes[place] == codes, self.rows[place], RARE).astype(np.int32)
 
     def code_of(self, value: Any) -> np.uint64:
-        """Return the code of a JSON value, null for an empty cell; raises ``ValueError``."""
+        """Return the code of a JSON value (null: an empty cell); ``ValueError`` for a wrong one."""
         if isinstance(value, list | dict):
             raise ValueError(f"{self.name} is {value!r}, expected a text or a number")
         if not self.integers:
@@ -67,7 +67,7 @@ class Field:
 
 @dataclass
 class ClickRows:
-    """Encoder of raw rows as the inputs of a click predictor, learned from its training rows."""
+    """Encoder of raw rows as inputs of a click predictor, learned from the training rows."""
 
     fields: list[Field]  # in the order of the model's tables
     continuous: list[str]  # columns of numbers
@@ -78,9 +78,10 @@ class ClickRows:
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor, list[list[str]]]:
         """Return inputs ``(n, C)`` float32 and ``(n, F)`` int64, and each row's unknown columns.
 
-        Rows are values by column; a number may be missing or null, a category null, an empty cell.
-        Unknown are categories that no or few training rows have; they share a row. Raises
-        ``ValueError`` if a column is missing, unknown, or has a wrong value.
+        Rows are values by column. A number may be missing or null; a category may be null, which is
+        an empty cell. A column counts as unknown if no or few training rows have its category; such
+        categories share a row. Raises ``ValueError`` if a column is missing, is not one of the
+        model's, or has a wrong value.
         """
         numbers = np.full((len(rows), len(self.continuous)), np.nan, np.float32)  # as in training
         codes = np.zeros((len(rows), len(self.fields)), np.uint64)
@@ -134,9 +135,9 @@ class ClickRows:
 def transformed(
     values: np.ndarray, transform: str, mean: np.ndarray, spread: np.ndarray
 ) -> np.ndarray:
-    """Transform numbers ``(n, C)`` to inputs of the model, float32; those not finite are missing.
+    """Transform numbers ``(n, C)`` to inputs of the model, float32; non-finite ones are missing.
 
-    ``transform`` is that of ``ClickData``, ``mean`` and ``spread`` are ``(C,)``, for ``standard``.
+    ``transform`` is that of ``ClickData``; ``standard`` uses ``mean`` and ``spread``, ``(C,)``.
     """
     missing = ~np.isfinite(values)
     if transform == "log":
@@ -169,7 +170,7 @@ _TO_SKIP = "clicks.skip_bad_lines=true leaves such lines out"
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a click log: of the label, of numbers, and of categories."""
+    """Names of the columns of a click log that hold the label, numbers, and categories."""
 
     label: str
     continuous: tuple[str, ...]
@@ -177,7 +178,7 @@ class Columns:
 
 
 def fields_named(format: str, fields: Sequence[str]) -> Sequence[str]:
-    """Return the columns of categories, as far as the settings determine them."""
+    """Return the columns of categories if the settings determine them, else none."""
     if format == "criteo":
         return CRITEO_FIELDS
     return fields or (["user", "item"] if format == "movielens" else [])
@@ -186,7 +187,11 @@ def fields_named(format: str, fields: Sequence[str]) -> Sequence[str]:
 def columns_of(
     path: Path, format: str, label: str | None, continuous: Sequence[str], fields: Sequence[str]
 ) -> Columns:
-    """Return the columns by the settings and the file; raises ``ValueError`` if they differ."""
+    """Return the columns that the settings name, with defaults from the file.
+
+    Raises ``ValueError`` without label, or if a column is missing, named twice or label and
+    feature.
+    """
     if format == "criteo":
         return Columns("label", CRITEO_CONTINUOUS, CRITEO_FIELDS)
     names = _layout(path, format).names
@@ -221,13 +226,14 @@ def read_chunks(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the rows of a file in chunks of ``CHUNK`` lines, from chunk ``first`` on, as arrays.
 
-    ``labels`` ``(n,)`` and ``continuous`` ``(n, C)`` float32 with NaN for missing values;
-    ``field0``, ``field1``, ... ``(n,)`` uint64, codes of categories; ``integers`` ``(F,)``, whether
-    a field holds whole numbers, which are their own codes; ``skipped`` ``()``, the number of
-    malformed lines, which ``skip_bad`` leaves out.
+    The arrays are ``labels`` ``(n,)`` and ``continuous`` ``(n, C)``, float32 with NaN for missing
+    values; ``field0``, ``field1``, ... ``(n,)`` uint64, codes of categories; ``integers`` ``(F,)``,
+    whether a field holds whole numbers, which are their own codes; ``skipped`` ``()``, the number
+    of malformed lines, which ``skip_bad`` leaves out.
 
-    Raises ``ValueError`` with the number of a malformed line. So is one with a number that is not
-    finite, except an empty cell, or NaN in a typed column, of a feature.
+    Raises:
+        ValueError: If a line or cell is malformed, with its number. A number that is not finite is
+            malformed, except a feature's empty cell or NaN in a typed column.
     """
     layout = _layout(path, format)
     if twice := _repeated(layout.names):
@@ -249,7 +255,7 @@ def read_chunks(
 def _chunk(
     path: Path, unit: str, frame: "pd.DataFrame", columns: Columns, skip_bad: bool, skipped: int = 0
 ) -> dict[str, np.ndarray]:
-    """Check numbers and encode fields of a frame, whose index holds line numbers for errors."""
+    """Check numbers and encode fields of a frame; its index holds line numbers, for errors."""
     pd = _pandas()
     numbers, good = {}, np.ones(len(frame), bool)
     for name in (columns.label, *columns.continuous):
@@ -281,7 +287,7 @@ def _chunk(
 def _text_frame(
     path: Path, lines: list[bytes], start: int, layout: "_Layout", skip_bad: bool
 ) -> "pd.DataFrame":
-    """Return the cells of well-formed lines as text; their index is the number of the line."""
+    """Return the cells of well-formed lines as text; the frame's index holds line numbers."""
     separator, expected = layout.separator, len(layout.names)
     numbers, kept = [], []
     for number, line in enumerate(lines, start):
@@ -313,7 +319,7 @@ def _text_frame(
 
 
 def _count(line: bytes, separator: bytes) -> int:
-    """Count the values of a line; 0 if a quoted one of a .csv is not closed."""
+    """Count the values of a line; 0 if quotes in a .csv do not close."""
     if separator != b"," or b'"' not in line:
         return line.count(separator) + 1
     try:
@@ -327,7 +333,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
-    """Return the columns of an .npz or .parquet; the index is the number of the row, from 1."""
+    """Return the columns of an .npz or .parquet; the frame's index holds row numbers from 1."""
     pd = _pandas()
     wanted = [columns.label, *columns.continuous, *columns.fields]
     with _naming_a_damaged(path):
@@ -374,7 +380,7 @@ def _codes(values: "pd.Series") -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Columns of a file, whose first line may name them; a typed file has no separator."""
+    """Columns of a file, which its first line may name; a typed file has no separator."""
 
     names: list[str]
     separator: str = ""

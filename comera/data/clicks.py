@@ -1,6 +1,6 @@
-"""Click logs: rows of categories and numbers with a label, for recommendation models.
+"""Prepare click logs: rows of categories and numbers with a label, for recommendation models.
 
-Prepared rows are cached, and an interrupted preparation resumes with the chunk that is missing.
+Prepared rows are cached; an interrupted preparation resumes with the first missing chunk.
 Categories are numbered by falling frequency.
 """
 
@@ -68,7 +68,7 @@ class ClickData:
     skip_bad_lines: bool = False
 
     def check(self, name: str = "clicks") -> None:
-        """Raise ``ValueError`` for settings that are wrong for any data, in section ``name``."""
+        """Raise ``ValueError`` for settings that no data could fit; ``name`` is the section."""
         if self.min_count < 1:
             raise ValueError(f"{name}.min_count={self.min_count} must be at least 1")
         if self.hash_rows is not None and self.hash_rows < 2:
@@ -115,10 +115,11 @@ class Clicks:
 
     @classmethod
     def prepare(cls, settings: ClickData, digests: Mapping[str, str] | None = None) -> "Clicks":
-        """Read and number the categories, or load that from the cache.
+        """Read the file and number its categories, or load the prepared rows from the cache.
 
-        Raises ``FileNotFoundError``, and ``ValueError`` if a column is missing, a line malformed,
-        or a share leaves no rows.
+        ``digests`` is the result of ``settings.digests()``, if known already. Raises
+        ``FileNotFoundError`` if there is no such file, and ``ValueError`` if a column is missing, a
+        line malformed, or a share leaves no rows.
         """
         settings.check()
         path = vocabulary.find_file(settings.file, click_files.EXPECTED)
@@ -147,7 +148,7 @@ class Clicks:
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
         """Return training batch number ``step``.
 
-        ``continuous`` float32 ``(B, C)``, ``fields`` int64 ``(B, F)``, ``labels`` float32 ``(B,)``.
+        ``continuous`` is float32 (B, C), ``fields`` is int64 (B, F), ``labels`` is float32 (B,).
         """
         per_epoch = self.steps_per_epoch(batch_size)
         if not per_epoch:

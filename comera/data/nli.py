@@ -1,4 +1,4 @@
-"""Natural-language-inference pairs, read as SNLI, MNLI and RTE are distributed."""
+"""Read sentence pairs of natural-language inference, as in the files of SNLI, MNLI and RTE."""
 
 import csv
 import gzip
@@ -65,7 +65,7 @@ class NliData:
                 setattr(self, name, [source])
 
     def check(self, name: str = "nli") -> None:
-        """Raise ``ValueError`` for settings that are wrong for any pairs, in section ``name``."""
+        """Raise ``ValueError`` for settings that no data could fit; ``name`` is the section."""
         if self.length < _SHORTEST:
             raise ValueError(
                 f"{name}.length={self.length} must be at least {_SHORTEST}: [CLS], a token of each "
@@ -76,12 +76,12 @@ class NliData:
 
     @property
     def splits(self) -> dict[str, list[str]]:
-        """Files and data sets of train, dev and, if it is given, test."""
+        """Files and data sets of ``train``, ``dev`` and, if given, ``test``, by these names."""
         given = {"train": self.train, "dev": self.dev, "test": self.test}
         return {name: list(sources) for name, sources in given.items() if sources or name != "test"}
 
     def find(self) -> None:
-        """Raise ``FileNotFoundError`` for a missing file, ``ValueError`` if none is named."""
+        """Raise ``FileNotFoundError`` if a file is missing, ``ValueError`` if no file is named."""
         for name, sources in self.splits.items():
             if not sources:
                 raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
@@ -92,7 +92,11 @@ class NliData:
             vocabulary.find_vocabulary(self.vocab)
 
     def digests(self) -> dict[str, str]:
-        """Return digests of all files and data sets; raises what :meth:`find` does."""
+        """Return digests of all files and data sets, by their names in the settings.
+
+        Raises ``FileNotFoundError``, which describes the expected format, if a file is missing, and
+        ``ValueError`` if no file is named, or a file cannot be decompressed.
+        """
         self.find()
         found = {s: _digest(s) for sources in self.splits.values() for s in sources}
         if self.vocab:
@@ -103,8 +107,8 @@ class NliData:
 class NliPairs:
     """Encoded pairs, and batches that depend only on a seed and a step number.
 
-    Batches hold pairs of similar length, padded to the longest. ``digests`` are those of files and
-    data sets, ``prepared`` is that of the encoded pairs.
+    Batches hold pairs of similar length, padded to the longest. ``digests`` has the digests of the
+    files and data sets that were read, ``prepared`` is the digest of the encoded pairs.
     """
 
     def __init__(
@@ -125,7 +129,7 @@ class NliPairs:
 
     @classmethod
     def prepare(cls, settings: NliData, digests: Mapping[str, str] | None = None) -> "NliPairs":
-        """Read and encode, or load that from the cache; ``digests`` may be known already.
+        """Read and encode the pairs, or load them from the cache; ``digests`` may be known already.
 
         Raises ``FileNotFoundError``, and ``ValueError`` if a row has no label or sentence.
         """
@@ -158,9 +162,10 @@ class NliPairs:
     def batch(
         self, step: int, batch_size: int, seed: int, length: int | None = None
     ) -> dict[str, Tensor]:
-        """Return training batch number ``step``: ``tokens``, ``segments`` and ``labels``, int64.
+        """Return training batch number ``step``.
 
-        T is ``length``, or that of the longest row.
+        It has ``tokens`` and ``segments`` int64 ``(B, T)``, ``labels`` int64 ``(B,)``; T is
+        ``length``, or the length of the longest row.
         """
         per_epoch = self.steps_per_epoch(batch_size)
         if not per_epoch:
@@ -175,7 +180,7 @@ class NliPairs:
         return self.train.collate(rows, length)
 
     def _epoch_order(self, epoch: int, batch_size: int, seed: int) -> np.ndarray:
-        """Order the rows of an epoch: shuffled, sorted by length within runs of 32 batches."""
+        """Return the rows of an epoch in random batches of similar length."""
         rng = np.random.default_rng([seed % 2**32, epoch])
         order = rng.permutation(len(self.train.labels))
         order = order[: len(order) // batch_size * batch_size]
@@ -198,7 +203,7 @@ class NliPairs:
 
 
 class _Split:
-    """Rows of one split, their tokens concatenated."""
+    """The encoded pairs of one split, with all tokens in one array."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], name: str) -> None:
         self.tokens = arrays[f"{name}_tokens"]
@@ -346,7 +351,7 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
 
 
 def joined(premise: np.ndarray, hypothesis: np.ndarray, length: int) -> tuple[np.ndarray, int]:
-    """Join the tokens of a pair, cut to a length; returns them and the start of the second one."""
+    """Join and cut the tokens of a pair; return them and the start of the hypothesis."""
     left, right = len(premise), len(hypothesis)
     excess = max(0, left + right - (length - 3))  # the longer is cut first, then both
     cut_left = min(excess, max(0, left - right))

@@ -1,4 +1,4 @@
-"""Files of text or source code as streams of tokens, and batches of them for language models."""
+"""Read text files as streams of tokens, and cut batches for language models from them."""
 
 import codecs
 import functools
@@ -68,11 +68,14 @@ class TextData:
             )
 
     def find(self) -> None:
-        """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
+        """Raise ``FileNotFoundError`` if no text file matches; nothing is read."""
         _text_files(_folder(self), self.pattern)
 
     def digests(self) -> dict[str, str]:
-        """Return digests of the files that are read, by their names in the folder, in order."""
+        """Return digests of the files to read, by their names in the folder, in reading order.
+
+        Raises ``FileNotFoundError`` if no file matches, ``ValueError`` if decompression fails.
+        """
         folder = _folder(self)
         found: dict[str, str] = {}
         characters = 0
@@ -90,10 +93,10 @@ class TextData:
 
 @dataclass
 class TextStreams:
-    """Token numbers, sorted by falling frequency after the special ones.
+    """Streams of tokens, numbered by falling frequency after the special tokens.
 
-    Files of each stream follow one another; ``test`` is empty without a test. ``digests`` are those
-    of the files that were read, by name, ``prepared`` is that of all streams.
+    Files of each stream follow one another; ``test`` is empty without a test. ``digests`` has the
+    digests of the files that were read, by name, ``prepared`` is the digest of all streams.
     """
 
     settings: TextData
@@ -106,7 +109,11 @@ class TextStreams:
 
     @classmethod
     def prepare(cls, settings: TextData, digests: Mapping[str, str] | None = None) -> "TextStreams":
-        """Read and encode, or load that from the cache; ``ValueError`` for too little text."""
+        """Read texts, train the tokenizer and encode, or load the streams from the cache.
+
+        ``digests`` is the result of ``settings.digests()``, if known already. Raises
+        ``FileNotFoundError`` if no file matches, and ``ValueError`` if there is too little text.
+        """
         settings.check()
         folder = _folder(settings)
         digests = settings.digests() if digests is None else digests
@@ -146,7 +153,7 @@ def windows(stream: Tensor, count: int, length: int, generator: torch.Generator)
 
 
 def generator_of(seed: int, step: int) -> torch.Generator:
-    """Return the random numbers of one batch, which depend on the arguments alone."""
+    """Return a random generator for one batch, which depends on the arguments alone."""
     digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -159,7 +166,7 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
 
     @functools.cache  # most files share their folders
     def is_of_a_run(inner: Path) -> bool:
-        """Check for the lock that folders of runs and sweeps hold."""
+        """Return whether a folder is in a run or sweep, whose folder has a lock file."""
         return inner != folder and ((inner / ".lock").is_file() or is_of_a_run(inner.parent))
 
     files = [
@@ -201,7 +208,7 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
 
 
 def _split(texts: list[str], settings: TextData) -> dict[str, list[str]]:
-    """Split texts for training, evaluation and test; a single text is cut."""
+    """Split texts for training, evaluation and test; cut the text if there is only one."""
     held, tested = settings.heldout, settings.test
     if len(texts) == 1:
         (text,) = texts

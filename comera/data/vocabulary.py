@@ -1,6 +1,6 @@
-"""Tokenizers, digests of content, and the cache of prepared data.
+"""Train and load tokenizers, compute digests of content, and load cached data.
 
-Token numbers are sorted by frequency, special tokens first. Data are identified by their content.
+Tokens are numbered by falling frequency, special tokens first. Data are identified by content.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a lower-casing WordPiece tokenizer as BERT's."""
+    """Train a lower-casing WordPiece tokenizer like BERT's."""
     tokenizer = _word_piece(models.WordPiece(unk_token=SPECIAL[UNKNOWN]))
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=SPECIAL, show_progress=False
@@ -60,7 +60,7 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_word_pieces(path: str | Path) -> Tokenizer:
     """Load the WordPiece tokenizer of a ``vocab.txt``, one token a line.
 
-    Raises ``FileNotFoundError`` if it is missing, ``ValueError`` if it lacks BERT's special tokens.
+    Raises ``FileNotFoundError`` if it is missing, ``ValueError`` without BERT's special tokens.
     """
     path = find_vocabulary(path)
     with naming_what_is_no_text(path):
@@ -106,7 +106,7 @@ def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
 
 
 def renumbered(tokenizer: Tokenizer, number: np.ndarray) -> Tokenizer:
-    """Return a tokenizer of the same tokens with the numbers ``number[old]``."""
+    """Return a tokenizer in which the token ``old`` gets the number ``number[old]``."""
     described = json.loads(tokenizer.to_str())
     vocab = {token: int(number[old]) for token, old in described["model"]["vocab"].items()}
     described["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))
@@ -127,7 +127,7 @@ def from_array(kept: np.ndarray) -> Tokenizer:
 
 
 def cached_arrays(path: Path) -> dict[str, np.ndarray] | None:
-    """Load cached arrays; None if there are none, or the file is unreadable."""
+    """Load cached arrays; return None if there is no file, or it is unreadable."""
     if not path.is_file():
         return None
     try:
@@ -186,7 +186,7 @@ def short_digest(content: Any) -> str:
 
 
 def signature(path: Path) -> list[Any]:
-    """Return path, inode, size and times of a file; its ``ctime`` cannot be set back."""
+    """Return path, inode, size and times of a file, which show changes: ``ctime`` only grows."""
     facts = path.stat()
     times = [facts.st_mtime_ns, facts.st_ctime_ns]
     return [os.fspath(path.resolve()), facts.st_dev, facts.st_ino, facts.st_size, *times]

@@ -1,1 +1,1 @@
-"""Training and saving of compressed models by other libraries."""
+"""Train and save compressed models by other libraries."""

@@ -1,4 +1,4 @@
-"""Rank learning inside a ``Trainer`` of ``lightning.pytorch`` or ``pytorch_lightning``."""
+"""Learn ranks inside a ``Trainer`` of ``lightning.pytorch`` or ``pytorch_lightning``."""
 
 import logging
 from typing import Any
@@ -24,24 +24,24 @@ __all__ = ["RankCallback"]
 _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 
 
-class RankCallback(Callback):
+class RankCallback(RankSteps, Callback):
     """Callback of Lightning that learns the ranks of a model.
 
-    The terms of ``ranks`` are added to the loss that ``training_step`` returns; the logged loss is
-    unchanged. When ``ranks`` is due, ranks and the optimizer's state are cut, before checkpoints of
-    that step. Checkpoints hold the state of rank learning and the random state of host and GPUs, so
-    ``trainer.fit(module, ckpt_path=...)`` resumes exactly if the data loader does. With
-    ``strategy="ddp"`` each resumed process has the random state of the first.
-    ``configure_optimizers`` should use :func:`comera.param_groups`; decayed gates are logged.
+    The callback adds the terms of ``ranks`` to the loss that ``training_step`` returns; the logged
+    loss is unchanged. When ``ranks`` is due, the callback cuts ranks and the optimizer's state,
+    before checkpoints of that step. Checkpoints hold the state of rank learning and the random
+    state of host and GPUs, so ``trainer.fit(module, ckpt_path=...)`` resumes exactly if the data
+    loader does. With ``strategy="ddp"`` each resumed process has the random state of the first.
+    ``configure_optimizers`` should use :func:`comera.param_groups`; the log warns if gates decay.
 
     Args:
         ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of the module, or
-            of a part of it; its steps are optimizer steps.
+            of a part of it; its numbers of steps count optimizer steps.
 
     Raises:
-        ValueError: By ``trainer.fit``: if ``ranks`` is of another model, the checkpoint holds no
-            state of it, or the trainer is sharded, has manual optimization, several optimizers or
-            ``precision="16-mixed"``.
+        ValueError: By ``trainer.fit``: if ``ranks`` belongs to another model, the checkpoint holds
+            no state of rank learning, or the trainer is sharded, has manual optimization, several
+            optimizers or ``precision="16-mixed"``.
 
     Example::
 
@@ -51,22 +51,16 @@ class RankCallback(Callback):
     """
 
     def __init__(self, ranks: RankLearning) -> None:
-        self.ranks = ranks
-        self._steps = RankSteps(ranks)
+        super().__init__(ranks)
         self._taken = 0  # optimizer steps counted
         self._random: dict[str, Any] | None = None  # of a checkpoint, until training starts
 
-    @property
-    def outcome(self) -> dict[str, Any] | None:
-        """Result of :meth:`~comera.TwoStage.finish_`; None before ranks are cut."""
-        return self._steps.outcome
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in a checkpoint."""
+        """Return the state of rank learning and the random state, for a checkpoint."""
         return {"ranks": self.ranks.state_dict(), "random": random_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state from a checkpoint."""
+        """Load the result of :meth:`state_dict` from a checkpoint."""
         self.ranks.load_state_dict(state_dict["ranks"])
         self._random = state_dict["random"]
 
@@ -119,12 +113,12 @@ class RankCallback(Callback):
     def on_train_start(self, trainer, pl_module):
         """Override ``strategy.backward`` to differentiate the objective."""
         self._taken = trainer.global_step
-        self._steps.begin(trainer.estimated_stepping_batches - trainer.global_step)
+        self.begin(trainer.estimated_stepping_batches - trainer.global_step)
         backward = trainer.strategy.backward
 
         def of_objective(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             # Read each time: a GradientAccumulationScheduler changes it.
-            objective = self._steps.objective(closure_loss, trainer.accumulate_grad_batches)
+            objective = self.objective(closure_loss, trainer.accumulate_grad_batches)
             return backward(objective, *args, **kwargs)
 
         trainer.strategy.backward = of_objective
@@ -134,16 +128,16 @@ class RankCallback(Callback):
         if trainer.global_step == self._taken:
             return
         self._taken = trainer.global_step
-        self._steps.end_step(trainer.optimizers[0])
-        outcome = self._steps.cut_if_due(trainer.optimizers[0])
+        self.end_step(trainer.optimizers[0])
+        outcome = self.cut_if_due(trainer.optimizers[0])
         if outcome is not None:
             pl_module.log_dict({f"ranks_{key}": float(value) for key, value in outcome.items()})
 
     def on_train_end(self, trainer, pl_module):
-        """Restore the trainer."""
+        """Restore the trainer's ``backward``; warn if no rank was cut."""
         self.on_exception(trainer, pl_module, None)
-        self._steps.end()
+        self.end()
 
     def on_exception(self, trainer, pl_module, exception):
-        """Restore the trainer."""
+        """Restore the trainer's ``backward``."""
         vars(trainer.strategy).pop("backward", None)

@@ -1,4 +1,4 @@
-"""Compressed models in the folders of transformers: ``save_pretrained`` and ``from_pretrained``.
+"""Save and load compressed models by ``save_pretrained`` and ``from_pretrained`` of transformers.
 
 The description of a model's layers is the ``quantization_config`` in ``config.json``; a registered
 quantizer builds the layers before the weights are loaded.
@@ -15,9 +15,10 @@ from comera.extras import listed, needed_by
 from comera.nn.convert import densify_, tensorize_
 from comera.nn.forms import experts_apart
 from comera.nn.linear import CompressedLinear
+from comera.nn.swap import rename_tied_weights_
 from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TiedTTLinear, rename_tied_weights_
+from comera.nn.tied import TiedTTLinear
 from comera.saved.description import Entry, check_description, describe, rebuild_
 from comera.serving.freeze import refuse_training_
 from comera.surgery.rows import append_rows_
@@ -42,8 +43,8 @@ def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTraine
     ``comera.integrations.transformers`` is imported, and ``resize_token_embeddings`` appends rows
     to tensor-train tables. :func:`~comera.integrations.transformers.learn_ranks_` calls this.
 
-    ``config``, how it was compressed, is for readers of ``config.json``. Returns the model. Raises
-    ``TypeError`` for other models, and ``ValueError`` for weights quantized by another method.
+    ``config`` says how the model was compressed, for readers of ``config.json``. Returns the model.
+    Raises ``TypeError`` for other models, and ``ValueError`` if another method quantized weights.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -72,10 +73,9 @@ class TensorTrainConfig(QuantizationConfigMixin):
     dense model once it is loaded.
 
     Args:
-        config: How to compress it; ``TTConfig(init="svd")`` if neither is given. An unknown setting
-            raises ``ValueError``.
-        described: Description of a compressed model, see
-            :func:`comera.saved.description.describe`.
+        config: How to compress a dense model; ``TTConfig(init="svd")`` if neither argument is
+            given. An unknown setting raises ``ValueError``.
+        described: Description of a compressed model, see :func:`comera.saved.description.describe`.
         quant_method: Always ``"comera"``.
     """
 
@@ -92,7 +92,7 @@ class TensorTrainConfig(QuantizationConfigMixin):
         self.described = described
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry in ``config.json``."""
+        """Return the ``quantization_config`` of ``config.json``."""
         config = None if self.config is None else self.config.to_dict()
         held = {"quant_method": METHOD, "config": config, "described": self.described}
         return {key: value for key, value in held.items() if value is not None}
@@ -112,18 +112,18 @@ class TensorTrainQuantizer(HfQuantizer):
     is_trainable = True  # type: ignore[assignment]
 
     def is_serializable(self) -> bool:
-        """Return True."""
+        """Return True: the model can be saved."""
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Record the dtype to load in, which no other method is given."""
+        """Record the dtype to load in, which transformers tells no other method."""
         self._dtype = dtype
         return dtype
 
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Describe the present layers, if any; ``save_pretrained`` writes ``config.json`` next."""
+        """Return the state dict, and put the description of the layers into ``model.config``."""
         described = describe(model)
         del described["model"]  # config.json is about it
         # Further names of a layer too, of which a resized table in T5 has two.
@@ -192,7 +192,7 @@ def _save_pretrained(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Save the given state too, which transformers ignores if there is a quantizer."""
+    """Save the given ``state_dict``, which transformers ignores if there is a quantizer."""
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, TensorTrainQuantizer):
         quantizer.given = state_dict
@@ -205,7 +205,7 @@ def _save_pretrained(
 
 
 def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Entry]:
-    """Return saved layers under this model's names, which may lack or gain a head's prefix."""
+    """Return saved layers by their names in this model, with or without the base prefix."""
     new_name = _names_in(model, layers)
     if layers and not new_name:
         raise ValueError(
@@ -223,7 +223,7 @@ def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Ent
 
 
 def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map saved names to those of the model's modules, with or without its prefix."""
+    """Map saved names to names in this model, adding or removing the base model's prefix."""
     there = dict(model.named_modules(remove_duplicate=False))
     prefix = f"{model.base_model_prefix}."
     found, taken = {}, set[int]()
@@ -277,7 +277,7 @@ def _resized_head(
     transposed: bool = False,
     mean_resizing: bool = True,
 ) -> nn.Module:
-    """Extend the bias of a head tied to a grown table by its mean, for ``_get_resized_lm_head``."""
+    """Extend a tied head's bias by its mean after the table grew, for ``_get_resized_lm_head``."""
     if isinstance(old, CompressedLinear) and new_num_tokens not in (None, old.out_features):
         raise ValueError(
             f"the output layer is a tensor train of {old.out_features} rows that share their "

@@ -1,4 +1,4 @@
-"""Rank learning inside the training loop of another library."""
+"""Run rank learning inside the training loop of another library."""
 
 import logging
 from typing import Any
@@ -6,14 +6,15 @@ from typing import Any
 from torch import Tensor
 
 from comera.optim.state_layout import unwrap
-from comera.rank.learning import RankLearning, processes_of
+from comera.rank.agreement import processes_of
+from comera.rank.learning import RankLearning
 from comera.train.data_parallel import mean_over
 
 log = logging.getLogger("comera")
 
 
 class RankSteps:
-    """Base of rank learning in other libraries' callbacks; methods in the order of calls.
+    """Rank learning for callbacks of other libraries; methods are in the order of their calls.
 
     ``outcome`` is the result of :meth:`~comera.TwoStage.finish_`; None before ranks are cut.
     """
@@ -26,7 +27,7 @@ class RankSteps:
         self._group: Any = None
 
     def begin(self, steps_left: float) -> None:
-        """Begin or resume; warn if the remaining optimizer steps are too few to cut ranks."""
+        """Begin or resume training; warn if the steps left are too few to cut ranks."""
         self._seen, self._parts = None, (0, 0)
         given = self.ranks.process_group
         self._group = processes_of(self.ranks.model) if given == "auto" else given
@@ -38,7 +39,7 @@ class RankSteps:
             )  # fmt: skip
 
     def objective(self, loss: Tensor, parts: int) -> Tensor:
-        """Return the objective of one of the parts whose losses sum to that of a step."""
+        """Return the objective of one of ``parts`` batches whose losses sum to a step's loss."""
         if self.ranks.stage == "done":
             return loss
         seen = mean_over(self._group, loss.detach() * parts)
@@ -49,7 +50,7 @@ class RankSteps:
         return objective
 
     def end_step(self, optimizer: Any, skipped: bool = False) -> None:
-        """Count an optimizer step; ``skipped`` is one whose gradients were not finite."""
+        """Count an optimizer step, unless it was ``skipped`` for non-finite gradients."""
         seen, self._seen = self._seen, None
         (came, parts), self._parts = self._parts, (0, 0)
         if seen is None:
@@ -62,7 +63,7 @@ class RankSteps:
             self.ranks.step(seen, unwrap(optimizer))
 
     def cut_if_due(self, optimizer: Any) -> dict[str, Any] | None:
-        """Cut ranks if they are due, and return the outcome, else None."""
+        """Cut ranks if rank learning is due, and return the outcome; else return None."""
         if not self.ranks.due:
             return None
         self.outcome = self.ranks.finish_(unwrap(optimizer))
@@ -78,7 +79,7 @@ class RankSteps:
 
 
 def check_model(ranks: RankLearning, model: Any) -> None:
-    """Raise ``ValueError`` unless ranks are those of a model or of a part of it."""
+    """Raise ``ValueError`` unless ``ranks`` learns the ranks of this model or a part of it."""
     there = {id(param) for param in model.parameters()}
     if not any(id(gate) in there for gate in ranks.size.gates):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rank learning inside a ``Trainer`` of transformers, and the groups of its optimizer.
+"""Learn ranks inside a ``Trainer`` of transformers, and set the groups of its optimizer.
 
 Importing this module registers compressed models with ``from_pretrained``, see
 :mod:`comera.integrations.pretrained`.
@@ -28,9 +28,10 @@ __all__ = ["RankCallback", "TensorTrainConfig", "attach_", "learn_ranks_", "set_
 def set_optimizer_groups_(trainer: Any, gate_lr: float = 1e-3) -> None:
     """Set a learning rate for rank gates in a trainer, and no decay of gates and cores.
 
-    Call this before training. It changes the optimizer of ``TrainingArguments.optim``; for
-    ``Trainer(optimizers=...)`` use :func:`comera.param_groups`. ``gate_lr`` follows the schedule of
-    the other rates; under Adam a gate falls from one to zero in ``1 / gate_lr`` steps at best.
+    Call this before training. It changes the groups of the optimizer that
+    ``TrainingArguments.optim`` names; for ``Trainer(optimizers=...)`` use
+    :func:`comera.param_groups`. ``gate_lr`` follows the schedule of the other rates; under Adam a
+    gate falls from one to zero in ``1 / gate_lr`` steps at best.
     """
     if not is_number(gate_lr) or not gate_lr > 0:
         raise ValueError(f"gate_lr={gate_lr!r} must be a number above 0")
@@ -60,19 +61,19 @@ def set_optimizer_groups_(trainer: Any, gate_lr: float = 1e-3) -> None:
 def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) -> "RankCallback":
     """Add rank learning to a trainer whose model was converted by :func:`comera.tensorize_`.
 
-    The terms of ``ranks`` are added to the loss; the logged loss is unchanged. When ``ranks`` is
-    due, ranks and the optimizer's state are cut. Checkpoints hold the state of rank learning, so
-    ``trainer.train(resume_from_checkpoint=True)`` resumes exactly.
+    A callback adds the terms of ``ranks`` to the loss; the logged loss is unchanged. When ``ranks``
+    is due, the callback cuts ranks and the optimizer's state. Checkpoints hold the state of rank
+    learning, so ``trainer.train(resume_from_checkpoint=True)`` resumes exactly.
 
     Args:
-        trainer: A ``transformers.Trainer``, or one of a subclass, before training.
-        ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of its model; its
-            steps are optimizer steps.
+        trainer: A ``transformers.Trainer`` or an instance of a subclass, before training.
+        ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of the trainer's
+            model; its numbers of steps count optimizer steps.
         gate_lr: Learning rate of the gates, see :func:`set_optimizer_groups_`.
 
     Raises:
-        ValueError: If ``ranks`` is of another model, the trainer learns ranks already, or
-            parameters cannot change their shapes in it, as in sharded training.
+        ValueError: If ``ranks`` belongs to another model, the trainer learns ranks already, or
+            parameters cannot change their shapes, as in sharded training.
 
     Example::
 
@@ -112,21 +113,15 @@ def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) ->
     return callback
 
 
-class RankCallback(TrainerCallback, ExportableState):
+class RankCallback(RankSteps, TrainerCallback, ExportableState):
     """Callback that :func:`learn_ranks_` adds; its state is part of ``trainer_state.json``."""
 
     def __init__(self, trainer: Any, ranks: RankLearning) -> None:
-        self.ranks = ranks
+        super().__init__(ranks)
         self._trainer = trainer
-        self._steps = RankSteps(ranks)
-
-    @property
-    def outcome(self) -> dict[str, Any] | None:
-        """Result of :meth:`~comera.TwoStage.finish_`; None before ranks are cut."""
-        return self._steps.outcome
 
     def state(self) -> dict[str, Any]:
-        """Return the state of rank learning for JSON, where doubles hold all dtypes exactly."""
+        """Return the state of rank learning for JSON, whose numbers hold all dtypes exactly."""
         ranks = {
             key: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
             if isinstance(value, Tensor)
@@ -150,7 +145,7 @@ class RankCallback(TrainerCallback, ExportableState):
             for key, value in saved["attributes"]["ranks"].items()
         }
         self.ranks.load_state_dict(ranks)
-        self._steps.begin(state.max_steps - state.global_step)
+        self.begin(state.max_steps - state.global_step)
         self._trainer.accelerator.backward = self._backward
         if args.device.type == "cpu":
             reuse_by_default()
@@ -158,16 +153,16 @@ class RankCallback(TrainerCallback, ExportableState):
     def on_train_end(self, args, state, control, **kwargs):
         """Restore the trainer's accelerator."""
         del self._trainer.accelerator.backward
-        self._steps.end()
+        self.end()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        """Count an optimizer step, or one skipped for gradients that were not finite."""
+        """Count an optimizer step, unless it was skipped for non-finite gradients."""
         skipped = self._trainer.accelerator.optimizer_step_was_skipped
-        self._steps.end_step(self._trainer.optimizer, skipped)
+        self.end_step(self._trainer.optimizer, skipped)
 
     def on_step_end(self, args, state, control, **kwargs):
         """Cut ranks if they are due, before this step is evaluated or saved."""
-        outcome = self._steps.cut_if_due(self._trainer.optimizer)
+        outcome = self.cut_if_due(self._trainer.optimizer)
         if outcome is None:
             return
         # A best model from before the cut would bring its ranks back.
@@ -177,7 +172,7 @@ class RankCallback(TrainerCallback, ExportableState):
         control.should_log = still
 
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Differentiate the objective of a part of a step's loss; the parts sum to it."""
+        """Differentiate the objective of one part of a step; the losses of its parts add up."""
         accelerator = self._trainer.accelerator
         parts = self._trainer.current_gradient_accumulation_steps
-        type(accelerator).backward(accelerator, self._steps.objective(loss, parts), **kwargs)
+        type(accelerator).backward(accelerator, self.objective(loss, parts), **kwargs)

@@ -1,4 +1,4 @@
-"""A causal language model of LLaMA's architecture and parameter names.
+"""Define a causal language model with LLaMA's architecture and parameter names.
 
 Touvron et al. 2023, arXiv 2302.13971. Shape suffixes: B = batch, T = time, D = width, H = heads,
 E = head width, V = vocabulary.
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """``down(silu(gate(x)) * up(x))``."""
+    """The gated feed-forward ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, d_model: int, ffn_dim: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind an RMS norm and beside a residual."""
+    """Attention and feed-forward, each after an RMS norm and added to a residual."""
 
     def __init__(
         self, d_model: int, num_heads: int, ffn_dim: int, dropout: float, qk_norm: bool = False
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
 
 
 class CausalLanguageModel(nn.Module):
-    """Predict each token from those before it.
+    """Language model that predicts each token from the tokens before it.
 
     A state dict of ``transformers.LlamaForCausalLM`` loads and gives the same logits, if it has as
     many key as query heads and an untied output layer. Tokens ``(B, T)`` become logits
@@ -142,7 +142,7 @@ class CausalLanguageModel(nn.Module):
 
 
 def _turned(x_BHTE: Tensor, turns_2TE: Tensor) -> Tensor:
-    """Rotate each pair of entries, one of either half of a head, by the angle of its position."""
+    """Rotate pairs of entries, one from each half of a head, by the angles of their position."""
     first, second = x_BHTE.chunk(2, -1)
     cos_TE, sin_TE = turns_2TE
     return x_BHTE * cos_TE + torch.cat([-second, first], -1) * sin_TE

@@ -1,6 +1,6 @@
-"""DLRM, a click predictor with large embedding tables, its metrics, and small tables.
+"""Define DLRM, a click predictor with large embedding tables, its metrics, and small tables.
 
-Naumov et al. 2019, arXiv 1906.00091, as in facebookresearch/dlrm. The small tables are
+Source: Naumov et al. 2019, arXiv 1906.00091, as in facebookresearch/dlrm. The small tables are
 alternatives to tensor trains at equal size. Shape suffixes: B = batch or bags, C = continuous
 features, F = fields with a table, D = width, N = entries of all bags, R = rank.
 """
@@ -23,21 +23,21 @@ from comera.nn.table import TTTable
 
 
 class DLRM(nn.Module):
-    """Embeddings of fields and of the continuous features, their products, and a top part.
+    """Click predictor: embeddings of fields and continuous features, their products, a top part.
 
     Args:
         table_sizes: Rows of each field's table, by name or in order; the tables are the modules
             ``tables.<name>`` or ``tables.<number>``. Dots in names become underscores, and an
-            underscore follows names of torch's containers, such as ``type``.
-        num_continuous: Continuous features; 0 leaves out the bottom part.
+            underscore is appended to names of attributes of modules, such as ``type``.
+        num_continuous: Number of continuous features; 0 leaves out the bottom part.
         embedding_dim: Width of the tables.
-        bottom: Hidden widths of the part that brings the continuous features to that width.
-        top: Hidden widths of the part above the interactions, which ends in one number.
+        bottom: Hidden widths of the part that maps the continuous features to this width.
+        top: Hidden widths of the part above the products, which ends in one number.
 
     Shapes:
         continuous ``(B, C)``, or None if there are none; fields ``(B, F)`` integers, or for fields
-        of many values a pair ``(indices (N,), offsets (B,))`` for each; output ``(B,)``, the logit
-        of a click.
+        of many values a pair ``(indices (N,), offsets (B,))`` each; output ``(B,)``, logits of a
+        click.
 
     Raises ``ValueError`` if there is no table, a size is below one, or inputs do not fit.
     """
@@ -84,9 +84,9 @@ class DLRM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, init: Init = "orthogonal") -> None:
-        """Draw tables uniformly by their size, layers normally by their widths, as DLRM's release.
+        """Draw tables uniformly by size and layers normally by widths, as the original DLRM does.
 
-        Tensor trains get the same standard deviation by ``init``.
+        Cores of tensor trains are drawn by ``init`` for the same standard deviation.
         """
         for table in self.tables.values():
             bound = 1 / math.sqrt(table.num_embeddings)  # type: ignore[arg-type]
@@ -135,9 +135,9 @@ def _layers(widths: Sequence[int]) -> nn.Sequential:
 def click_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     """Compute the metrics of logits and labels 0 or 1, ``(n,)`` each.
 
-    Returns ``loss``, mean cross entropy; ``auc``; ``accuracy`` at a probability of one half; and
-    ``nce``, the loss over that of always predicting the share of clicks. AUC and NCE are NaN for
-    labels of one kind.
+    Returns ``loss``, the mean cross entropy; ``auc``; ``accuracy`` at a probability of one half;
+    and ``nce``, the loss divided by that of always predicting the share of clicks. AUC and NCE are
+    NaN if all labels are equal.
     """
     logits, labels = logits.double(), labels.double()
     loss = float(F.binary_cross_entropy_with_logits(logits, labels))
@@ -152,7 +152,7 @@ def click_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def area_under_curve(scores: Tensor, labels: Tensor) -> float:
-    """Return the area under the ROC curve by the sum of ranks; equal scores count one half."""
+    """Return the area under the ROC curve, from ranks of scores; ties count one half."""
     positives = float(labels.sum())
     negatives = len(labels) - positives
     if not positives or not negatives:
@@ -171,14 +171,18 @@ _PRIME = 2**31 - 1
 
 
 class SmallTable(nn.Module):
-    """Sums ``(B, D)`` of rows that are computed from their indices, ``(B, n)`` or as bags."""
+    """Base of embedding bags that sum rows which are computed from their indices.
+
+    Shapes:
+        indices ``(B, n)`` integers, or ``(N,)`` with offsets ``(B,)``; output ``(B, D)``.
+    """
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     def rows(self, indices_N: Tensor) -> Tensor:
-        """Compute rows ``(N, D)``."""
+        """Compute the rows of these indices, ``(N, D)``."""
         raise NotImplementedError
 
     def forward(self, indices: Tensor, offsets_B: Tensor | None = None) -> Tensor:
@@ -221,7 +225,10 @@ class HashedTable(SmallTable):
 
 
 class QuotientRemainderTable(SmallTable):
-    """Products of a row for the index's quotient and one for its remainder (arXiv 1909.02107)."""
+    """Table whose rows are products of a row for ``index // divisor`` and a row for the remainder.
+
+    Shi et al. 2020, arXiv 1909.02107, section 3, with the elementwise product.
+    """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, divisor: int) -> None:
         super().__init__(num_embeddings, embedding_dim)
@@ -272,7 +279,7 @@ def replace_tables_(
     own: float = 0.0,
     block: int = 16,
 ) -> nn.ModuleDict:
-    """Replace dense tables by small ones of at most ``params`` parameters together, in place.
+    """Replace dense tables by small tables with at most ``params`` parameters in all, in place.
 
     All tables, of one width, get equally many rows; a table without more rows stays dense. ``own``
     is the share of the rows of a :class:`HashedTable` for one index each; ``rank`` is that of one,

@@ -1,7 +1,7 @@
-"""A transformer encoder with separate ``nn.Linear`` projections, and two heads.
+"""Define a transformer encoder with separate ``nn.Linear`` projections, and two heads for it.
 
 Shape suffixes: B = batch, T = time, D = width, H = heads, E = head width, V = vocabulary,
-M = masked positions a sequence, C = classes.
+M = masked positions of a sequence, C = classes.
 """
 
 from typing import Literal
@@ -21,10 +21,10 @@ _STD = 0.02  # standard deviation of initial embeddings, as in BERT
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over the positions in ``keep_BT``, None for all.
+    """Multi-head self-attention to the positions in ``keep_BT``; None means all.
 
-    ``qk_norm`` adds RMS norms over the width of a head, of queries and of keys, which bound the
-    scores (arXiv 2010.04245, 2302.05442).
+    ``qk_norm`` adds RMS norms of queries and keys over the width of a head, which bound the scores
+    (arXiv 2010.04245, 2302.05442).
     """
 
     def __init__(self, d_model: int, num_heads: int, dropout: float, qk_norm: bool) -> None:
@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a residual; layer norm before (pre) or after (post)."""
+    """Attention and feed-forward, each with a residual and a layer norm before or after."""
 
     def __init__(
         self, d_model: int, num_heads: int, ffn_dim: int, dropout: float, norm: str, qk_norm: bool
@@ -121,7 +121,7 @@ class Encoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw normal embeddings, as BERT does."""
+        """Draw embeddings from normal distributions, as BERT does."""
         nn.init.normal_(self.tokens.weight, std=_STD)
         nn.init.normal_(self.positions, std=self.position_std)
         if self.segments is not None:
@@ -147,7 +147,11 @@ class Encoder(nn.Module):
 
 
 class MaskedLanguageModel(nn.Module):
-    """Logits ``(B, M, V)`` at positions ``(B, M)``; ``padded`` as in :class:`Encoder`."""
+    """Model that predicts the tokens at given positions; ``padded`` as in :class:`Encoder`.
+
+    Shapes:
+        tokens ``(B, T)``, positions ``(B, M)``; output logits ``(B, M, V)``.
+    """
 
     def __init__(self, encoder: Encoder, vocab_size: int) -> None:
         super().__init__()
@@ -165,7 +169,11 @@ class MaskedLanguageModel(nn.Module):
 
 
 class SequenceClassifier(nn.Module):
-    """Logits ``(B, C)`` of sequences by their first token; ``padded`` as in :class:`Encoder`."""
+    """Model that classifies a sequence by its first token; ``padded`` as in :class:`Encoder`.
+
+    Shapes:
+        tokens and segments ``(B, T)``; output logits ``(B, C)``.
+    """
 
     def __init__(self, encoder: Encoder, num_classes: int, dropout: float = 0.1) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Drop-in modules whose weights are tensor trains, and the conversion of models to them."""
+"""Define drop-in modules whose weights are tensor trains, and convert models to them."""

@@ -28,17 +28,16 @@ class BatchedContraction:
     """A context in which the linear layers of a model contract their cores together.
 
     The cores of layers of equal shape are contracted in one batch, and forward passes use the
-    cached factors, with the same gradients. ``comera.TrainStep`` enters it in each step. Ranks may
-    change between two uses. ``autocast`` is the dtype of the factors under
-    autocast. A sharded tensor train, as by ``fully_shard``, raises ``ValueError``.
+    cached factors, with the same gradients. ``comera.TrainStep`` enters the context in each step.
+    Ranks may change between two uses. ``autocast`` is the dtype of the factors under autocast.
+    Raises ``ValueError`` if a tensor train is sharded, as by ``fully_shard``.
 
     Note:
-        Call ``backward`` once for each time it is entered, and inside with activation
-        checkpointing. If an optimizer or ``load_state_dict`` writes to a parameter inside, the
+        Call ``backward`` once each time the context is entered; with activation checkpointing,
+        inside the context. If an optimizer or ``load_state_dict`` writes to a parameter inside, the
         cores are contracted again, except in a compiled model. Leave the context to write through
-        ``.data``, replace a parameter, or change its dtype or device.
-        The gates of a layer that no gradient reaches get zeros instead of None; in a CUDA graph its
-        cores do, too.
+        ``.data``, replace a parameter, or change its dtype or device. If no gradient reaches a
+        layer, its gates get zeros instead of None; in a CUDA graph its cores do, too.
 
     Example::
 
@@ -110,10 +109,10 @@ class BatchedContraction:
 def _calls(
     layers: Sequence[TTLinear], autocast: torch.dtype | None
 ) -> list[tuple[list[list[TTLinear]], list[Chains]]]:
-    """Group layers by shape, and groups by call: trained layers stay apart from frozen ones.
+    """Group layers by shape, and groups by call, so that frozen layers have calls of their own.
 
-    Layers with a computed bias, as by ``prune``, are left out. Returns the groups of each call, and
-    the argument of ``contract_groups`` without their gates.
+    Layers with a computed bias, as of ``torch.nn.utils.prune``, are left out. Returns for each call
+    the groups, and the argument of ``contract_groups``, still without gates.
     """
     alike: dict[object, list[TTLinear]] = {}
     for layer in layers:
@@ -138,7 +137,7 @@ def _calls(
 
 
 def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
-    """Return all gates in one vector: the shared one if it consists of them."""
+    """Return all gates in one vector: the shared vector if it has just these gates."""
     gates = [gate for train in trains for gate in train.gates]
     for train in trains:
         train.renew_shared()
@@ -156,10 +155,10 @@ def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
 def _unbind_factors(
     groups: Sequence[Sequence[nn.Module]], factors: Sequence[Tensor]
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """Split factors ``(G, I, R)`` and ``(G, R, O)`` of each group of G layers into those of layers.
+    """Split factors ``(G, I, R)`` and ``(G, R, O)`` of groups of G layers into pairs of each layer.
 
-    A layer without a gradient gets None, so that optimizers skip it; in captured graphs and
-    transformed functions it gets zeros.
+    In backward, a layer that no gradient reaches gets None, so that optimizers skip it; in captured
+    graphs and under ``torch.func`` it gets zeros.
     """
     plain = (
         not (factors[0].requires_grad and is_eager())
@@ -176,7 +175,7 @@ def _unbind_factors(
 
 
 class _Unbind(torch.autograd.Function):
-    """Unbind the factors of all groups in one node, as they were contracted in one."""
+    """Unbind the factors of all groups in one node of autograd, as one node contracted them."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""A linear layer whose weight is a grid of blocks of low rank, with trainable rank gates."""
+"""Define a linear layer whose weight is a grid of low-rank blocks, with trainable gates."""
 
 import math
 from collections.abc import Sequence
@@ -23,17 +23,18 @@ from comera.shapes import BTTShape
 class BTTLinear(CompressedLinear):
     """Drop-in for :class:`torch.nn.Linear` that stores its weight as a block tensor train.
 
-    The weight is a grid of blocks of rank R, which may have full rank; that of a
-    :class:`~comera.TTLinear` has at most the rank of its middle bond. A row takes
-    ``2 R (in c + out a)`` operations for ``a`` blocks of the input and ``c`` of the output.
+    The weight is a grid of blocks of rank R. The whole weight may have full rank, while the weight
+    of a :class:`~comera.TTLinear` has at most the rank of the middle bond. A row of the input takes
+    ``2 R (in c + out a)`` operations with ``a`` blocks of the input and ``c`` of the output.
 
     Args:
         rank: Rank R of the blocks; 2 if no size is given.
         shape: ``((a, b), (c, d))``: blocks of a side and the numbers in each, e.g.
-            ``((24, 32), (48, 64))`` for 768 to 3072, or a :class:`~comera.BTTShape`; about the root
-            of the width in blocks if None. Modes may multiply to more than the width.
-        compression: Instead of ``rank``: how many times fewer parameters than the dense weight.
-            There are few sizes to choose from; fewer blocks make smaller layers.
+            ``((24, 32), (48, 64))`` for 768 to 3072, or a :class:`~comera.BTTShape`. If None, a
+            side has about as many blocks as the root of its width. Modes may multiply to more than
+            the width.
+        compression: How many times fewer parameters than the dense weight; replaces ``rank``.
+            Few sizes are possible; fewer blocks make smaller layers.
 
     Other arguments are those of :class:`~comera.TTLinear`, except ``order``.
 
@@ -64,7 +65,7 @@ class BTTLinear(CompressedLinear):
         return blocks_to_dense(*self.gated_cores())[: self.out_features, : self.in_features]
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return cores whose ranks are the singular vectors of every block."""
+        """Return cores whose ranks are singular vectors of every block, and the singular values."""
         left, right = gated
         weight = blocks_to_dense(left, right)[: self.out_features, : self.in_features]
         if not bool(weight.isfinite().all()) or not bool(weight.any()):
@@ -75,7 +76,7 @@ class BTTLinear(CompressedLinear):
         return list(cores), [_rank_norms(*cores).sqrt()]
 
     def rank_norms(self) -> Tensor:
-        """Return the squared norm of what each rank adds to the weight, ``(R,)``, in float64."""
+        """Return the squared norm of each rank's part of the weight, ``(R,)``, in float64."""
         return _rank_norms(*self.gated_cores())
 
     @staticmethod
@@ -87,7 +88,7 @@ class BTTLinear(CompressedLinear):
 
     @torch.no_grad()
     def _init_cores_(self, std: float, init: Init) -> None:
-        """Draw cores whose product has the root mean square ``std``; gates become ones."""
+        """Draw random cores of a weight with root mean square ``std``; set the gates to one."""
         for gate in self.gates:
             gate.fill_(1)
         left, right = self.cores

@@ -1,4 +1,4 @@
-"""Embedding bags, such as those of a recommendation model, looked up together."""
+"""Look up several embedding bags together, such as those of a recommendation model."""
 
 import contextlib
 import math
@@ -26,21 +26,21 @@ Bags = Tensor | Mapping[str, Any] | Sequence[Any]
 
 
 class TTEmbeddingBagCollection(nn.ModuleDict):
-    """Embedding bags by name, dense ones and tensor trains.
+    """A dictionary of embedding bags, dense ones and tensor trains, with one forward pass for all.
 
-    Tensor trains of one width and nearly one rank are looked up in one call; dense tables, those of
-    mode ``max`` or with a ``hot_rank`` one by one.
+    Tensor trains of equal width and similar rank are looked up in one call. Dense tables, and those
+    with mode ``max`` or a ``hot_rank``, are looked up one by one.
 
     Args:
         tables: :class:`torch.nn.EmbeddingBag` and :class:`~comera.TTEmbeddingBag` by name.
 
     Shapes:
-        For every table, by name or in order: ``(bags, entries)`` integers, or the arguments of its
-        ``forward`` as a tuple ``(indices (N,), offsets (bags,))``, with ``per_sample_weights`` if
-        need be. A tensor ``(bags, tables)`` has one entry a bag for each table. The output is
-        ``(bags, width)`` by name.
+        The input has for every table, by name or in order, integers ``(bags, entries)``, or the
+        arguments of the table's ``forward`` as a tuple: ``(indices (N,), offsets (bags,))``, and
+        ``per_sample_weights`` if needed. A tensor ``(bags, tables)`` has one entry for each bag and
+        table. The output is ``(bags, width)`` by name.
 
-    Errors of a table name it.
+    Errors name the table.
 
     Example::
 
@@ -93,7 +93,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
     def _together(
         self, names: list[str], request: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, Tensor]:
-        """Look up tables that :func:`_kind` groups together."""
+        """Look up tables that have the same :func:`_kind`, in one call."""
         requests = []
         for name in names:
             table = self[name]
@@ -108,7 +108,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         return dict(zip(names, sums, strict=True))
 
     def _places(self, parts: Mapping[str, Lookup]) -> Tensor:
-        """Return the first row of each table among all, cached for CUDA graphs."""
+        """Return the places of the tables in the joined table, cached for CUDA graphs."""
         at, names = places(list(parts.values())), tuple(parts)
         device = parts[names[0]].left_VPR.device
         kept_at, kept = self._at.get(names, (None, None))
@@ -122,7 +122,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
 
 @contextlib.contextmanager
 def _named(table: str) -> Iterator[None]:
-    """Name the table in the message of an error that is raised inside."""
+    """Add the table's name to the message of an error that is raised inside."""
     try:
         yield
     except (IndexError, ValueError, TypeError) as problem:
@@ -130,7 +130,7 @@ def _named(table: str) -> Iterator[None]:
 
 
 def _kind(table: nn.Module) -> Any:
-    """Return a key of tables that are looked up together; None for others."""
+    """Return a key; tables of equal keys are looked up together, a table with None by itself."""
     if type(table) is not TTEmbeddingBag or table.mode == "max" or not is_plain(table, _FORWARD):
         return None
     if isinstance(table.hot, HotRows) or any(p.numel() == 0 for p in table.cores):

@@ -1,4 +1,4 @@
-"""Swap the layers of an existing model for tensor-train layers, and back."""
+"""Replace layers of an existing model by tensor-train layers, and back."""
 
 import logging
 import statistics
@@ -14,7 +14,12 @@ from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import as_torch, experts_apart, form_of, from_torch, fuse_experts_
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model
-from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
+from comera.nn.swap import (
+    evaluation_mode,
+    every_layer_called,
+    rename_tied_weights_,
+    swap_layers_,
+)
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     TTConfig,
@@ -24,8 +29,8 @@ from comera.nn.targets import (
     other_holders,
     tied_groups,
 )
-from comera.nn.tied import TiedTTLinear, rename_tied_weights_
-from comera.planning.planner import break_even
+from comera.nn.tied import TiedTTLinear
+from comera.planning.planner import plan_layer
 from comera.shapes import BTTShape
 
 log = logging.getLogger("comera")
@@ -54,16 +59,17 @@ def tensorize_(
     Build the optimizer afterwards: the parameters are new. Cores are random unless ``init="svd"``
     approximates the present weights. The ``comera`` logger names layers that stay dense
     (unsupported, frozen or not smaller) and layers predicted to be slower or larger than dense.
-    Registered feed-forward parts are fused, see :mod:`comera.nn.feed_forward_parts`. Experts of
-    transformers in one parameter get a layer each, such as ``experts.up.0``, if some are converted.
+    Registered feed-forward parts are fused, see :mod:`comera.nn.feed_forward_parts`. If experts of
+    transformers in one parameter are converted, each gets a layer, such as ``experts.up.0``.
 
     Args:
         model: Any model; on the ``meta`` device nothing is allocated.
         config: Which layers, and how; ``TTConfig()`` if None.
         filter_fn: Called with each targeted module and its name; returns whether to convert it.
-        calibration: With ``init="svd"``, batches on which the error of outputs of linear layers is
-            measured and logged: mappings are keywords of the model, tuples and lists arguments,
-            anything else the only argument. :func:`~comera.compress_` does more with such data.
+        calibration: With ``init="svd"``, batches on which errors of linear layers' outputs are
+            measured and logged. A mapping gives the model's keywords, a tuple or list its
+            arguments; anything else is its only argument. :func:`~comera.compress_` makes better
+            use of such data.
 
     Returns:
         The model, or the layer that replaces it.
@@ -137,19 +143,20 @@ def _tensorized(
     for members in alike.values():
         layer = members[0][1]
         setting = layer.planner_setting()
-        found = break_even(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
-        if found.worst > _WORST_RATIO:
-            slower = found.loses_time or (found.eager_ratio or 0) > 1
+        plan = plan_layer(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
+        if plan.worst_ratio > _WORST_RATIO:
+            slower = max(plan.time_ratio, plan.eager_ratio or 0.0) > 1
             guess = "" if setting["machine"].measured else _GUESS
             which = listed([name for name, _ in members], most=2)
-            log.log(logging.WARNING if slower else logging.INFO, _LOSES, which, found, guess)
+            level = logging.WARNING if slower else logging.INFO
+            log.log(level, _LOSES, which, plan.sentence(), guess)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
     return cast(Model, converted)  # or the layer in its place
 
 
 def densify_(model: nn.Module) -> nn.Module:
-    """Replace every tensor-train layer by the torch layer it stands for, in place.
+    """Replace every tensor-train layer by the torch layer with the same weight, in place.
 
     Layers that share cores share the dense weight. Returns the model or the layer that replaces it.
     Raises ``TypeError`` if ``model`` is no module.
@@ -183,7 +190,7 @@ def _warn_of_approximations(
     made: Mapping[str, nn.Module],
     batches: Iterable[Any] | None,
 ) -> None:
-    """Warn of approximated weights, whose small errors may be large ones of outputs."""
+    """Warn of the errors of approximated weights, and that errors of outputs may be larger."""
     weights: dict[str, Tensor] = {
         name: layer.weight
         for name, new in made.items()
@@ -220,8 +227,8 @@ def _output_errors(
 ) -> dict[str, float]:
     """Run batches in evaluation mode; return the relative Frobenius error of each layer's outputs.
 
-    ``layers`` are triples of present layer, dense weight and new layer. Raises ``ValueError``
-    without a batch, or if a layer gets no input.
+    ``layers`` has by name the present layer, its dense weight and the new layer. Raises
+    ``ValueError`` if there is no batch, or if a layer gets no input.
     """
     sums: dict[str, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""TT-SVD: the tensor train nearest to a dense weight.
+"""Approximate dense weights by tensor trains: TT-SVD.
 
 Source: Oseledets, SIAM J. Sci. Comput. 33 (2011).
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera.shapes import TTMShape, TTShape, is_number
+from comera.shapes import TTMShape, TTShape, check_tolerance
 
 _OVERSAMPLE = 10
 _POWER_ITERATIONS = 3
@@ -19,7 +19,7 @@ _RANDOMISED_BELOW = 0.2
 def decompose_matrix(
     weight: Tensor, shape: TTShape, tolerance: float | None = None
 ) -> list[Tensor]:
-    """Decompose an ``(out, in)`` weight; one narrower than the modes is padded with zeros."""
+    """Decompose an ``(out, in)`` weight, padded with zeros to the modes, by TT-SVD."""
     padded = _pad(weight.T, shape.in_width, shape.out_width)
     ranks = None if tolerance is not None else shape.ranks
     return balance(tt_svd(padded.reshape(shape.slice_sizes), ranks, tolerance))
@@ -28,7 +28,7 @@ def decompose_matrix(
 def decompose_table(
     weight: Tensor, shape: TTMShape, tolerance: float | None = None
 ) -> list[Tensor]:
-    """Decompose a ``(rows, columns)`` table, each row mode paired with its column mode."""
+    """Decompose a ``(rows, columns)`` table by TT-SVD into a core for each pair of modes."""
     count = len(shape.row_modes)
     padded = _pad(weight, shape.num_rows, shape.num_cols)
     apart = padded.reshape(*shape.row_modes, *shape.col_modes)
@@ -44,13 +44,13 @@ def decompose_table(
 
 
 def decompose_at(weight: Tensor, shape: TTShape, tolerance: float | None) -> list[Tensor]:
-    """Decompose as :func:`decompose_matrix`, and pad to the ranks of the shape."""
+    """Decompose as :func:`decompose_matrix` does, and pad the cores to the ranks of the shape."""
     cores = decompose_matrix(weight, shape, tolerance)
     return cores if tolerance is not None else widened(cores, shape.ranks)
 
 
 def widened(cores: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
-    """Pad cores ``(left bond, mode(s), right bond)`` with zeros to inner bonds of these ranks."""
+    """Pad cores ``(left bond, mode(s), right bond)`` with zeros to these inner ranks."""
     bonds, wide = [1, *ranks, 1], []
     for k, core in enumerate(cores):
         new = core.new_zeros(bonds[k], *core.shape[1:-1], bonds[k + 1])
@@ -62,15 +62,15 @@ def widened(cores: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
 def tt_svd(
     tensor: Tensor, ranks: tuple[int, ...] | None = None, tolerance: float | None = None
 ) -> list[Tensor]:
-    """Split a tensor into a train of 3-d cores, one a dimension, in float32 or better.
+    """Split a tensor into a tensor train with a 3-d core for each dimension, at least in float32.
 
     Raises ``ValueError`` if an entry is not finite.
 
     Args:
         tensor: Any number of dimensions.
-        ranks: The inner bonds; cut where a factor has fewer columns.
-        tolerance: Instead of ranks: bound on the relative Frobenius error of the whole train, at
-            least the precision of the dtype, so that 0 finds the numerical ranks.
+        ranks: The inner ranks, reduced where the tensor allows no more.
+        tolerance: Bound on the relative Frobenius error of the whole train; replaces ``ranks``. It
+            is at least the precision of the dtype, so that 0 finds the numerical ranks.
     """
     check_tolerance(tolerance)
     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -95,7 +95,7 @@ def tt_svd(
 
 
 def balance(cores: list[Tensor], sweeps: int = 2) -> list[Tensor]:
-    """Scale every rank to equal norm in the cores before and after its bond; keep the product."""
+    """Scale each rank so that its slices of both adjacent cores have equal norm."""
     cores = list(cores)
     for _ in range(sweeps):
         for k in range(len(cores) - 1):
@@ -111,7 +111,7 @@ def balance(cores: list[Tensor], sweeps: int = 2) -> list[Tensor]:
 def _leading_directions(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tensor]:
     """Compute at least ``rank`` left singular vectors and singular values, largest first.
 
-    A small ``rank`` is computed by a randomised SVD (Halko, Martinsson, Tropp, SIAM Review 53
+    If ``rank`` is small, they come from a randomised SVD (Halko, Martinsson, Tropp, SIAM Review 53
     (2011), algorithms 4.4 and 5.1) with a fixed seed. A float32 matrix much wider than high is
     factorised through its Gram matrix in float64, without loss of precision.
     """
@@ -135,7 +135,7 @@ def _leading_directions(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tenso
 
 
 def _cut(singular_values: Tensor, allowed: float) -> tuple[int, float]:
-    """Return the least rank that loses at most ``allowed`` of the squared norm, and its loss."""
+    """Return the least rank whose cut loses at most ``allowed`` squared norm, and that loss."""
     tail = singular_values.double().square().flip(0).cumsum(0).flip(0)
     rank = max(1, int((tail > allowed).sum()))
     return rank, float(tail[rank]) if rank < len(tail) else 0.0
@@ -144,8 +144,3 @@ def _cut(singular_values: Tensor, allowed: float) -> tuple[int, float]:
 def _pad(matrix: Tensor, rows: int, cols: int) -> Tensor:
     missing = (0, cols - matrix.shape[1], 0, rows - matrix.shape[0])
     return torch.nn.functional.pad(matrix, missing) if any(missing) else matrix
-
-
-def check_tolerance(tolerance: float | None) -> None:
-    if tolerance is not None and not (is_number(tolerance) and 0 <= tolerance < 1):
-        raise ValueError(f"tolerance={tolerance!r} must be in [0, 1): a relative Frobenius error")

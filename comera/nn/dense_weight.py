@@ -1,4 +1,4 @@
-"""The dense weight of a tensor train as a read-only tensor."""
+"""Provide the dense weight of a tensor train as a read-only tensor."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,7 +14,7 @@ class DenseWeight(Tensor):
 
     Any write raises ``RuntimeError``: by a method, an ``out=`` argument, assignment to ``.data`` or
     a list function of an optimizer. Tensors that share its memory (``.data``, ``detach()``, views)
-    are read-only too; other results are ordinary, and an ``nn.Parameter`` of it may be written.
+    are read-only too; other results are ordinary tensors, as is an ``nn.Parameter`` made of it.
     """
 
     _remedy = ""
@@ -27,7 +27,7 @@ class DenseWeight(Tensor):
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
-        """Become an ``nn.Parameter``: torch sets this flag when it makes one."""
+        """Become an ordinary parameter: ``nn.Parameter(weight)`` sets this flag."""
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -54,21 +54,10 @@ class DenseWeight(Tensor):
             return _guard_views(result, guarded)
 
 
-class WeightByAssignment(nn.Module):
-    """A module whose ``weight`` is a property: a parameter assigned to it sets the property."""
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Set the cores on ``layer.weight = nn.Parameter(...)``; register others as torch does."""
-        if name == "weight" and param is not None:
-            self.weight = param.detach()
-        else:
-            super().register_parameter(name, param)
-
-
 def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
-    """Compute a weight as a :class:`DenseWeight` whose error is ``remedy``.
+    """Return the computed weight as a :class:`DenseWeight`; ``remedy`` is the error of a write.
 
-    Compiled graphs, ``torch.func`` and types of other libraries get an ordinary tensor.
+    Returns an ordinary tensor while compiling, under ``torch.func``, and for other tensor types.
     """
     if torch.is_inference_mode_enabled():  # where torch counts no versions
         with torch.inference_mode(False), torch.no_grad():
@@ -91,7 +80,7 @@ def _guarded(tensor: Tensor, remedy: str) -> Tensor:
 
 
 def _guard_views(result: Any, guarded: list[Any]) -> Any:
-    """Guard the result of a function where it shares the memory of a guarded argument."""
+    """Make a function's result read-only if it shares the memory of a read-only argument."""
     if isinstance(result, (list, tuple)) and guarded:
         views = [_guard_views(part, guarded) for part in result]
         if all(view is part for view, part in zip(views, result, strict=True)):

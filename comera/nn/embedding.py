@@ -1,4 +1,4 @@
-"""Lookups in a table held as a tensor-train matrix with trainable ranks, and bags of them."""
+"""Define embeddings and embedding bags on tensor-train matrices with trainable ranks."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -18,23 +18,24 @@ class TTEmbedding(TTTable):
     """Drop-in for :class:`torch.nn.Embedding` that stores its table as rank-gated TTM cores.
 
     Args:
-        num_embeddings: Number of rows. Row modes may multiply to more; indices may not reach there.
+        num_embeddings: Number of rows. Row modes may multiply to more, which indices may not reach.
         embedding_dim: Width of a row.
         padding_idx: A row that reads as zeros and gets no gradient.
         max_norm: Not supported: rows share cores, so one row cannot be renormalised.
-        norm_type: Without effect, for torch's positional order.
+        norm_type: Has no effect; it keeps the order of torch's arguments.
         scale_grad_by_freq: Not supported.
-        sparse: Without effect: the gradients of the cores are small and dense.
+        sparse: Has no effect: the gradients of the cores are small and dense.
         rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
         shape: ``(row_modes, col_modes)``, e.g. ``((16, 20, 10, 10), (4, 4, 8, 6))`` for 30522 rows
-            of 768, or a :class:`~comera.TTMShape`; modes that lookups are fast with if None.
+            of 768, or a :class:`~comera.TTMShape`; if None, modes chosen for fast lookups.
         order: Number of cores if ``shape`` is None.
-        compression: Instead of ``rank``: how many times fewer parameters than the dense rows.
-        hot_rows: The first rows, kept as a dense table out of the train; for indices sorted by
-            frequency.
-        hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis.
-        scatter_rows: Put neighbouring indices far apart in the train, whose neighbouring rows share
-            most of their parameters. By default without hot rows. False where neighbours are alike.
+        compression: How many times fewer parameters than the dense rows; replaces ``rank``.
+        hot_rows: How many of the first rows, the most frequent ones, to keep densely beside the
+            train.
+        hot_rank: Hold each hot row as so many coordinates in a shared basis, instead of densely.
+        scatter_rows: Whether to put neighbouring indices far apart in the train, as neighbouring
+            rows share most parameters. Default: if there are no hot rows. Give False if
+            neighbouring indices mean similar things.
         prune_below: A gate at or below this is a pruned rank.
         device: Device of the parameters.
         dtype: Type of the cores; gates are float32 or wider.
@@ -63,11 +64,11 @@ class TTEmbedding(TTTable):
 
 
 class TTEmbeddingBag(TTTable):
-    """Drop-in for :class:`torch.nn.EmbeddingBag` over a table held as rank-gated TTM cores.
+    """Drop-in for :class:`torch.nn.EmbeddingBag` that stores its table as rank-gated TTM cores.
 
-    ``forward`` takes what torch's takes: bags as rows of a 2-d input, or a 1-d input with
-    ``offsets``; ``per_sample_weights`` with ``mode="sum"``. With ``include_last_offset`` entries
-    after the last offset are in no bag; on a GPU, and compiled, there must be none.
+    ``forward`` has torch's arguments: bags as rows of a 2-d input, or a 1-d input with ``offsets``;
+    ``per_sample_weights`` with ``mode="sum"``. With ``include_last_offset``, entries after the last
+    offset are in no bag; on a GPU, and when compiled, there must be no such entries.
 
     Args:
         mode: ``"sum"``, ``"mean"`` or ``"max"`` of the rows of a bag.
@@ -142,7 +143,7 @@ class TTEmbeddingBag(TTTable):
     def _request(
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return all entries, bag starts and weights (None for max)."""
+        """Check the input; return entries, bag starts, and weights (None for ones or ``max``)."""
         check_integers(input)
         if input.dim() == 2:
             if offsets is not None:
@@ -179,7 +180,7 @@ class TTEmbeddingBag(TTTable):
         return flat, starts, None if self.mode == "max" else self._weights(flat, starts, weights)
 
     def _weights(self, flat: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor | None:
-        """Return the weight of each entry in the sum of its bag; None for ones."""
+        """Return the weight of each entry in the sum of its bag; None if all are one."""
         if self.padding_idx is None and self.mode == "sum":
             return weights
         dtype = self.cores[0].dtype
@@ -211,7 +212,7 @@ class TTEmbeddingBag(TTTable):
 
     @classmethod
     def from_embedding_bag(cls, embedding_bag: nn.EmbeddingBag, **settings: Any) -> Self:
-        """Approximate a dense table as :meth:`TTEmbedding.from_embedding`, its mode included."""
+        """Approximate a dense table, see :meth:`TTEmbedding.from_embedding`; keep its mode."""
         return cls.from_embedding(embedding_bag, **settings)
 
     def extra_repr(self) -> str:

@@ -1,7 +1,7 @@
-"""A registry of feed-forward parts, each run as one operation if its layers are tensor trains.
+"""Register feed-forward parts of models, to run each as one operation if it has tensor trains.
 
-Run layer by layer, a part saves three or four tensors of the hidden width for backward; run as one
-operation, none. :func:`~comera.tensorize_` finds the registered parts of a model; other models
+A part that runs layer by layer saves three or four tensors of the hidden width for backward; one
+operation saves none. :func:`~comera.tensorize_` finds the registered parts of a model; other models
 call the functions of :mod:`comera.nn.fused`.
 """
 
@@ -37,7 +37,7 @@ _ACTIVATIONS: dict[Any, str] = {
 
 
 class Layout(NamedTuple):
-    """Names of the modules in a part, see :func:`register_feed_forward`."""
+    """Names of the modules of a registered class, see :func:`register_feed_forward`."""
 
     layers: tuple[str, ...]
     activation: str | Callable[[Tensor], Tensor]
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The modules of a part, see :func:`register_feed_forward`."""
+    """The modules of one part of a model, see :func:`register_feed_forward`."""
 
     layers: Sequence[Any]
     activation: str
@@ -73,23 +73,23 @@ def register_feed_forward(
     inside: Mapping[str, type[nn.Module] | str] | None = None,
     method: str = "forward",
 ) -> None:
-    """Register a class whose modules compute a feed-forward part of their one input.
+    """Register a class of modules with one input that compute a feed-forward.
 
-    :func:`~comera.tensorize_` then runs such modules as one operation, which computes
+    :func:`~comera.tensorize_` then runs these modules as one operation, which computes
     ``after(second(between(activation(first(before(x))))))``, or with three layers
     ``after(down(silu(gate(before(x))) * up(before(x))))``. All names are attributes, with dots for
     modules inside modules. Subclasses count if they inherit the method.
 
     Args:
-        kind: The class, or its module and name with a dot between.
+        kind: The class, or its module and name joined by a dot.
         layers: Names of the first and the second layer, or of gate, up and down projection.
-        activation: Name of the module or function; or one of ``F.gelu``, ``F.relu`` and ``F.silu``
-            if the method calls it directly. Others run layer by layer.
+        activation: Name of the activation's attribute; or ``F.gelu``, ``F.relu`` or ``F.silu`` if
+            the method calls that. With any other activation the part runs layer by layer.
         before: Names of modules called on the input, such as a norm.
-        between: Names of ``nn.Dropout`` on the hidden activation; if active, layer by layer.
+        between: Names of ``nn.Dropout`` on the hidden activation; active ones prevent fusing.
         after: Names of modules called on the result, such as dropout; None adds the input.
-        inside: Names and classes of modules that hold some of these; their ``forward`` is skipped.
-        method: The method that computes the part.
+        inside: Names and classes of modules that hold these modules; their ``forward`` is skipped.
+        method: Name of the method that computes the part.
 
     Example::
 
@@ -107,7 +107,7 @@ def register_feed_forward(
 
 
 def path_of(kind: type | str) -> str:
-    """Return the module and name of a class with a dot between; ``TypeError`` for anything else."""
+    """Return the module and name of a class, joined by a dot; ``TypeError`` if it is no class."""
     if isinstance(kind, str):
         return kind
     if not isinstance(kind, type):
@@ -140,7 +140,7 @@ def fuse_feed_forwards_(model: nn.Module) -> list[str]:
 
 
 def unfuse_feed_forwards_(model: nn.Module) -> None:
-    """Undo :func:`fuse_feed_forwards_`: each part runs layer by layer again."""
+    """Undo :func:`fuse_feed_forwards_`, so that each part runs layer by layer again."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, _Bound):
@@ -167,7 +167,7 @@ class _Bound:
 
 
 class _OneOperation(_Bound):
-    """The method of a part: one operation where that is equivalent, else the class's method."""
+    """The method of a fused part: runs one operation if equivalent, else the class's method."""
 
     @property
     def __wrapped__(self) -> Any:
@@ -197,7 +197,7 @@ class _OneOperation(_Bound):
 
 
 class _Replicate(_Bound):
-    """Copies a module for ``nn.DataParallel``, with a method that is bound to the copy."""
+    """Copies a fused module for ``nn.DataParallel``; the copy's method is bound to the copy."""
 
     def __call__(self) -> nn.Module:
         module: Any = self._module()
@@ -215,7 +215,7 @@ def _may_fuse(x: Any) -> bool:
 
 
 def _part_of(module: nn.Module) -> _Part | None:
-    """Return the part that a module computes, if fusing skips no hook."""
+    """Return the part that a module computes; None if unregistered or if fusing skips a hook."""
     if type(module) is nn.Sequential:
         return _part_of_sequential(module)
     kind: Any = type(module)
@@ -288,7 +288,7 @@ def _is_plain(module: Any) -> bool:
 
 @functools.cache
 def _own(kind: type, method: str) -> Any:
-    """Return a class's method; None if it was patched."""
+    """Return a class's method; None if the method was patched."""
     owner = next((each for each in kind.__mro__ if method in vars(each)), None)
     function: Any = getattr(owner, method, None)
     if owner is None or hasattr(function, "__wrapped__"):
@@ -299,7 +299,7 @@ def _own(kind: type, method: str) -> Any:
 
 @functools.cache
 def _layout_of(kind: type) -> tuple[Layout | None, Any]:
-    """Return the layout registered for a class or its base, and the base's method."""
+    """Return the layout registered for a class or a base of it, and that class's method."""
     for each in kind.__mro__:
         layout = LAYOUTS.get(path_of(each))
         if layout is not None:

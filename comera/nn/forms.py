@@ -1,8 +1,8 @@
-"""Torch layers in the forms of other packages: turned weights, convolutions, fused experts.
+"""Convert layers of other packages to torch's: transposed weights, convolutions, fused experts.
 
 transformers 5 holds the experts of a mixture in ``gate_up_proj`` (or ``up_proj``) and
 ``down_proj``, ``(experts, out, in)`` each, and flags set by ``transformers.integrations.moe``
-define the computation. Here they are split into a linear layer for each expert and matrix.
+define the computation. This file splits them into a linear layer for each expert and matrix.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ from comera.nn.swap import swap_layers_
 
 
 class Form(NamedTuple):
-    """Conversion of a class of layers to and from torch's, see :func:`register_layer`."""
+    """How to convert layers of a class to torch's and back, see :func:`register_layer`."""
 
     name: str
     to_torch: Callable[[Any], nn.Module]
@@ -40,18 +40,18 @@ def register_layer(
 ) -> None:
     """Register layers of another class for :func:`~comera.tensorize_` and :func:`~comera.densify_`.
 
-    Such a layer computes the same as a torch layer and holds its numbers in a parameter
-    ``weight``. Known are ``Conv1D`` of transformers, and ``nn.Conv1d``, ``nn.Conv2d`` and
-    ``nn.Conv3d`` of kernel 1, stride 1, one group and no padding.
+    Layers of that class compute the same as a torch layer and have a parameter ``weight``. Already
+    registered are ``Conv1D`` of transformers, and ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` of
+    kernel 1, stride 1, one group and no padding.
 
     Args:
-        dense_class: The class, without derived ones; or its module and name with a dot between.
-        to_torch: Converts such a layer, on the ``meta`` device too, to an ``nn.Linear``,
+        dense_class: The class, or its module and name joined by a dot; subclasses do not count.
+        to_torch: Function that converts a layer, also on the ``meta`` device, to an ``nn.Linear``,
             ``nn.Embedding`` or ``nn.EmbeddingBag`` with the same ``requires_grad``.
-        from_torch: Converts such a torch layer back.
-        feature_dim: Dimension of the features in input and output, counted from the last, -1; such
-            as -3 for pictures ``(N, C, H, W)``.
-        fits: Returns whether a layer of the class can be converted; None for all.
+        from_torch: Function that converts such a torch layer back.
+        feature_dim: Dimension of the features in input and output, counted from the end: -1 is the
+            last, -3 that of pictures ``(N, C, H, W)``.
+        fits: Function that returns whether a layer can be converted; None if all can.
 
     Example::
 
@@ -71,19 +71,22 @@ def register_layer(
 
 
 def form_of(layer: nn.Module) -> Form | None:
-    """Return the registered form of a layer; None for torch's own and unknown ones."""
+    """Return the registered form of a layer; None for a layer of an unregistered class."""
     form = _FORMS.get(path_of(type(layer)))
     return form if form is None or form.fits is None or form.fits(layer) else None
 
 
 def as_torch(layer: nn.Module) -> Any:
-    """Return a registered layer as a torch layer; others unchanged."""
+    """Convert a layer of a registered class to a torch layer; return any other layer as it is."""
     form = form_of(layer)
     return layer if form is None else form.to_torch(layer)
 
 
 def from_torch(dense: nn.Module, name: str | None) -> nn.Module:
-    """Return a torch layer in a registered form; raise ``ValueError`` if the name is unknown."""
+    """Convert a torch layer to the class registered as ``name``; None returns it as it is.
+
+    Raises ``ValueError`` if no such class is registered.
+    """
     if name is None:
         return dense
     if name not in _FORMS:
@@ -147,11 +150,11 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_
 
 
 class SplitExperts(nn.Module):
-    """Experts with a linear layer each, on the memory of experts that are one parameter.
+    """Experts with linear layers of their own, whose weights are views of the fused parameters.
 
     Shapes:
         hidden_states ``(tokens, width)``, top_k_index ``(tokens, k)`` integers, top_k_weights
-        ``(tokens, k)``; output ``(tokens, width)``. An index of no expert adds nothing.
+        ``(tokens, k)``; output ``(tokens, width)``. An index that is no expert's adds nothing.
     """
 
     _fused: tuple[Any]
@@ -184,11 +187,11 @@ class SplitExperts(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """Whether all layers are torch's own."""
+        """Whether all layers are ``nn.Linear``, none compressed."""
         return all(type(layer) is nn.Linear for layer in (*self.up, *self.down))
 
     def fuse(self) -> nn.Module:
-        """Return experts with dense layers as the module they were made from."""
+        """Copy the dense layers back to the module they were made from; return that module."""
         (fused,) = self._fused
         parts: dict[str, Any] = {_up_name(fused): self.up, "down_proj": self.down}
         for name, layers in parts.items():
@@ -200,7 +203,7 @@ class SplitExperts(nn.Module):
 
 
 def is_fused(module: Any) -> bool:
-    """Check that a module holds experts in parameters of three dimensions, and nothing else."""
+    """Return whether a module has only 3-d parameters of experts, as transformers 5 makes them."""
     if not all(hasattr(module, flag) for flag in _FLAGS) or not hasattr(module, "_apply_gate"):
         return False
     if module.has_post_expert_norm or module._is_expert_parallel or module._buffers:
@@ -215,8 +218,8 @@ def is_fused(module: Any) -> bool:
 def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[None]:
     """Split fused experts of a model in place, so that their layers can be replaced.
 
-    Without ``names`` of experts all are split, and fused again if their layers are all dense in the
-    end. An error fuses all again. A name without fused experts raises ``ValueError``.
+    If ``names`` is None, all experts are split; those whose layers are all dense at the end are
+    fused again. An error fuses all again. Raises ``ValueError`` if a name has no fused experts.
     """
     found = {name: module for name, module in model.named_modules() if name and is_fused(module)}
     lost = [name for name in names or () if name not in found]
@@ -251,7 +254,7 @@ def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Itera
 
 
 def fuse_experts_(model: nn.Module) -> nn.Module:
-    """Fuse experts whose layers are all dense, in place; return the model."""
+    """Fuse split experts whose layers are all dense, in place; return the model."""
     apart = [m for m in model.modules() if isinstance(m, SplitExperts) and m.is_dense]
     return swap_layers_(model, {id(split): split.fuse() for split in apart})
 

@@ -1,6 +1,6 @@
-"""Several layers in one operation if all are :class:`~comera.TTLinear`, else one after the other.
+"""Run several layers as one operation if all are :class:`~comera.TTLinear`, else one by one.
 
-Layers with hooks, patches or overrides are not fused.
+Layers with hooks, patched or overridden methods are not fused.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ _FORWARD = TTLinear.forward
 
 
 def is_plain(module: nn.Module, forward: Any) -> bool:
-    """Return whether a call runs only this ``forward``, without hooks or patches."""
+    """Return whether calling the module runs just this ``forward``, without hooks or patches."""
     kind: Any = type(module)
     hooks = (
         module._forward_hooks, module._forward_pre_hooks,
@@ -47,10 +47,10 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str) -> Tensor:
-    """Compute ``second(activation(first(x)))``; tensor trains keep nothing of the hidden width.
+    """Compute ``second(activation(first(x)))``; tensor trains store no hidden activation.
 
-    They recompute the hidden activation in backward. ``activation`` is ``"gelu"``, ``"relu"`` or
-    ``"silu"``; others raise ``ValueError``.
+    Instead, they compute the hidden activation again in backward. ``activation`` is ``"gelu"``,
+    ``"relu"`` or ``"silu"``; others raise ``ValueError``.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
@@ -79,14 +79,15 @@ def self_attention(
     keep_BT: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Compute multi-head self-attention, its projections included.
+    """Compute multi-head self-attention, including the projections.
 
-    If all four projections, each from D to D, are tensor trains of a middle bond below the width of
-    a head, attention stays in that bond and takes fewer operations: with ``q = x A_q B_q`` and
-    ``k = x A_k B_k`` the scores of a head are ``(x A_q) (B_q B_k^T) (x A_k)^T``. ``keep_BT`` are
-    the positions to attend to, or the bias of :func:`~comera.ops.attention.score_bias`; None: all.
-    Raises ``ValueError`` if ``num_heads`` does not divide the width, ``keep_BT`` has another shape
-    than the sequences, or ``dropout`` is no probability.
+    If all four projections, each from D to D, are tensor trains with a middle bond below the width
+    of a head, attention is computed in the space of that bond and takes fewer operations: with
+    ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a head are
+    ``(x A_q) (B_q B_k^T) (x A_k)^T``. ``keep_BT`` are the positions to attend to (None for all), or
+    :func:`~comera.ops.attention.score_bias` of them. Raises ``ValueError`` if ``num_heads`` does
+    not divide the width, ``keep_BT`` has another shape than the sequences, or ``dropout`` is not in
+    [0, 1].
     """
     batch, length, width = x_BTD.shape
     if num_heads < 1 or width % num_heads:
@@ -132,7 +133,7 @@ def _factored_attention(
     keep_BT: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Attend within the bonds: heads share the keys ``x A_k`` and the values ``x A_v``."""
+    """Attend in the space of the ranks: heads share keys ``x A_k`` and values ``x A_v``."""
     batch, length, width = x_BTD.shape
     pairs = [train.factors() for train in trains]
     bias, scale = trains[0].bias is not None, (width // num_heads) ** -0.5
@@ -172,7 +173,7 @@ _SPACE = Ways(
 
 
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
-    """Return the layers if all are plain tensor trains that are faster factorized, else None."""
+    """Return the layers if all are plain tensor trains and faster factorized, else None."""
     trains = [layer for layer in layers if type(layer) is TTLinear and is_plain(layer, _FORWARD)]
     if not trains or len(trains) < len(layers):
         return None

@@ -1,6 +1,6 @@
-"""Initial cores of a given scale of the weight, and keys equal to queries.
+"""Draw initial cores for a weight of given scale, and make keys equal to queries.
 
-Orthonormal cores give equal singular values and gradients of one size, normal cores neither;
+Orthonormal cores give equal singular values and gradients of equal size, normal cores do neither;
 ``docs/experiments.md`` compares both.
 """
 
@@ -15,7 +15,7 @@ Init = Literal["orthogonal", "normal"]
 
 
 def init_(cores: Sequence[Tensor], split: int, std: float, init: Init) -> None:
-    """Fill cores by the method ``init``; raise ``ValueError`` for another one."""
+    """Fill cores by the method ``init``; raise ``ValueError`` if it is unknown."""
     if init == "orthogonal":
         orthogonal_(cores, split, std)
     elif init == "normal":
@@ -26,7 +26,7 @@ def init_(cores: Sequence[Tensor], split: int, std: float, init: Init) -> None:
 
 @torch.no_grad()
 def normal_(cores: Sequence[Tensor], std: float) -> None:
-    """Fill cores with normal numbers whose product has the standard deviation ``std``."""
+    """Fill cores with normal numbers, so that entries of their product have deviation ``std``."""
     paths = max(1, math.prod(core.shape[-1] for core in cores))
     for core in cores:
         nn.init.normal_(core, std=(std**2 / paths) ** (0.5 / len(cores)))
@@ -34,13 +34,13 @@ def normal_(cores: Sequence[Tensor], std: float) -> None:
 
 @torch.no_grad()
 def orthogonal_(cores: Sequence[Tensor], split: int, std: float) -> None:
-    """Fill cores with random orthonormal ones, times one factor each.
+    """Fill cores with random orthonormal tensors, each multiplied by a scalar.
 
     Args:
         cores: ``(left bond, mode(s), right bond)`` each.
-        split: Cores before it are orthonormal over everything but their right bond, the others
-            over everything but their left bond.
-        std: Root of the mean square entry of their product, met exactly.
+        split: Number of cores that are orthonormal over everything but their right bond; the others
+            are so over everything but their left bond.
+        std: Root mean square of the entries of the cores' product, which is met exactly.
     """
     drawn = []
     for k, core in enumerate(cores):  # as orthonormal as they can be where a bond is too wide
@@ -62,15 +62,15 @@ _PAIRS = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"))
 
 @torch.no_grad()
 def init_keys_as_queries_(model: nn.Module) -> nn.Module:
-    """Copy the projection of queries over that of keys, in every attention layer of a fresh model.
+    """Copy query projections to key projections, in every attention layer of an untrained model.
 
     Attention then prefers similar positions from the first step on, which suits encoders that
     compare sentences. After Trockman and Kolter (arXiv 2305.09828).
 
     Args:
         model: Attention layers are modules with children ``query`` and ``key``, ``q_proj`` and
-            ``k_proj``, or ``q_lin`` and ``k_lin``. Call this after ``tensorize_``, which may draw
-            new cores.
+            ``k_proj``, or ``q_lin`` and ``k_lin``. Call this after ``tensorize_``, which draws
+            cores.
 
     Returns:
         The model.

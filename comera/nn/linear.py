@@ -1,4 +1,4 @@
-"""Linear layers whose weight is a tensor train with trainable ranks, and their base class."""
+"""Define linear layers whose weight is a tensor train with trainable ranks, and their base."""
 
 import math
 import sys
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import check_tolerance, decompose_matrix, widened
+from comera.nn.decompose import decompose_matrix, widened
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name, may_share, params_of
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
@@ -23,11 +23,11 @@ from comera.ops.linear.tt_linear import (
     tt_to_dense,
 )
 from comera.planning.linear_ways import Layer
-from comera.shapes import LinearShape, TTShape, only_one, padded_rank
+from comera.shapes import LinearShape, TTShape, check_tolerance, only_one, padded_rank
 
 
 class CompressedLinear(TensorTrainModule):
-    """Base of the linear formats, drop-ins for :class:`torch.nn.Linear`: cores, gates, a bias."""
+    """Base of compressed drop-ins for :class:`torch.nn.Linear`, with cores, gates and a bias."""
 
     __constants__ = ("in_features", "out_features")
     bias: nn.Parameter | None
@@ -73,7 +73,7 @@ class CompressedLinear(TensorTrainModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def kind(self) -> tuple[object, ...]:
-        """Return a key shared by layers of equal cost at a batch."""
+        """Return a key; layers with equal keys have the same cost at any batch."""
         core = self.cores[0]
         return (
             self._modes.in_modes, self._modes.out_modes, self.ranks, self.prune_below, core.dtype,
@@ -81,7 +81,7 @@ class CompressedLinear(TensorTrainModule):
         )  # fmt: skip
 
     def at(self, tokens: int, *, together: int = 1) -> Layer:
-        """Describe this layer to the planner; ``together`` layers share a contraction."""
+        """Describe this layer to the planner; ``together`` layers contract their cores at once."""
         return Layer(
             self.shape, tokens, self.in_features, self.out_features, self.bias is not None,
             together=together if self.is_chain else 1,
@@ -96,7 +96,7 @@ class CompressedLinear(TensorTrainModule):
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
-        """Return the :class:`torch.nn.Linear` this layer stands for."""
+        """Return a :class:`torch.nn.Linear` with this layer's dense weight and bias."""
         like = self.cores[0]
         dense = nn.Linear(  # on meta, where nothing is drawn
             self.in_features, self.out_features, self.bias is not None, "meta", like.dtype
@@ -110,7 +110,7 @@ class CompressedLinear(TensorTrainModule):
 
     @staticmethod
     def _cores_of(weight: Tensor, shape: Any, tolerance: float | None) -> Sequence[Tensor]:
-        """Decompose a weight to the ranks of a shape, at most, or to a tolerance."""
+        """Decompose a weight to cores with at most the shape's ranks, or to a tolerance."""
         raise NotImplementedError
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
@@ -133,12 +133,12 @@ class CompressedLinear(TensorTrainModule):
         """Approximate the weight of a dense layer by TT-SVD, or block by block; copy the bias.
 
         ``linear`` is any module with ``weight (out, in)`` and ``bias``. Other arguments are those
-        of the constructor, and ``tolerance`` instead of a rank: a bound on the relative Frobenius
-        error. Trained weights come out smallest with ``order=1``.
+        of the constructor. ``tolerance``, a bound on the relative Frobenius error, can replace the
+        rank. Trained weights become smallest with ``order=1``.
 
         Raises:
             ValueError: If more than one of rank, compression and tolerance is given.
-            TypeError: If ``linear`` has no such weight or no bias.
+            TypeError: If ``linear`` has no matrix ``weight`` or no attribute ``bias``.
         """
         only_one(rank=rank, compression=compression, tolerance=tolerance)
         check_tolerance(tolerance)
@@ -159,7 +159,7 @@ class CompressedLinear(TensorTrainModule):
         cores: Sequence[Tensor],
         prune_below: float = PRUNE_BELOW,
     ) -> Self:
-        """Make a layer of these cores, with the bias, dtype, device and mode of a dense one."""
+        """Make a layer of these cores, with bias, dtype, device and mode of ``linear``."""
         sizes = [tuple(core.shape) for core in cores]
         if sizes != list(shape.core_shapes):
             raise ValueError(f"cores of {sizes} are given, and {shape} has {shape.core_shapes}")
@@ -184,7 +184,7 @@ class CompressedLinear(TensorTrainModule):
 
 
 def check_linear(linear: Any) -> tuple[int, int]:
-    """Return the widths in and out; raise ``TypeError`` if it has no matrix and no bias."""
+    """Return input and output width; raise ``TypeError`` without matrix ``weight`` or ``bias``."""
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not hasattr(linear, "bias"):
         raise TypeError(f"a layer with weight (out, in) and bias is needed, not {linear!r}")
@@ -203,7 +203,7 @@ class TTLinear(CompressedLinear):
             :class:`~comera.TTShape`; balanced modes if None. Modes may multiply to more than the
             width; the rest is zero padding that is never stored or computed with.
         order: How many modes a side is split into if ``shape`` is None, 3 by default.
-        compression: Instead of ``rank``: how many times fewer parameters than the dense weight.
+        compression: How many times fewer parameters than the dense weight; replaces ``rank``.
         prune_below: A gate at or below this is a pruned rank.
         device: Device of the parameters; ``"meta"`` allocates nothing.
         dtype: Type of the cores and the bias; gates are float32 or wider.
@@ -256,8 +256,9 @@ class TTLinear(CompressedLinear):
     def factors(self) -> Factors:
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
 
-        R is the padded bond between them; a bias is the last row of the right one. Inside a
-        :class:`~comera.BatchedContraction` they are cached, in its dtype of autocast if given.
+        R is the padded bond between them; a bias is the last row of the right factor. Inside a
+        :class:`~comera.BatchedContraction` the factors are cached, in its dtype ``autocast`` if
+        given.
         """
         shared = self.shared_factors
         if shared is not None:
@@ -281,7 +282,7 @@ class TTLinear(CompressedLinear):
         return Factors(left, right, self.bias is not None)
 
     def is_factorized(self, input: Tensor) -> bool:
-        """Return whether this batch is multiplied by the two factors, not the dense weight."""
+        """Return whether this batch is multiplied by the two factors, not by the dense weight."""
         return not self._dense_is_faster(input, self._middle_rank)
 
     @property
@@ -307,8 +308,9 @@ def _dense_from(shape: Any, layer: Any, dtype: str, device: str) -> int:
         return sys.maxsize
     from comera.planning.linear_ways import dense_from  # few layers have ranks so large
 
-    layer = Layer(TTShape(*shape), 1, *layer)
-    rows = dense_from(layer, dtype=dtype, machine=machine_of(torch.device(device)))
+    *layer, train = layer
+    machine = machine_of(torch.device(device))
+    rows = dense_from(Layer(TTShape(*shape), 1, *layer), machine=machine, dtype=dtype, train=train)
     return sys.maxsize if rows is None else rows
 
 
@@ -318,11 +320,11 @@ _dense_from._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class TTPointwise(TTLinear):
-    """A :class:`~comera.TTLinear` along the dimension ``feature_dim``, counted from the last.
+    """A :class:`~comera.TTLinear` that acts along the dimension ``feature_dim``, from the end.
 
     Shapes:
-        for -3: input ``(*, in_features, H, W)``, output ``(*, out_features, H, W)``, contiguous if
-        the input is.
+        if it is -3: input ``(*, in_features, H, W)``, output ``(*, out_features, H, W)``,
+        contiguous if the input is.
     """
 
     _settings = (*TTLinear._settings, "feature_dim")

@@ -1,4 +1,4 @@
-"""The base of every tensor-train module: cores, gates, ranks, loading and moving."""
+"""Define the base of every tensor-train module: cores, gates, ranks, loading and moving."""
 
 import logging
 import reprlib
@@ -9,18 +9,16 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import check_tolerance
-from comera.nn.dense_weight import WeightByAssignment, read_only
+from comera.nn.dense_weight import read_only
 from comera.nn.init import Init, init_
 from comera.ops.context import machine_of
-from comera.ops.cores import is_open, rank_gate
+from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
-from comera.params import is_sharded, set_data_
-from comera.shapes import Shape, is_number
+from comera.shapes import Shape, check_tolerance, is_number
 
 
 class SharedGates(NamedTuple):
-    """Gates of one module as views of the vector of all gates."""
+    """Gates of one module as views of ``flat``, the vector of the model's gates."""
 
     flat: Tensor
     start: int
@@ -29,7 +27,7 @@ class SharedGates(NamedTuple):
 
 @dataclass(slots=True)
 class Shared:
-    """Parameters of a :class:`~comera.BatchedContraction`; ``renew`` contracts them again."""
+    """A layer's parameters in a :class:`~comera.BatchedContraction`; ``renew`` contracts again."""
 
     params: tuple[Tensor, ...]
     versions: list[int] | None
@@ -45,7 +43,7 @@ def versions_of(params: Sequence[Tensor]) -> list[int] | None:
 
 
 def may_share(made: Tensor, param: Tensor) -> bool:
-    """Return whether a computed tensor propagates the gradient that its parameter needs."""
+    """Return whether a tensor computed from ``param`` passes on the gradient ``param`` needs."""
     return made.requires_grad or not (torch.is_grad_enabled() and param.requires_grad)
 
 
@@ -65,11 +63,16 @@ _WRITTEN = (
 )
 
 
+def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
+    """Return which ranks are open, ``(R,)``: above the threshold, as in ``rank_gate``."""
+    return gate_R > threshold
+
+
 class Gates(nn.ParameterList):
-    """Trainable vectors, one a bond, that stay float32 or wider when the module is cast."""
+    """Trainable vectors, one for each bond, that stay at least float32 when the module is cast."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate without looking each up by name: rank learning reads all in every step."""
+        """Iterate faster than ``ParameterList``: rank learning reads all gates in every step."""
         return iter(self._parameters.values())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -82,10 +85,21 @@ class Gates(nn.ParameterList):
 
 
 def params_of(params: nn.ParameterList) -> list[Tensor]:
-    """List parameters, or the tensors that a wrapper such as FSDP has put in their place."""
+    """List the parameters, or the tensors by which a wrapper such as FSDP has replaced them."""
     found = list(params._parameters.values())
     whole = len(found) == params._size and type(None) not in map(type, found)
     return found if whole else [params[k] for k in range(len(params))]  # type: ignore[return-value]
+
+
+class WeightByAssignment(nn.Module):
+    """A module whose ``weight`` is a property, which can also be assigned an ``nn.Parameter``."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Set the property on ``layer.weight = nn.Parameter(...)``; register other parameters."""
+        if name == "weight" and param is not None:
+            self.weight = param.detach()
+        else:
+            super().register_parameter(name, param)
 
 
 class TensorTrainModule(WeightByAssignment):
@@ -93,10 +107,10 @@ class TensorTrainModule(WeightByAssignment):
 
     Attributes:
         cores: The tensor train, ``cores[k]`` of shape ``shape.core_shapes[k]``.
-        gates: ``gates[k]`` of width ``shape.ranks[k]`` scales the bond after ``cores[k]``. Ones at
-            the start; a gate at or below ``prune_below`` is a pruned rank.
-        start_ranks: The bonds before any truncation.
-        dense_form: Class of the replaced layer if given to :func:`~comera.register_layer`.
+        gates: ``gates[k]`` of width ``shape.ranks[k]`` scales the bond after ``cores[k]``. They
+            start as ones; a gate at or below ``prune_below`` is a pruned rank.
+        start_ranks: The inner ranks before any truncation.
+        dense_form: Class of the layer it replaces, if of :func:`~comera.register_layer`.
     """
 
     cores: nn.ParameterList
@@ -115,7 +129,7 @@ class TensorTrainModule(WeightByAssignment):
     """Attributes that the constructor takes under the same names."""
 
     def _check_there(self, input: Tensor) -> None:
-        """Raise if the input is no tensor, or if only the cores are on meta."""
+        """Raise if the input is no tensor, or if the cores are on ``meta`` and the input is not."""
         if not hasattr(input, "is_meta"):
             raise TypeError(f"{type(self).__name__} takes a tensor, not {reprlib.repr(input)}")
         cores: Any = self._modules["cores"]
@@ -154,28 +168,28 @@ class TensorTrainModule(WeightByAssignment):
 
     @property
     def shape(self) -> Shape:
-        """Modes and present ranks."""
+        """The modes and the present ranks."""
         return self._modes.of_ranks(self.ranks)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The inner bonds as stored, pruned ranks included."""
+        """The inner ranks as stored, including pruned ones."""
         return tuple(gate.shape[0] for gate in self.gates)
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
-        """The inner bonds without pruned ranks; all zeros when the weight has vanished."""
+        """The inner ranks without pruned ones; all zeros if a bond has none left."""
         live = tuple(int(is_open(gate, self.prune_below).sum()) for gate in self.gates)
         return (0,) * len(live) if 0 in live else live
 
     @property
     def num_dense(self) -> int:
-        """Entries of the dense weight this module stands for."""
+        """Number of entries of the dense weight."""
         raise NotImplementedError
 
     @property
     def num_stored(self) -> int:
-        """Entries of the cores and gates."""
+        """Number of entries of the cores and gates."""
         return sum(param.numel() for param in (*self.cores, *self.gates))
 
     @property
@@ -198,7 +212,7 @@ class TensorTrainModule(WeightByAssignment):
             )  # fmt: skip
 
     def planner_setting(self) -> dict[str, Any]:
-        """Return the keywords ``dtype`` and ``machine`` of the planner's functions."""
+        """Return keywords of the planner's functions: ``dtype`` and ``machine`` of this module."""
         core = self.cores[0]
         return {"dtype": dtype_name(core), "machine": machine_of(core.device)}
 
@@ -211,15 +225,15 @@ class TensorTrainModule(WeightByAssignment):
 
         Args:
             weight: The new weight, of the shape of :attr:`weight`.
-            tolerance: Bound on the relative Frobenius error of the train, which then chooses its
-                ranks: parameters change their shapes, and the optimizer must be rebuilt. Hot rows
-                keep their rank. The present ranks if None.
+            tolerance: Bound on the relative Frobenius error, which gives new ranks: parameters
+                change their shapes, and the optimizer must be rebuilt. Hot rows keep their rank.
+                None keeps the present ranks.
 
         Returns:
             The relative Frobenius error of the weight that the module now holds.
 
         Raises:
-            ValueError: If the shape is another one, an entry is not finite, or all ranks were cut.
+            ValueError: If the shape differs, an entry is not finite, or all ranks were cut.
             TypeError: If ``weight`` is no tensor.
         """
         if not isinstance(weight, Tensor):
@@ -244,18 +258,18 @@ class TensorTrainModule(WeightByAssignment):
             return float((self.dense_weight() - wide).norm()) / (float(wide.norm()) or 1.0)
 
     def _as_read(self, weight: Tensor) -> Tensor:
-        """Return a dense weight without entries that the module cannot hold."""
+        """Return a dense weight with zeros where the module's weight must be zero."""
         return weight
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
-        """Set the parameters from a weight, at the present ranks or to a tolerance."""
+        """Set cores and gates to approximate a weight, at the present ranks or to a tolerance."""
         raise NotImplementedError
 
     def _weight_size(self) -> tuple[int, int]:
         raise NotImplementedError
 
     def bond_gates(self) -> list[Tensor]:
-        """Return one gate a bond, inside a :class:`~comera.BatchedContraction` as views."""
+        """Return the gate of each bond; views inside a :class:`~comera.BatchedContraction`."""
         self.renew_shared()
         shared = self.shared_gates
         if shared is not None and may_share(shared.flat, self.gates[0]):
@@ -263,22 +277,22 @@ class TensorTrainModule(WeightByAssignment):
         return list(self.gates)
 
     def renew_shared(self) -> None:
-        """Contract again if a shared parameter was written to, except in compiled code."""
+        """Renew the shared contraction if a parameter was written to, except in compiled code."""
         if self.shared is None or self.shared.versions is None or not is_eager():
             return
         if self.shared.versions != versions_of(self.shared.params):
             self.shared.renew()
 
     def rank_norms(self) -> Tensor:
-        """Return the squared norm of each rank's part, ``(R,)``; not for chains."""
+        """Return the squared norm of each rank's part of the weight, ``(R,)``; not for chains."""
         raise NotImplementedError
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return canonical gated cores and their singular values, if any; not for chains."""
+        """Return cores in canonical form and singular values, or None; not for chains."""
         raise NotImplementedError
 
     def gated_cores(self) -> list[Tensor]:
-        """Return the cores with their gates multiplied in; differentiable."""
+        """Return the cores multiplied by their gates; differentiable."""
         gated = [
             rank_gate(core, gate, self.prune_below)
             for core, gate in zip(self.cores, self.gates, strict=False)
@@ -287,7 +301,7 @@ class TensorTrainModule(WeightByAssignment):
 
     @torch.no_grad()
     def set_cores_(self, cores: Sequence[Tensor]) -> None:
-        """Copy cores of any ranks; gates become ones. Parameters keep their identity."""
+        """Copy cores of any ranks into the parameters, the same objects; set the gates to one."""
         for mine, new in zip(self.cores, cores, strict=True):
             resize_(mine, new.shape)
             mine.copy_(new)
@@ -296,7 +310,7 @@ class TensorTrainModule(WeightByAssignment):
             gate.fill_(1)
 
     def resize_ranks_(self, ranks: Sequence[int]) -> None:
-        """Resize cores and gates to other ranks, contents undefined; they stay the same objects."""
+        """Resize cores and gates to other ranks, contents undefined; objects stay the same."""
         sizes = self._modes.of_ranks(ranks).core_shapes
         for mine, size in zip(self.cores, sizes, strict=True):
             resize_(mine, size)
@@ -310,7 +324,7 @@ class TensorTrainModule(WeightByAssignment):
         self.cores, self.gates = lead.cores, lead.gates
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that :meth:`from_config` rebuilds the layer from, for JSON."""
+        """Return the settings, for JSON, from which :meth:`from_config` rebuilds the layer."""
         shape: Any = self.shape
         return {
             **{key: getattr(self, key) for key in self._settings},
@@ -351,7 +365,7 @@ class TensorTrainModule(WeightByAssignment):
 
     @torch.no_grad()
     def _init_cores_(self, std: float, init: Init) -> None:
-        """Draw cores whose product has the root mean square ``std``; gates become ones."""
+        """Draw random cores of a weight with root mean square ``std``; set the gates to one."""
         for gate in self.gates:
             gate.fill_(1)
         if self.cores[0].is_meta or 0 in self.ranks:
@@ -362,7 +376,7 @@ class TensorTrainModule(WeightByAssignment):
             cores[-1].zero_()
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Load any ranks, so that a truncated model loads into a full-rank one."""
+        """Load a state dict of any ranks: resize the parameters to it first."""
         saved = [state_dict.get(f"{prefix}cores.{k}") for k in range(len(self.cores))]
         if all(isinstance(core, Tensor) for core in saved):
             ranks = tuple(core.shape[-1] for core in saved[:-1])
@@ -375,7 +389,7 @@ class TensorTrainModule(WeightByAssignment):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the tensors of a :class:`~comera.BatchedContraction`."""
+        """Return the attributes without cached tensors of a :class:`~comera.BatchedContraction`."""
         shared = ("shared", "shared_gates", "shared_factors")
         return {key: value for key, value in self.__dict__.items() if key not in shared}
 
@@ -394,7 +408,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype in a ``config``; raise ``ValueError`` if torch has none of that name."""
+    """Return the dtype named in a ``config``; raise ``ValueError`` if torch has no such dtype."""
     dtype = getattr(torch, str(config["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype={config['dtype']!r} is none of torch's")
@@ -410,7 +424,7 @@ def whole_numbers(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def check_model(model: Any) -> None:
-    """Raise ``TypeError`` for anything but a module, such as the class of one."""
+    """Raise ``TypeError`` unless ``model`` is a module; a class is none."""
     if isinstance(model, type):
         raise TypeError(f"{model.__name__} is a class; a model is wanted: {model.__name__}(...)")
     if not isinstance(model, nn.Module):
@@ -420,7 +434,7 @@ def check_model(model: Any) -> None:
 def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
     """Find the tensor-train layers of a model by name, in the order of ``named_modules``.
 
-    Of layers that share cores only the first is listed. Raises ``TypeError`` for no module.
+    Of layers that share cores only the first is listed. Raises ``TypeError`` if ``model`` is none.
     """
     check_model(model)
     found: dict[int, tuple[str, TensorTrainModule]] = {}
@@ -431,10 +445,31 @@ def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
 
 
 @torch.no_grad()
+def set_data_(param: Tensor, new: Tensor) -> None:
+    """Replace a parameter's data, of any shape, and drop its gradient.
+
+    The dtype changes for a moment, as torch then makes a new gradient accumulator: the old one,
+    which a graph may keep alive, expects the old shape.
+    """
+    param.grad = None
+    other = torch.float64 if new.dtype != torch.float64 else torch.float32
+    param.data = torch.empty(0, dtype=other, device=new.device)
+    param.data = new
+
+
+@torch.no_grad()
 def resize_(param: Tensor, size: Sequence[int]) -> None:
-    """Resize a parameter in place, contents undefined; it stays the same object."""
+    """Resize a parameter in place, without defined contents; it stays the same object."""
     if param.shape != torch.Size(size):
         set_data_(param, torch.empty(size, device=param.device, dtype=param.dtype))
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Return whether a parameter is a DTensor, as of ``torch.distributed.fsdp.fully_shard``."""
+    # By name: the class need not be imported to be asked for.
+    return type(param) is not nn.Parameter and any(
+        cls.__name__ == "DTensor" for cls in type(param).__mro__
+    )
 
 
 def check_unsharded(model: nn.Module, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Replacement of layers in an existing model, and its evaluation."""
+"""Replace layers in an existing model, and switch it to evaluation."""
 
 import logging
 from collections import deque
@@ -23,12 +23,12 @@ def swap_layers_(
 ) -> nn.Module:
     """Replace layers of a model in place; new layers take over the old ones' hooks.
 
-    A patched forward pass is lost, and named in the log. Layers inside lists, tuples, dicts, sets
+    A patched forward method is lost, and the log says so. Layers inside lists, tuples, dicts, sets
     and dataclasses that are attributes of modules are replaced too, and so are their bound methods;
     other objects and closures keep the old layer. Registered feed-forward parts are fused.
 
-    ``replacements`` are new layers by the ``id`` of the old; with ``biases`` they take over the
-    biases. Returns the model, or the layer that replaces it.
+    ``replacements`` has new layers by the ``id`` of the old; with ``biases`` a new layer gets the
+    old one's bias. Returns the model, or the layer that replaces it.
     """
     lost = [
         name
@@ -64,12 +64,12 @@ def swap_layers_(
 
 
 def _is_patched_train(kind: Any) -> bool:
-    """Return whether a class of tensor trains overrides the forward pass."""
+    """Return whether a class derives from a tensor-train layer and overrides ``forward``."""
     return issubclass(kind, TensorTrainModule) and not kind.forward.__module__.startswith("comera.")
 
 
 def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) -> Any:
-    """Replace layers inside an attribute, all but tuples in place; ``seen`` has container ids."""
+    """Return a value with its layers replaced; containers except tuples change in place."""
     if id(value) in replacements:
         return replacements[id(value)]
     if isinstance(value, MethodType) and id(value.__self__) in replacements:
@@ -115,6 +115,38 @@ def _with_hooks_of(old: nn.Module, new: nn.Module) -> nn.Module:
     return new
 
 
+_PARTS = {"cores", "gates", "hot"}
+
+
+def rename_tied_weights_(model: nn.Module) -> None:
+    """Update transformers' lists of tied weights, for saving and for ``tie_weights()``."""
+    for module in model.modules():
+        kept = {
+            key: names
+            for key in ("_tied_weights_keys", "all_tied_weights_keys")
+            if isinstance(names := getattr(module, key, None), dict)
+        }
+        if not kept:
+            continue
+        layers: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
+        params = dict(module.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        tied = {
+            name: first[id(param)]
+            for name, param in params.items()
+            if first.setdefault(id(param), name) != name
+        }
+
+        def is_gone(name: str, layers=layers, params=params) -> bool:  # a pattern never is
+            owner = layers.get(name.removesuffix(".weight"))
+            converted = owner is not None and "weight" not in owner._parameters
+            return converted or (name not in params and not _PARTS.isdisjoint(name.split(".")))
+
+        for key, names in kept.items():
+            still = {a: b for a, b in names.items() if not (is_gone(a) or is_gone(b))}
+            setattr(module, key, {**still, **tied})
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, and restore the mode of each module afterwards."""
@@ -129,7 +161,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def every_layer_called() -> Iterator[None]:
-    """Disable the fast path of ``nn.TransformerEncoder``, which calls no layer, zeroing padding."""
+    """Disable the fast path of ``nn.TransformerEncoder``, which skips layers and zeroes padding."""
     was = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

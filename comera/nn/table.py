@@ -1,4 +1,4 @@
-"""An embedding table held as a tensor-train matrix, the base of lookups and of bags."""
+"""Define the base of embeddings and bags: a table held as a tensor-train matrix."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class HotRows(TensorTrainModule):
     """The hot rows of a table as a ``(rows, width)`` matrix of low rank, with one gated bond.
 
     Raises:
-        ValueError: If the rank is below one, or so high that dense rows would hold fewer numbers.
+        ValueError: If the rank is below one, or so high that dense rows would have fewer numbers.
     """
 
     shape: TTShape  # type: ignore[assignment]
@@ -47,17 +47,17 @@ class HotRows(TensorTrainModule):
         self._build(TTShape((rows,), (width,), (rank,)), prune_below, device, dtype)
 
     def reset_parameters(self, std: float = 1.0, init: Init = "orthogonal") -> None:
-        """Draw new rows of standard deviation ``std``."""
+        """Draw new rows with standard deviation ``std``."""
         self._init_cores_(std, init)
 
     @property
     def coordinates(self) -> Tensor:
-        """The coordinates of each row, ``(rows, rank)``."""
+        """The coordinates of each hot row in the basis, ``(rows, rank)``."""
         return self.cores[0].squeeze(0)
 
     @property
     def basis(self) -> Tensor:
-        """The basis of all rows, ``(rank, width)``, with the gates multiplied in."""
+        """The shared basis of the rows, ``(rank, width)``, multiplied by the gates."""
         return rank_gate(self.cores[1].squeeze(-1).T, self.gates[0], self.prune_below).T
 
     def dense_weight(self) -> Tensor:
@@ -78,15 +78,15 @@ class HotRows(TensorTrainModule):
 
 
 class TTTable(TensorTrainModule):
-    """Base of the embeddings: a table as a tensor-train matrix, with hot rows kept out of it.
+    """Base of the embeddings: a table as a tensor-train matrix, with hot rows beside the train.
 
     Attributes:
         hot: The first ``hot_rows`` rows: a dense parameter or, with a ``hot_rank``,
             :class:`~comera.nn.table.HotRows`. None if there are none.
-        row_order: ``(num_embeddings,)`` int32, the row of each index after
+        row_order: ``(num_embeddings,)`` int32, the row at which each index is kept after
             :func:`~comera.update_hot_rows_`; None before.
-        scatter_rows: Whether index ``i`` is at row ``i * k modulo num_embeddings``, with k near the
-            golden section; extra state of a state dict.
+        scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, with k
+            near the golden section; saved as extra state of a state dict.
         twins: The tables tied to this one, which share its cores and hot rows.
     """
 
@@ -170,7 +170,7 @@ class TTTable(TensorTrainModule):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 1.0, init: Init = "orthogonal") -> None:
-        """Draw new rows of standard deviation ``std``; torch's tables have 1."""
+        """Draw new rows with standard deviation ``std``; the default is that of torch's tables."""
         self._init_cores_(std, init)
         if isinstance(self.hot, HotRows):
             self.hot.reset_parameters(std, init)
@@ -178,12 +178,12 @@ class TTTable(TensorTrainModule):
             nn.init.normal_(self.hot, std=std)
 
     def _rows(self, indices: Tensor) -> Tensor:
-        """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
+        """Look up rows, ``(*indices.shape, embedding_dim)``; the padding row is not set to zero."""
         checked = check_range(indices, self.num_embeddings)
         return tt_embedding(Request(self._kept_at(indices), **self._train(), checked=checked))
 
     def _train(self) -> dict[str, Any]:
-        """Return the tensors and sizes of a :class:`Request`."""
+        """Return the table's tensors and sizes as arguments of a :class:`Request`."""
         train = {
             "cores": list(self.cores), "num_embeddings": self.num_embeddings,
             "embedding_dim": self.embedding_dim, "gates": self.bond_gates(),
@@ -205,17 +205,17 @@ class TTTable(TensorTrainModule):
             table.twins = (*table.twins, self)
 
     def keep_rows_at_(self, places: Tensor) -> None:
-        """Set ``row_order`` of this table and ``twins``."""
+        """Set ``row_order`` of this table and of those tied to it."""
         for table in (self, *self.twins):
             table.row_order = places
 
     @property
     def row_step(self) -> int | None:
-        """The ``scatter_rows`` step between neighbours, or None."""
+        """How many rows apart ``scatter_rows`` puts neighbouring indices; None if not scattered."""
         return self._step if self.row_order is None else None
 
     def _kept_at(self, indices: Tensor) -> Tensor:
-        """Return the rows of indices; those out of range stay out of range."""
+        """Return the row at which each index is kept; indices out of range stay out of range."""
         if self.row_order is not None:
             return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
         if self._step is not None:
@@ -227,13 +227,13 @@ class TTTable(TensorTrainModule):
         return indices
 
     def _every_row_kept_at(self) -> Tensor | None:
-        """Return the rows of all indices; None if each index is its row."""
+        """Return the row at which each index of the table is kept; None if at the index itself."""
         if self.row_order is None and self._step is None:
             return None
         return self._kept_at(torch.arange(self.num_embeddings, device=self.cores[0].device))
 
     def dense_weight(self) -> Tensor:
-        """Compute the dense ``(num_embeddings, embedding_dim)`` table, its padding row zero."""
+        """Compute the dense table ``(num_embeddings, embedding_dim)``, with a zero padding row."""
         table = ttm_to_dense(self.gated_cores())
         table = table[: self.num_embeddings - self.hot_rows, : self.embedding_dim]
         if self.hot is not None:
@@ -259,7 +259,7 @@ class TTTable(TensorTrainModule):
         self._set_rows_(kept, cores if tolerance is not None else widened(cores, self.ranks))
 
     def _set_rows_(self, weight: Tensor, cores: list[Tensor]) -> None:
-        """Set cores for the rows of the train, and the hot rows of a weight."""
+        """Set the cores to ``cores``, and the hot rows to the first rows of ``weight``."""
         self.set_cores_(cores)
         hot = weight[: self.hot_rows]
         if isinstance(self.hot, HotRows):
@@ -271,7 +271,7 @@ class TTTable(TensorTrainModule):
         return self.num_embeddings, self.embedding_dim
 
     def get_extra_state(self) -> Tensor:
-        """Return the ``scatter_rows`` step, or 1; int64, ``()``."""
+        """Return the ``scatter_rows`` step, or 1 if rows are not scattered; int64, ``()``."""
         return torch.tensor(self._step or 1)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -289,7 +289,7 @@ class TTTable(TensorTrainModule):
         self._step = known[0] if self.scatter_rows else None
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Load ``row_order`` even if only one side has one."""
+        """Load a state dict, even if only the state dict or the table has a ``row_order``."""
         saved = state_dict.get(f"{prefix}row_order")
         if isinstance(saved, Tensor) and saved.shape == (self.num_embeddings,):
             self.row_order = torch.empty_like(saved, device=self.cores[0].device)
@@ -331,16 +331,16 @@ class TTTable(TensorTrainModule):
         hot_rank: int | None = None,
         prune_below: float = PRUNE_BELOW,
     ) -> Self:
-        """Approximate a dense table by TT-SVD, every index at its own row; the padding row is zero.
+        """Approximate a dense table by TT-SVD, without scattered rows; the padding row is zero.
 
-        Arguments are those of the constructor, and ``tolerance`` instead of a rank: a bound on the
-        relative Frobenius error of the rows that are not hot.
+        Arguments are those of the constructor. ``tolerance``, a bound on the relative Frobenius
+        error of the rows that are not hot, can replace the rank.
 
         Raises:
             ValueError: If more than one of rank, compression and tolerance is given, or modes or
                 ranks do not fit the table.
             TypeError: If ``embedding`` is of another class.
-            NotImplementedError: If it has a ``max_norm`` or ``scale_grad_by_freq``.
+            NotImplementedError: If ``embedding`` has a ``max_norm`` or ``scale_grad_by_freq``.
         """
         only_one(rank=rank, compression=compression, tolerance=tolerance)
         if not isinstance(embedding, cls._dense_class):
@@ -366,7 +366,7 @@ class TTTable(TensorTrainModule):
 
     @torch.no_grad()
     def to_dense(self) -> Any:
-        """Return the ``nn.Embedding`` or ``nn.EmbeddingBag`` this layer stands for."""
+        """Return an ``nn.Embedding`` or ``nn.EmbeddingBag`` with this layer's dense table."""
         like = self.cores[0]
         dense = self._dense_class(
             self.num_embeddings, self.embedding_dim, padding_idx=self.padding_idx,
@@ -390,7 +390,7 @@ class TTTable(TensorTrainModule):
 def _golden_step(rows: int) -> int:
     """Return a number near the golden section of ``rows`` that is coprime to it.
 
-    Multiples modulo ``rows`` visit each value once, far apart, and fit 64 bits.
+    Its multiples modulo ``rows`` take each value once; neighbours are far apart, and fit 64 bits.
     """
     step = max(1, round(min(rows, (2**63 - 1) // rows) * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, rows) != 1:

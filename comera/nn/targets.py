@@ -1,4 +1,4 @@
-"""The settings of a conversion, the layers they select, and the weights that layers share."""
+"""Define the settings of a conversion; find the layers they select and weights they share."""
 
 import logging
 import re
@@ -11,11 +11,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from comera.extras import did_you_mean, listed, names_misspelt
-from comera.nn.decompose import check_tolerance
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
-from comera.shapes import check_whole_numbers, is_number, only_one, whole_number
+from comera.shapes import (
+    check_tolerance,
+    check_whole_numbers,
+    is_number,
+    only_one,
+    whole_number,
+)
 
 log = logging.getLogger("comera")
 
@@ -39,38 +44,39 @@ class TTConfig:
             targeted linear layer must fit. 32 if neither this nor ``compression`` is given.
         embedding_rank: Bound on the bonds of embeddings; if None, ``rank`` if that is an int, but
             32 with ``linear_format="btt"``.
-        compression: Instead of ``rank``: how many times smaller each layer becomes.
-        tolerance: Instead of both, with ``init="svd"``: relative Frobenius error of each weight.
+        compression: How many times smaller each layer becomes; replaces ``rank``.
+        tolerance: Relative Frobenius error of each weight, with ``init="svd"``; replaces ``rank``
+            and ``compression``.
         linear_format: ``"tt"`` makes linear layers tensor trains (:class:`~comera.TTLinear`), whose
-            weights are of low rank; ``"btt"`` block tensor trains (:class:`~comera.BTTLinear`),
-            whose blocks are, with one small rank, 2 by default.
+            weights have low rank; ``"btt"`` makes them block tensor trains
+            (:class:`~comera.BTTLinear`), whose blocks have low rank, 2 by default.
         order: How many modes each side of a linear layer is split into, with ``"tt"``.
         embedding_order: How many cores an embedding has.
         target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
             regular expression that must match the whole module name; a list holds names or ends
             of names (``"fc1"`` takes ``layers.0.fc1``).
-        exclude_modules: A regular expression or a list, like ``target_modules``; wins over it.
-        rank_pattern: Regular expression over the whole module name, to a rank that replaces
-            ``rank`` there. The first match counts.
-        shape_pattern: Regular expression to a pair of mode lists, like ``rank_pattern``.
-        hot_rows: The first rows of every targeted embedding, which stay dense.
-        hot_rank: Hold hot rows as so many coordinates each in one shared basis, instead of dense.
-        hot_pattern: Regular expression over the whole module name, to ``[hot_rows, hot_rank]`` that
-            replace both there, like ``rank_pattern``; the rank may be null.
+        exclude_modules: Modules to leave out, written like ``target_modules``; wins over it.
+        rank_pattern: Maps regular expressions over whole module names to ranks that replace
+            ``rank`` in modules that match. The first match counts.
+        shape_pattern: Maps regular expressions to pairs of mode lists, like ``rank_pattern``.
+        hot_rows: How many of the first rows of every targeted embedding stay dense.
+        hot_rank: Hold each hot row as so many coordinates in a shared basis, instead of densely.
+        hot_pattern: Maps regular expressions over whole module names to ``[hot_rows, hot_rank]``,
+            which replace both settings, like ``rank_pattern``; the rank may be null.
         scatter_rows: Whether embeddings put neighbouring indices far apart, see
-            :class:`~comera.TTEmbedding`; by default those without hot rows, and with ``init="svd"``
-            none.
+            :class:`~comera.TTEmbedding`; by default those without hot rows do, unless
+            ``init="svd"``.
         min_size: Layers whose weight has fewer entries stay dense.
         init: ``"orthogonal"`` draws cores that give the dense weight its present root mean square
-            and equal singular values, ``"normal"`` independent normal ones of that spread; for a
-            weight of zeros the last core alone is zero; ``"svd"`` approximates the present weight
-            by TT-SVD. None is ``"orthogonal"`` with a warning that present weights are lost.
+            and equal singular values, ``"normal"`` draws independent normal entries of that root
+            mean square; for a weight of zeros only the last core is zero. ``"svd"`` approximates
+            the present weight by TT-SVD. None is ``"orthogonal"`` and warns of lost weights.
         tied: How to convert a weight that two targeted modules share: ``"skip"`` leaves both
-            dense, ``"share"`` ties them over one set of cores, ``"untie"`` converts each.
+            dense, ``"share"`` makes them share one set of cores, ``"untie"`` converts each.
         prune_below: A gate at or below this is a pruned rank.
-        tokens: Rows of a training batch, that is batch size times length; 4096 if None, and in a
-            run its own. Layers that are predicted to be slower or larger than dense at this batch
-            are named in the log, with a rank that would not be.
+        tokens: Rows of a training batch, that is batch size times length; None is 4096, and in a
+            run that run's rows. The log names layers predicted to be slower or larger than dense
+            at this batch, with a rank that would be faster.
     """
 
     rank: Rank | None = None
@@ -159,7 +165,7 @@ class TTConfig:
         only_one(rank=self.rank, compression=self.compression, tolerance=self.tolerance)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings for JSON."""
+        """Return all settings as JSON holds them."""
         return asdict(self)
 
     @classmethod
@@ -199,9 +205,9 @@ def find_targets(
     filter_fn: Callable[[nn.Module, str], bool] | None,
     caller: str | None,
 ) -> dict[str, nn.Module]:
-    """Find the modules to convert by name, each once.
+    """Return the modules to convert by name, each once.
 
-    The log names ``caller`` and selected layers that stay dense; None logs nothing. Raises
+    The log names ``caller`` and selected layers that stay dense, unless ``caller`` is None. Raises
     ``ValueError`` if there is no module to convert.
     """
     inside_attention = {
@@ -294,7 +300,7 @@ def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:
 
 
 def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
-    """Raise ``ValueError`` if a pattern matches no target: it is most likely misspelt."""
+    """Raise ``ValueError`` if a pattern matches no target, as it is most likely misspelt."""
     names = list(targets)
     for setting in ("rank_pattern", "shape_pattern", "hot_pattern"):
         for pattern in getattr(config, setting):
@@ -312,7 +318,7 @@ def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
 
 
 def matches(name: str, pattern: str | Sequence[str]) -> bool:
-    """Return whether a regular expression fits the whole name, or a list holds it or its end."""
+    """Return whether a regular expression matches a whole name, or a list has the name's end."""
     if not isinstance(pattern, str):
         return any(name == end or name.endswith(f".{end}") for end in pattern)
     try:
@@ -324,7 +330,7 @@ def matches(name: str, pattern: str | Sequence[str]) -> bool:
 def tied_groups(
     targets: Mapping[str, nn.Module],
 ) -> list[tuple[list[str], list[nn.Module]]]:
-    """Group targets by the weight they hold, in order."""
+    """Group targets that hold the same weight; return names and modules of each group, in order."""
     groups: dict[int, tuple[list[str], list[nn.Module]]] = {}
     for name, module in targets.items():
         weight: object = module.weight
@@ -335,7 +341,7 @@ def tied_groups(
 
 
 def other_holders(model: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
-    """Return the names under which other modules hold the weight that these share."""
+    """Return the names of parameters in other modules that are the weight these modules share."""
     weight: object = modules[0].weight
     return [
         f"{name}.{key}".lstrip(".")

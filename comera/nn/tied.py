@@ -1,4 +1,4 @@
-"""An output layer that shares the cores of an embedding, and the names of tied weights."""
+"""An output layer that shares the cores of an embedding."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.dense_weight import WeightByAssignment
-from comera.nn.module import dtype_name, dtype_of
+from comera.nn.module import WeightByAssignment, dtype_name, dtype_of
 from comera.nn.table import TTTable
 
 
@@ -33,7 +32,7 @@ class TableHead(WeightByAssignment):
 
     @property
     def weight(self) -> Tensor:
-        """The embedding's dense weight, ``(out_features, in_features)``; assignable like that."""
+        """The embedding's dense weight, ``(out_features, in_features)``; can be assigned."""
         return self.embedding.weight
 
     @weight.setter
@@ -41,12 +40,12 @@ class TableHead(WeightByAssignment):
         self.embedding.weight = value
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that :meth:`from_config` rebuilds the layer from."""
+        """Return the settings from which :meth:`from_config` rebuilds the layer."""
         return {"dtype": None if self.bias is None else dtype_name(self.bias)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None) -> Self:
-        """Make a layer on the table ``lead``, or raise ``ValueError``; a bias is on ``meta``."""
+        """Make a layer on the table ``lead``, a bias being on ``meta``; or raise ``ValueError``."""
         if not isinstance(lead, cls._table_class):
             name = cls._table_class.__name__
             raise ValueError(
@@ -63,7 +62,7 @@ class TableHead(WeightByAssignment):
 
 
 class TiedTTLinear(TableHead):
-    """Output layer on a tensor-train embedding, whose table is formed in each pass."""
+    """Output layer on a tensor-train embedding; each forward pass forms the dense table."""
 
     _table_class = TTTable
 
@@ -76,40 +75,8 @@ class TiedTTLinear(TableHead):
 
     @torch.no_grad()
     def to_dense(self, weight: nn.Parameter) -> nn.Linear:
-        """Return the :class:`torch.nn.Linear` this layer stands for, on a dense table's weight."""
+        """Return a :class:`torch.nn.Linear` with the given ``weight`` and this layer's bias."""
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
         dense.weight = weight
         dense.register_parameter("bias", self.bias)
         return dense.train(self.training)
-
-
-_PARTS = {"cores", "gates", "hot"}
-
-
-def rename_tied_weights_(model: nn.Module) -> None:
-    """Update transformers' lists of tied weights, for saving and for ``tie_weights()``."""
-    for module in model.modules():
-        kept = {
-            key: names
-            for key in ("_tied_weights_keys", "all_tied_weights_keys")
-            if isinstance(names := getattr(module, key, None), dict)
-        }
-        if not kept:
-            continue
-        layers: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
-        params = dict(module.named_parameters(remove_duplicate=False))
-        first: dict[int, str] = {}
-        tied = {
-            name: first[id(param)]
-            for name, param in params.items()
-            if first.setdefault(id(param), name) != name
-        }
-
-        def is_gone(name: str, layers=layers, params=params) -> bool:  # a pattern never is
-            owner = layers.get(name.removesuffix(".weight"))
-            converted = owner is not None and "weight" not in owner._parameters
-            return converted or (name not in params and not _PARTS.isdisjoint(name.split(".")))
-
-        for key, names in kept.items():
-            still = {a: b for a, b in names.items() if not (is_gone(a) or is_gone(b))}
-            setattr(module, key, {**still, **tied})

@@ -1,4 +1,4 @@
-"""Attention of several heads, the factors between factorized projections, and dropout.
+"""Compute multi-head attention, products of factors of its projections, and dropout.
 
 Heads may share keys and values. On a CPU, attention with dropout and dropout itself are written
 here, in less memory than torch's. One random number of 64 bits serves eight elements; the
@@ -27,7 +27,7 @@ _STEPS = 1 << 8  # probabilities of dropout that a mask of bytes can have
 
 
 def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bias of scores: zero for keys to attend to, very negative for others."""
+    """Return what masks scores when added: zero for keys to attend to, very negative for others."""
     lowest = torch.finfo(dtype).min / 2  # finite: a softmax over -inf alone is NaN
     bias_BT = torch.logical_not(keep_BT, out=torch.empty_like(keep_BT, dtype=dtype))
     return bias_BT.mul_(lowest)
@@ -74,7 +74,7 @@ def attend(
 def _in_pieces(
     q_BHME: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, bias_BT: Tensor | None, *scale_dropout: float
 ) -> Tensor:
-    """Attend by :func:`_attend`, merging queries with shared keys into one head."""
+    """Attend by :func:`_attend`; heads that share their keys are merged into one head."""
     q_BGME, heads = _queries_by_keys(q_BHME, k_BGTE), k_BGTE.shape[1]
     if bias_BT is not None:
         bias_BT = (bias_BT if heads == 1 else bias_BT.repeat_interleave(heads, 0))[:, None]
@@ -109,7 +109,7 @@ def _queries_by_keys(q_BHME: Tensor, k_BGTE: Tensor) -> Tensor:
 
 
 def _by_heads(out_BGME: Tensor, like_BHME: Tensor) -> Tensor:
-    """Undo :func:`_queries_by_keys` for the result."""
+    """Split an attention result of merged heads into the heads of ``like_BHME`` again."""
     if out_BGME.shape[1] == like_BHME.shape[1]:
         return out_BGME
     _, heads, queries, _ = like_BHME.shape
@@ -120,7 +120,7 @@ def _by_heads(out_BGME: Tensor, like_BHME: Tensor) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the result, the softmax, and its dropout mask (empty without) and scale."""
+    """Return the attention's result, the softmax, the dropout mask (maybe empty), and its scale."""
     weights = q.new_empty(*q.shape[:2], k.shape[1])
     out = q.new_empty(*q.shape[:2], v.shape[2])
     keep, scale_kept = keep_mask(weights.shape if dropout else (0,), dropout)
@@ -177,7 +177,7 @@ _attend.register_autograd(_back_attend, setup_context=_setup_attend)
 
 
 def _drop(x: Tensor, keep: Tensor, n: slice) -> Tensor:
-    """Apply a dropout mask; the caller scales the narrower result instead."""
+    """Zero the dropped entries; the caller scales the kept ones, after a product with them."""
     return keep[n].to(x.dtype).mul_(x) if keep.numel() else x
 
 
@@ -194,13 +194,13 @@ def _slices(weights: Tensor) -> Iterator[slice]:
 def head_factors(
     right_q: Tensor, right_k: Tensor, right_v: Tensor, left_o: Tensor, num_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute the products of factors between the factorized projections of an attention.
+    """Multiply the factors of neighbouring projections of an attention, head by head.
 
     With ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a head are
     ``(x A_q) (B_q B_k^T) (x A_k)^T``. The right factors are ``(R, D)``, the left one ``(D, R)``,
-    each of an R of its own; D has the heads side by side. Returns ``(R_q, H * R_k)``, each head's
-    ``B_q B_k^T`` side by side, and ``(H * R_v, R_o)``, each head's ``B_v A_o`` below the other.
-    They can be differentiated once.
+    and their R may differ; D has the heads side by side. Returns ``(R_q, H * R_k)``, the
+    ``B_q B_k^T`` of all heads side by side, and ``(H * R_v, R_o)``, the ``B_v A_o`` of all heads
+    below each other. Both can be differentiated once.
     """
     q, k, v, o = _by_head([right_q, right_k, right_v, left_o], num_heads)
     scores = q.new_empty(q.shape[1], num_heads, k.shape[1])
@@ -260,9 +260,9 @@ def _by_head(factors: Sequence[Tensor], num_heads: int) -> list[Tensor]:
 
 
 def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) -> Tensor:
-    """Compute ``residual + dropout(x)``, or dropout alone where the residual is None.
+    """Compute ``residual + dropout(x)``, or ``dropout(x)`` if the residual is None.
 
-    As in torch, kept elements are scaled. A p that is no probability raises ``ValueError``.
+    As in torch, kept elements are scaled. Raises ``ValueError`` if p is no probability.
     """
     check_probability(p)
     if not training or p == 0:
@@ -274,13 +274,13 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
 
 
 def check_probability(p: float) -> None:
-    """Raise ``ValueError`` for a number outside of [0, 1]."""
+    """Raise ``ValueError`` if ``p`` is outside of [0, 1]."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability {p} must be between 0 and 1")
 
 
 def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
-    """Draw an int8 mask on the CPU, zero with probability p, and the scale of what it keeps."""
+    """Draw an int8 mask on the CPU, zero with probability p; return it and the kept ones' scale."""
     if not math.prod(shape):  # as in evaluation, which leaves torch's random state alone
         return torch.zeros(shape, dtype=torch.int8), torch.ones(())
     seed = int(torch.randint(1 << 62, ()))  # torch's seed decides; numpy draws twice as fast

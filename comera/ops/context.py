@@ -1,4 +1,4 @@
-"""The context of an operator: autocast, static shapes, rounding of products, the machine."""
+"""Ask what an operator runs under: autocast, static shapes, fp8 or tf32, which machine."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from comera.planning.machine import Machine, load_machine
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager:
-    """Switch autocast off on the tensor's device; the meta device has none."""
+    """Return a context with autocast off on the tensor's device; does nothing on ``meta``."""
     if is_autocast_on(like):
         return torch.autocast(like.device.type, enabled=False)
     return nullcontext()
@@ -20,7 +20,7 @@ def without_autocast(like: Tensor) -> AbstractContextManager:
 def autocast_together(
     x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor] = ()
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Cast all to autocast's dtype where autocast is on, except float64."""
+    """Cast all the tensors to autocast's dtype if autocast is on and ``lefts`` are not float64."""
     if not is_autocast_on(x) or lefts[0].dtype == torch.float64:
         return x, list(lefts), list(rights)
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -28,7 +28,7 @@ def autocast_together(
 
 
 def autocast_dtype(like: Tensor) -> torch.dtype:
-    """Return the dtype of products with a tensor: autocast's where it is on, except of float64."""
+    """Return autocast's dtype; the tensor's own if that is float64 or autocast is off."""
     if like.dtype == torch.float64 or not is_autocast_on(like):
         return like.dtype
     return torch.get_autocast_dtype(like.device.type)
@@ -55,7 +55,7 @@ _depth = 0  # one for all threads: in another one it only costs time
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Forbid sizes that depend on values, as in a CUDA graph."""
+    """Forbid sizes that depend on values inside the context, as in a CUDA graph."""
     global _depth
     _depth += 1
     try:
@@ -65,7 +65,7 @@ def static_shapes() -> Iterator[None]:
 
 
 def shapes_are_static(like: Tensor) -> bool:
-    """Return whether static_shapes() is entered, or a graph captured on the tensor's device.
+    """Return whether code is in :func:`static_shapes`, or captures a graph on that device.
 
     Code compiled for a card may be captured later.
     """
@@ -79,7 +79,7 @@ _fp8_depth = 0  # one for all threads, as that of static_shapes
 
 @contextlib.contextmanager
 def fp8_products() -> Iterator[None]:
-    """Enable fp8 products in bfloat16 tensor-train linears, backward included."""
+    """Enable fp8 products in bfloat16 tensor-train linears inside, forward and backward."""
     global _fp8_depth
     _fp8_depth += 1
     try:
@@ -89,12 +89,12 @@ def fp8_products() -> Iterator[None]:
 
 
 def products_are_fp8() -> bool:
-    """Return whether :func:`fp8_products` is entered."""
+    """Return whether code is in :func:`fp8_products`."""
     return _fp8_depth > 0
 
 
 def is_ordinary(like: Tensor) -> bool:
-    """Return whether operations run eagerly: not compiled, captured or in fp8."""
+    """Return whether products run eagerly and unchanged: not compiled, captured or in fp8."""
     return not (
         _depth > 0
         or _fp8_depth > 0
@@ -109,7 +109,7 @@ def products_are_tf32(like: Tensor) -> bool:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Load the measured profile of a device, else rough defaults; a CPU's unless it is a GPU."""
+    """Load the measured profile of a GPU or, for any other device, of the CPU; else defaults."""
     if device.type == "cuda" and torch.cuda.is_available():
         return load_machine("cuda", torch.cuda.get_device_name(device))
     return load_machine("cpu", threads=torch.get_num_threads())

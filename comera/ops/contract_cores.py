@@ -1,4 +1,4 @@
-"""Contract the two factors of tensor-train matrices, those of all layers of one shape together.
+"""Contract tensor trains to two factors each, all layers of one shape together.
 
 The bond between ``left`` and ``right`` is padded to a multiple of eight, for fast products. The
 bias is the last row of ``right``; the batch has a one in that column. In eager mode autograd
@@ -32,12 +32,12 @@ def contract_layer(
     in_features: int,
     out_features: int,
 ) -> tuple[Tensor, Tensor]:
-    """Contract the cores of one layer to its factors; the bond between them is not padded.
+    """Contract the cores of one layer to its two factors, whose common bond is not padded.
 
-    Cores, gates, which are float32 or wider, split and threshold are those of
-    :class:`~comera.ops.cores.Chains`; padding beyond the widths of the layer is cut. Returns
+    The arguments are those of :class:`~comera.ops.cores.Chains`, with gates of float32 or wider;
+    padding beyond the widths of the layer is cut. Returns
     ``(in_features, R)`` and ``(R, out_features)`` of the cores' dtype, rounded once from the dtype
-    of the gates. They can be differentiated any number of times.
+    of the gates. Both can be differentiated any number of times.
     """
     if is_autocast_on(cores[0]):
         with without_autocast(cores[0]):
@@ -64,7 +64,7 @@ def contract_layer(
 
 
 def scale_bonds(cores: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor]:
-    """Multiply each core by its gate, in one call where nothing is transformed."""
+    """Multiply each core by its gate; one call for all, unless ``torch.func`` transforms them."""
     if torch._C._are_functorch_transforms_active():  # torch.vmap knows no multiplication of lists
         return [core * gate for core, gate in zip(cores, gates, strict=True)]
     return list(torch._foreach_mul(list(cores), list(gates)))
@@ -93,7 +93,7 @@ def contract_right(cores: Sequence[Tensor]) -> Tensor:
 
 
 def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
-    """Contract one group as :func:`contract_groups`, by torch; differentiable repeatedly."""
+    """Contract one group as :func:`contract_groups` does, by torch; differentiable repeatedly."""
     cores, split, layers = group.cores, group.split, group.num_layers
     with without_autocast(cores[0]):
         wide = torch.promote_types(cores[0].dtype, torch.float32)
@@ -130,7 +130,7 @@ def contract_cores(
     threshold: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Contract one group by :func:`contract_groups`, with the attributes of its :class:`Chains`."""
+    """Contract one group by :func:`contract_groups`, given the attributes of :class:`Chains`."""
     group = Chains(cores, gates, biases, num_layers, split, threshold, dtype=dtype)
     left_GIR, right_GRO = contract_groups([group])
     return left_GIR, right_GRO
@@ -172,7 +172,7 @@ _Arguments = tuple[
 
 
 def arguments_of(groups: Sequence[Chains]) -> _Arguments:
-    """Return the arguments of the operator: cores, gates, biases, layouts and thresholds."""
+    """Return the groups as arguments of an operator: cores, gates, biases, layouts, thresholds."""
     lists = [(group.cores, group.gates, group.biases) for group in groups]
     layout = [
         number
@@ -184,7 +184,7 @@ def arguments_of(groups: Sequence[Chains]) -> _Arguments:
 
 
 def _groups(given: _Arguments) -> list[Chains]:
-    """Undo :func:`arguments_of`; without biases, all groups are without them."""
+    """Rebuild the groups from :func:`arguments_of`; if there are no biases, no group has any."""
     cores, gates, biases, layout, thresholds = given
     rest = iter(cores), iter(gates), iter(biases)
     groups = []
@@ -209,7 +209,7 @@ def _contract_groups(
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> list[Tensor]:
-    """Compute :func:`contract_groups`, in one launch where kernels run."""
+    """Compute :func:`contract_groups`, with one launch for all groups if a kernel runs."""
     return CONTRACT(_groups((cores, gates, biases, layout, thresholds)))
 
 
@@ -253,7 +253,7 @@ def _contract_backward(
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> list[Tensor]:
-    """Return gradients of all cores, then those of all gates."""
+    """Return the gradients of all cores, followed by those of all gates."""
     groups = _groups((cores, gates, [], layout, thresholds))
     if kernel_refuses(groups) is None:
         from comera.ops.kernels.contract_kernel import contract_backward
@@ -328,7 +328,7 @@ def kernel_refuses(groups: Sequence[Chains]) -> str | None:
 
 
 def may_take_kernel(groups: Sequence[Chains]) -> bool:
-    """Return whether a kernel contracts these groups; a graph on a card decides when it runs."""
+    """Return whether a kernel contracts these groups; on a GPU True while compiling."""
     return kernel_refuses(groups) is None if is_eager() else groups[0].cores[0].is_cuda
 
 

@@ -1,4 +1,4 @@
-"""Cores of tensor trains: their gates, and the product of a chain of them.
+"""Apply gates to the cores of tensor trains, and contract chains of cores.
 
 The chains of a layer are contracted before they meet the batch (CoMERA, arXiv 2405.14377, section
 4), chains of equal shape together.
@@ -21,7 +21,7 @@ from comera.shapes import padded_rank
 
 @dataclass(slots=True)
 class Chains:
-    """Layers of one shape: equal modes and bonds.
+    """The cores, gates and biases of layers with equal modes and bonds.
 
     Attributes:
         cores: ``(left bond, mode, right bond)`` each, listed layer by layer.
@@ -75,7 +75,7 @@ class Chains:
         return padded_rank(rank, bool(self.biases)) if self.padded else rank
 
     def layer(self, number: int) -> "Chains":
-        """Select one of the layers."""
+        """Return the chains of one layer, by its number."""
 
         def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             each = len(tensors) // self.num_layers
@@ -88,7 +88,7 @@ class Chains:
 def contract_chain(
     cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
 ) -> Tensor:
-    """Contract a run of cores into one ``(first bond, product of modes, last bond)``.
+    """Contract neighbouring cores into one core ``(first bond, product of modes, last bond)``.
 
     The differentiable reference of faster contractions. Narrow dtypes are contracted in float32 and
     rounded once. Cores are ``(left bond, mode(s), right bond)``; ``gates[k]`` scales the right bond
@@ -105,13 +105,8 @@ def contract_chain(
         return contracted.flatten(1, -2).to(cores[0].dtype)
 
 
-def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
-    """Return which ranks are open, ``(R,)``: above the threshold, as in ``contract.cuh``."""
-    return gate_R > threshold
-
-
 def open_gate(gate_R: Tensor, threshold: float) -> Tensor:
-    """Return the gate where :func:`is_open`, and zero elsewhere; NaN stays."""
+    """Return the gate where it is above the threshold, and zero elsewhere; NaN stays."""
     return torch.threshold(gate_R, threshold, 0.0)
 
 
@@ -140,7 +135,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     core, gate_R = ctx.saved_tensors
     per_rank_R = (grad.to(gate_R.dtype) * core).flatten(0, -2).sum(0)
-    grad_gate_R = torch.where(is_open(gate_R, ctx.threshold), per_rank_R, 0)
+    grad_gate_R = torch.where(gate_R > ctx.threshold, per_rank_R, 0)
     return rank_gate_reference(grad, gate_R, ctx.threshold), grad_gate_R, None
 
 

@@ -1,8 +1,8 @@
-"""Operators with a kernel or another implementation ("way") that is fastest on some cards.
+"""Choose between the implementations ("ways") of an operator, such as a kernel and plain torch.
 
-An operator lists its ways at the end of its file; the last one takes everything. A call takes the
-first way that does not refuse. On a card, the ways are ordered fastest first, as ``comera
-calibrate`` has measured them on this device. ``comera doctor`` prints the table.
+An operator lists its ways at the end of its file; the last one takes any arguments. A call runs the
+first way that does not refuse its arguments. On a GPU, the ways are tried fastest first, as
+``comera calibrate`` has timed them on this device. ``comera doctor`` prints the table of ways.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ ORDERED = ("cuda",)
 
 
 class Way(NamedTuple):
-    """A way an operator can run.
+    """One implementation of an operator.
 
     Attributes:
-        name: A few words for the table.
-        run: Computes the operator in this way.
-        refuses: Returns why the way does not take the operator's arguments, or None where it does.
-            None in its place takes everything.
-        kernel: Name in the warning where a card runs no kernel; None of ways that launch none.
-        named: Name of its times, where that is neither ``"kernel"`` nor ``"torch"``.
+        name: A few words for the table that ``comera doctor`` prints.
+        run: Function that computes the operator.
+        refuses: Function that returns why the way cannot take these arguments, or None if it can.
+            None instead of a function if the way takes any arguments.
+        kernel: Name of the kernel, for the warning that it did not run; None if ``run`` has none.
+        named: Name under which its times are saved, if neither ``"kernel"`` nor ``"torch"``.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Way(NamedTuple):
 
     @property
     def timed_as(self) -> str:
-        """Name of the way's times."""
+        """The name under which times of this way are saved."""
         return self.named or ("torch" if self.kernel is None else "kernel")
 
 
@@ -53,15 +53,15 @@ Case = tuple[Tensor, torch.dtype, tuple[int | str, ...]]
 
 
 class Ways:
-    """The ways of an operator.
+    """An operator with several implementations; a call runs the first that takes its arguments.
 
     Args:
-        name: Name of the operator in the table.
-        group: Operators of one group are timed, and their ways ordered, together.
-        case: Returns the case of an operator's arguments; None where no times order their ways. It
-            is called at every call on a machine with cards.
-        sample: Makes arguments of ordinary sizes from a function of shapes, for the table.
-        ways: The ways, as they are tried where no times order them.
+        name: Name of the operator in the table that ``comera doctor`` prints.
+        group: Name of the group of operators that are timed, and their ways ordered, together.
+        case: Function that returns the :data:`Case` of the operator's arguments, by which times are
+            looked up; None if no times apply. Every call on a machine with GPUs calls it.
+        sample: Function that makes arguments of usual sizes, by a function of a tensor's shape.
+        ways: The ways, in the order in which they are tried if no times apply.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Ways:
         raise AssertionError(f"the last way of {self.name} refuses: {reason}")
 
     def order(self, *args: Any) -> Sequence[Way]:
-        """List the ways as they are tried for these arguments; graphs keep one order."""
+        """List the ways in the order they are tried for these arguments; fixed while compiling."""
         if torch.compiler.is_compiling() or not _times_matter():
             return self.ways
         found = self.case(*args)
@@ -104,11 +104,11 @@ class Ways:
         return [way for name in fastest for way in self.ways if way.timed_as == name]
 
     def reasons(self, *args: Any) -> dict[str, str | None]:
-        """Return why each way refuses these arguments, or None, as they are tried."""
+        """Return, for each way in the order tried, why it refuses these arguments; None if not."""
         return {way.name: way.refuses and way.refuses(*args) for way in self.order(*args)}
 
     def chosen(self, *args: Any) -> str:
-        """Return the name of the first way that takes these arguments."""
+        """Return the name of the way that a call with these arguments would run."""
         return next(name for name, reason in self.reasons(*args).items() if reason is None)
 
 
@@ -123,7 +123,7 @@ _seen: list[tuple[str, str, Case | None]] | None = None
 
 @functools.cache
 def _times_matter() -> bool:
-    """Return whether measured times may change the order."""
+    """Return whether measured times may change the order of ways on this machine."""
     return bool(_preferred) or "cpu" in ORDERED or torch.cuda.is_available()
 
 
@@ -136,9 +136,9 @@ def _fastest(
     static: bool,
     sizes: tuple[Size, ...],
 ) -> tuple[str, ...]:
-    """Return the names of an operator's ways in the order in which they are tried.
+    """Return the names of an operator's ways, fastest first.
 
-    Ways without a time keep their places, except a kernel, which then comes last.
+    Ways that have not been timed keep their places; an untimed kernel comes last.
     """
     if group in _preferred:
         return tuple(sorted(listed, key=lambda name: name != _preferred[group]))
@@ -152,7 +152,7 @@ def _fastest(
 
 @contextlib.contextmanager
 def preferring(group: str, way: str) -> Iterator[None]:
-    """Try one way of a group first, whatever the times, to measure it."""
+    """Try one way of a group first inside the context, whatever the times: to measure that way."""
     before = dict(_preferred)
     _preferred[group] = way
     forget_times()
@@ -166,7 +166,7 @@ def preferring(group: str, way: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[str, str, Case | None]]]:
-    """Yield a list that records the group, way and case of every call inside."""
+    """Yield a list to which every call inside the context adds its group, way and case."""
     global _seen
     _seen = []
     try:
@@ -176,26 +176,26 @@ def recorded() -> Iterator[list[tuple[str, str, Case | None]]]:
 
 
 def forget_times() -> None:
-    """Read the times of all operators again at their next calls."""
+    """Drop the cached times, so that the next call of each operator reads them again."""
     _times_matter.cache_clear()
     _fastest.cache_clear()
 
 
 def ways_of(group: str) -> list[str]:
-    """List the ways of a group of operators by the names of their times."""
+    """List the names under which the ways of a group of operators are timed."""
     found = [way.timed_as for ways in TABLE.values() if ways.group == group for way in ways.ways]
     return list(dict.fromkeys(found))
 
 
 def way_times_of(device: torch.device) -> WayTimes:
-    """Load the times of operators' ways on a device, as measured, else those built in."""
+    """Load the measured times of all operators' ways on a device, or the built-in times."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return BUILT_IN
     return load_way_times(way_setting(device))
 
 
 def way_setting(device: torch.device) -> Setting:
-    """Return the setting of a device's times: a GPU's, else the CPU's."""
+    """Return the device and versions for which times are saved: a GPU's, or else the CPU's."""
     if device.type != "cuda":
         return Setting("cpu", processor_name(), torch.get_num_threads(), torch.__version__, "")
     from comera.ops.kernels import nvrtc  # on a card alone
@@ -226,21 +226,21 @@ class Sample(NamedTuple):
 
 
 def is_on_cpu(like: Tensor) -> bool:
-    """Return whether a tensor is on a CPU and shapes may vary."""
+    """Return whether a tensor is on a CPU, outside of :func:`static_shapes`."""
     return like.is_cpu and not shapes_are_static(like)
 
 
 def may_read_values(like: Tensor) -> bool:
-    """Return whether values may be checked: in eager mode, on a CPU, in varying shapes."""
+    """Return whether code may read a tensor's values: on a CPU, eager, without static shapes."""
     return not torch.compiler.is_compiling() and is_concrete(like) and is_on_cpu(like)
 
 
 def is_eager() -> bool:
-    """Return whether torch's compiler is not tracing."""
+    """Return whether code runs outside of torch's compiler."""
     return not torch.compiler.is_compiling()
 
 
 def on_this_machine() -> str | None:
-    """Return why ways of this machine do not apply, or None."""
+    """Return why ways that only suit this machine are refused, or None if they are not."""
     exporting = torch.compiler.is_exporting() or torch.jit.is_tracing()
     return "a graph is exported" if exporting else None

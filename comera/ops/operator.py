@@ -1,7 +1,7 @@
-"""Operators that ``torch.compile`` sees as one node and eager mode runs without a detour.
+"""Define operators that are one node to ``torch.compile`` and run fast in eager mode.
 
-``torch.library`` is slow at many arguments; eager mode runs a plain ``torch.autograd.Function``
-around the same three functions.
+``torch.library`` is slow at many arguments, so eager mode runs a plain ``torch.autograd.Function``
+around the same functions: forward, setup of the context, and backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +28,14 @@ class Operator:
         self.__doc__ = run.__doc__
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Register a function for shapes and dtypes of the result; a decorator."""
+        """Register, as a decorator, the function that makes an empty result of the right shape."""
         self.custom_op.register_fake(fake)
         return fake
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
     ) -> None:
-        """Register gradients as torch.library does; they are nested as the arguments are."""
+        """Register a backward pass as torch.library does; gradients are nested like arguments."""
         self.backward, self.setup_context = backward, setup_context
         self.custom_op.register_autograd(backward, setup_context=setup_context)
 
@@ -60,7 +60,7 @@ class Operator:
 
 
 def operator(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable[..., Any]], Operator]:
-    """Make an :class:`Operator` of a function; a decorator."""
+    """Return a decorator that makes a function an :class:`Operator`."""
     return lambda run: Operator(name, run, tags)
 
 
@@ -75,7 +75,7 @@ def _prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 class _Eager(torch.autograd.Function):
-    """An operator on flat arguments, as autograd needs them."""
+    """Autograd function that runs an operator on flat arguments, as autograd needs them."""
 
     @staticmethod
     def forward(ctx: Any, made: Operator, lengths: list[int | None], *flat: Any) -> Any:
@@ -93,14 +93,14 @@ class _Eager(torch.autograd.Function):
 
 
 class _Transformed(_Eager):
-    """The same for transforms of ``torch.func``, which need ``setup_context``; slower."""
+    """A slower :class:`_Eager` for transforms of ``torch.func``, which need ``setup_context``."""
 
     forward = staticmethod(_run)  # type: ignore[assignment]
     setup_context = staticmethod(_prepare)
 
 
 class _Context:
-    """Autograd's context, with ``needs_input_grad`` nested as the arguments are."""
+    """Autograd's context, but with ``needs_input_grad`` nested like the arguments."""
 
     def __init__(self, ctx: Any, needs_input_grad: list[Any]) -> None:
         self._ctx = ctx
@@ -113,9 +113,9 @@ class _Context:
 def recomputed_grads(
     run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """Compute the gradients of a function by running it again, so that nothing else was saved.
+    """Compute the gradients of ``run`` by running it again, so that forward saves only its inputs.
 
-    They are differentiable where autograd is on. ``grads`` are those of the outputs of ``run``.
+    ``grads`` are the outputs' gradients. The result is differentiable if autograd is on.
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
         # Inside a custom operator, where autograd records nothing.
@@ -129,7 +129,7 @@ def recomputed_grads(
 
 
 def is_concrete(value: Any) -> bool:
-    """Return whether a tensor has values: not on the meta device or in a graph."""
+    """Return whether a tensor has values: it is neither traced nor on the meta device."""
     if not isinstance(value, Tensor):
         return True
     return type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta
@@ -141,7 +141,7 @@ def is_readable(value: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether operations are transformed or traced."""
+    """Return whether ``torch.func`` transforms, or a tracer records, the operations."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None

@@ -1,4 +1,4 @@
-"""Matrix products by the library that is faster at them on this machine.
+"""Multiply matrices by whichever library is faster on this machine.
 
 On a CPU with AVX-512 that is not Intel's, oneDNN takes half the time of torch's default, MKL.
 """
@@ -21,7 +21,7 @@ and rank 30 from 512 rows on, measured on one thread of an EPYC."""
 
 
 def prefers_onednn() -> bool:
-    """Return whether float32 products on a CPU use oneDNN: as measured, else by a rule."""
+    """Return whether float32 products on a CPU use oneDNN: by measurement, or else by CPU type."""
     if not has_onednn() or not torch.backends.mkldnn.enabled:
         return False
     machine = machine_of(_CPU)
@@ -35,7 +35,7 @@ prefers_onednn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def has_onednn() -> bool:
-    """Return whether torch was built with it."""
+    """Return whether torch was built with oneDNN."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -54,7 +54,7 @@ def by_onednn(a: Tensor, b: Tensor, row: Tensor | None = None) -> Tensor:
 
 
 def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
-    """Return whether oneDNN suits a product; sizes are not checked in a graph."""
+    """Return whether oneDNN suits a product; sizes count only outside of traced graphs."""
     if a.dtype != torch.float32 or not is_on_cpu(a):
         return False
     if is_concrete(a) and a.numel() * columns < fewest:
@@ -63,21 +63,21 @@ def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
 
 
 def _is_onednns(a: Tensor, b: Tensor) -> bool:
-    """Return whether oneDNN multiplies two matrices; where gradients are wanted, torch does."""
+    """Return whether oneDNN multiplies two matrices; torch does if a gradient is wanted."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return False
     return b.dtype == torch.float32 and _suits_onednn(a, b.shape[-1], ONEDNN_FROM)
 
 
 def _onednn_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b``, possibly transposed in memory."""
+    """Return ``a @ b`` by oneDNN, possibly transposed in memory."""
     if a.is_contiguous() or a.numel() <= b.numel():
         return by_onednn(a, b)
     return by_onednn(b.T, a.T).T  # it copies a left factor whose rows are not contiguous
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` of two matrices, in either memory layout; torch's product for autograd."""
+    """Return ``a @ b`` of two matrices, maybe transposed in memory; torch runs it for autograd."""
     if not _is_onednns(a, b):
         return a @ b
     # The library depends on sizes, which a graph may find only when it runs.
@@ -93,7 +93,7 @@ _product_in_a_graph.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1
 
 
 def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight + bias`` of a matrix, in autocast's dtype; differentiable repeatedly."""
+    """Return ``x @ weight + bias`` of a matrix, under autocast if on; differentiable repeatedly."""
     x_BI, (weight_IO, *biases), _ = autocast_together(
         x_BI, [weight_IO] if bias_O is None else [weight_IO, bias_O]
     )
@@ -121,11 +121,14 @@ def _backward(ctx, grad_BO: Tensor):
     x_BI, weight_IO = ctx.saved_tensors
     need_x, need_weight, need_bias = ctx.needs_input_grad
     with without_autocast(grad_BO):
-        return (
-            product(grad_BO, weight_IO.T) if need_x else None,
-            product(x_BI.T, grad_BO) if need_weight else None,
-            grad_BO.sum(0) if need_bias else None,
-        )
+        grad_x = product(grad_BO, weight_IO.T) if need_x else None
+        if need_weight and need_bias and x_BI.shape[1] < grad_BO.shape[1]:
+            # A row of ones sums the gradient within the product: reading it again takes longer.
+            with_ones = torch.cat([x_BI.T, x_BI.new_ones(1, x_BI.shape[0])])
+            grads = product(with_ones, grad_BO)
+            return grad_x, grads[:-1], grads[-1].clone()
+        grad_weight = product(x_BI.T, grad_BO) if need_weight else None
+        return grad_x, grad_weight, grad_BO.sum(0) if need_bias else None
 
 
 _affine.register_autograd(
@@ -134,7 +137,7 @@ _affine.register_autograd(
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add ``a @ b`` to ``total`` in place, which may be of a wider dtype; None is zero."""
+    """Return ``total`` with ``a @ b`` added in place, or ``a @ b`` in ``dtype`` if that is None."""
     if total is None:
         return product(a, b).to(dtype)
     if is_concrete(a) and _is_onednns(a, b):
@@ -147,7 +150,7 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b``, written to ``out`` where that saves memory."""
+    """Return ``a @ b``; it is written to ``out`` if torch computes it."""
     if is_concrete(a) and _is_onednns(a, b):
         return _onednn_product(a, b)
     return torch.mm(a, b, out=out)

@@ -1,1 +1,1 @@
-"""Optimizer companions. Nothing here knows that tensor trains exist."""
+"""Define optimizers and parameter groups; operate on the state of any optimizer."""

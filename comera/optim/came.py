@@ -1,4 +1,4 @@
-"""CAME: Adam-like training with half of Adam's state, or an eighth in eight bits.
+"""Define CAME, an optimizer like Adam with half of Adam's state, or an eighth in eight bits.
 
 Confidence-guided Adaptive Memory Efficient Optimization, Luo et al., ACL 2023, arXiv 2307.02047,
 after the authors' package came-pytorch. Shape suffixes, of tensors stacked along a first dimension:
@@ -36,7 +36,7 @@ _SMALLEST = 4096
 
 
 class CAME(Optimizer):
-    """Adam-like steps from a first moment in full and second moments as row and column means.
+    """Optimizer like Adam that stores second moments of a matrix only as row and column means.
 
     With g the gradient, one step is ``u = g / sqrt(mean of g^2)``, clipped to a root mean square
     of ``clip_threshold``; ``m = mean of u``; ``p -= lr * m / sqrt(mean of (u - m)^2)``, where the
@@ -59,20 +59,20 @@ class CAME(Optimizer):
         params: Parameters, named parameters, or groups of them as for any torch optimizer.
         lr: Learning rate, a float or a tensor of one entry.
         betas: Decay rates of the means of u, of g^2 and of (u - m)^2, each in [0, 1).
-        eps: Added to g^2 and to (u - m)^2.
+        eps: Two numbers, added to g^2 and to (u - m)^2.
         clip_threshold: Largest root mean square of u over one parameter.
         weight_decay: Decoupled: the parameter shrinks by ``lr * weight_decay`` of itself.
         state_dtype: ``"8bit"`` keeps m in int8 for tensors of at least 4096 entries, and unpacks
-            one tensor, or a few small ones, at a time; None keeps it in full.
+            one tensor, or a few small ones, at a time; None keeps m in full.
         bias_correction: Correct all three means for their start at zero, as Adam does, so that a
             step has the size of ``lr`` from the first to the last.
-        maximize: Climb instead of descending.
-        capturable: Accepted for likeness with torch's optimizers; every step can be captured in a
-            CUDA graph. To follow a schedule there, give ``lr`` as a tensor on the device.
+        maximize: Whether to maximize the loss.
+        capturable: Has no effect, as every step can be captured in a CUDA graph; torch's optimizers
+            have it. For a schedule in a graph, give ``lr`` as a tensor on the device.
 
     Raises:
         ValueError: If a setting is out of range.
-        TypeError: If a group has a key that does not exist.
+        TypeError: If a group has an unknown key.
     """
 
     needs_whole_matrices = "stacks whole matrices of equal shape"
@@ -106,7 +106,7 @@ class CAME(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own settings; raises as the class does."""
+        """Add parameters with their own settings; raises the errors of the class."""
         unknown = sorted(set(param_group) - set(self.defaults) - COMMON_KEYS)
         if unknown:
             raise TypeError(
@@ -126,10 +126,7 @@ class CAME(Optimizer):
         Raises:
             RuntimeError: If a gradient is sparse or complex. No parameter of its group has changed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             lr = group["lr"]
             settings = {**group, "lr": lr.reshape(()) if isinstance(lr, Tensor) else lr}
@@ -138,7 +135,7 @@ class CAME(Optimizer):
         return loss
 
     def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Return lists of parameters to update together; create the state of new ones."""
+        """Return lists of parameters to update together; create the state of new parameters."""
         kinds: dict[Any, list[Tensor]] = {}
         for param in group["params"]:
             grad = param.grad
@@ -171,13 +168,15 @@ class CAME(Optimizer):
         return found
 
     def _update(self, params: list[Tensor], settings: dict[str, Any]) -> None:
-        """Take one step for parameters of equal shape, in the same calls."""
+        """Take one step of several parameters of equal shape at once."""
         states = [self.state[param] for param in params]
         view = matrix_view(params[0].shape)
         shape = (len(params), *(view or (params[0].numel(),)))
-        param = _stack(params, shape)
-        grad = _stack([p.grad for p in params if p.grad is not None], shape)
-        average = _read_average(states, shape)
+        param = _stack(params).view(shape)
+        grad = _stack([p.grad for p in params if p.grad is not None]).view(shape)
+        held = {key: _stack(_every(states, key)) for key in states[0] if key != "step"}
+        kept, scales = held["exp_avg_update"], held.get("exp_avg_update_scale")
+        average = (kept if scales is None else dequantized(kept, scales)).view(shape)
         corrections = None
         if settings["bias_correction"]:
             # The number of this step: a parameter has no count before its first one.
@@ -185,28 +184,27 @@ class CAME(Optimizer):
             steps_b1 = steps.to(average.dtype).unsqueeze(1)
             first, second, third = (1 - beta**steps_b1 for beta in settings["betas"])
             corrections = second.sqrt(), 1 / first if view is None else 1 / first * third.sqrt()
+        means = [held[key] for key in (_FULL[:1] if view is None else _FACTORS)]
         if view is None:
-            square = _stack(_every(states, "exp_avg_sq"), shape)
-            _plain_step_(param, grad, average, square, settings, corrections)
-            means = {"exp_avg_sq": square}
+            _plain_step_(param, grad, average, means[0], settings, corrections)
         else:
-            flat = (len(params), sum(view))
-            square, residual = (_stack(_every(states, key), flat) for key in _FACTORS)
-            _factored_step_(param, grad, average, square, residual, settings, corrections)
-            means = dict(zip(_FACTORS, (square, residual), strict=True))
+            _factored_step_(param, grad, average, means[0], means[1], settings, corrections)
+        if scales is not None:
+            codes, new_scales = quantized(average.reshape(len(states), -1))
+            kept.copy_(codes)
+            scales.copy_(new_scales)
         if "step" in states[0]:
             torch._foreach_add_(_every(states, "step"), 1.0)
         else:
             # A parameter whose first gradient is all zero stays without state: that is how
             # torch.distributed.checkpoint asks for it to be laid out before it loads.
             live = grad.flatten(1).any(1).to(torch.float32)
-            for mean in means.values():
+            for mean in means:
                 mean.mul_(live.to(mean.dtype).unsqueeze(1))
             for state, count in zip(states, live.unbind(), strict=True):
                 state["step"] = count.clone()
-        for key, mean in means.items():
-            _write(_every(states, key), mean)
-        _write_average(states, average)
+        for key, stacked in held.items():
+            _write(_every(states, key), stacked)
         _write(params, param)
 
     @torch.no_grad()
@@ -249,36 +247,35 @@ class CAME(Optimizer):
 
     @torch.no_grad()
     def unpack_state_(self, param: Tensor) -> None:
-        """Lay a parameter's state out in tensors of its shape, to be cut along with it.
+        """Unpack a parameter's state to tensors of the parameter's shape, so that ranks can be cut.
 
-        Factors become the matrices ``exp_avg_sq`` and ``exp_avg_res``. The optimizer cannot step
-        until :meth:`pack_state_`.
+        Row and column means become the tensors ``exp_avg_sq`` and ``exp_avg_res``. The optimizer
+        cannot step until :meth:`pack_state_`.
         """
         state = self.state.get(param)
         if not state:
             return
-        state["exp_avg_update"] = _read_average([state], (1, param.numel())).view(param.shape)
-        state.pop("exp_avg_update_scale", None)
+        if (scales := state.pop("exp_avg_update_scale", None)) is not None:
+            average = dequantized(state["exp_avg_update"].view(1, -1), scales.unsqueeze(0))
+            state["exp_avg_update"] = average.view(param.shape)
         if (view := matrix_view(param.shape)) is not None:
             for key, full in zip(_FACTORS, _FULL, strict=True):
                 state[full] = product(state.pop(key).unsqueeze(0), view[0]).view(param.shape)
 
     @torch.no_grad()
     def pack_state_(self, param: Tensor) -> None:
-        """Undo :meth:`unpack_state_` for the shape that the parameter has now.
+        """Undo :meth:`unpack_state_`, for the parameter's present shape.
 
-        Second moments of entries that are left stay the same if the tensor is split between the
-        same dimensions; else they are the nearest in row and column means.
+        Second moments of the remaining entries stay the same if the tensor is still split to a
+        matrix between the same dimensions; else they become the nearest row and column means.
         """
         state = self.state.get(param)
         if not state:
             return
-        average = state["exp_avg_update"]
-        state |= _empty_average(param, group_of(self, param)["state_dtype"])
-        if "exp_avg_update_scale" in state:
-            _write_average([state], average.view(1, -1))
-        else:
-            state["exp_avg_update"] = average
+        if _is_packed(param, group_of(self, param)["state_dtype"]):
+            codes, scales = quantized(state["exp_avg_update"].view(1, -1))
+            state["exp_avg_update"] = codes.view(param.shape)
+            state["exp_avg_update_scale"] = scales[0]
         if (view := matrix_view(param.shape)) is None:
             state.pop("exp_avg_res", None)
             return
@@ -315,64 +312,43 @@ def _all(values: Any, count: int, fits: Callable[[float], bool]) -> bool:
     return isinstance(values, Sequence) and len(values) == count and all(map(fits, values))
 
 
+def _is_packed(param: Tensor, state_dtype: str | None) -> bool:
+    """Return whether the first moment of a parameter is kept in eight bits."""
+    wanted = state_dtype is not None and param.numel() >= _SMALLEST
+    return wanted and param.dtype != torch.float64
+
+
 def _empty_state(param: Tensor, state_dtype: str | None) -> State:
     """Return the state before the first step, all zero and without ``step``."""
     wide = torch.promote_types(param.dtype, torch.float32)
-    state = _empty_average(param, state_dtype)
-    view = matrix_view(param.shape)
+    packed, view = _is_packed(param, state_dtype), matrix_view(param.shape)
+    dtype = torch.int8 if packed else wide
+    state = {"exp_avg_update": param.new_zeros(param.shape, dtype=dtype)}
+    if packed:
+        scales = -(-param.numel() // _SCALED)
+        state["exp_avg_update_scale"] = param.new_zeros(scales, dtype=torch.float32)
     if view is None:
         return state | {"exp_avg_sq": param.new_zeros(param.shape, dtype=wide)}
     return state | {key: param.new_zeros(sum(view), dtype=wide) for key in _FACTORS}
-
-
-def _empty_average(param: Tensor, state_dtype: str | None) -> State:
-    if state_dtype is None or param.numel() < _SMALLEST or param.dtype == torch.float64:
-        wide = torch.promote_types(param.dtype, torch.float32)
-        return {"exp_avg_update": param.new_zeros(param.shape, dtype=wide)}
-    blocks = -(-param.numel() // _SCALED)
-    return {
-        "exp_avg_update": param.new_zeros(param.shape, dtype=torch.int8),
-        "exp_avg_update_scale": param.new_zeros(blocks, dtype=torch.float32),
-    }
 
 
 def _every(states: Sequence[State], key: str) -> list[Tensor]:
     return [state[key] for state in states]
 
 
-def _stack(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Stack tensors of equal shape to one of ``shape``: a single one's memory, else a copy."""
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack ``b`` tensors of equal shape to ``(b, n)``: a single one's memory, else a copy."""
     if len(tensors) == 1:
-        return tensors[0].detach().reshape(shape)
-    return torch.stack([tensor.detach() for tensor in tensors]).view(shape)
+        return tensors[0].detach().reshape(1, -1)
+    return torch.stack([tensor.detach() for tensor in tensors]).view(len(tensors), -1)
 
 
 def _write(tensors: list[Tensor], stacked: Tensor) -> None:
+    """Write stacked tensors back, unless it was one, whose memory has changed already."""
     if len(tensors) > 1:
         torch._foreach_copy_(tensors, stacked.view(len(tensors), *tensors[0].shape).unbind())
-    elif not tensors[0].is_contiguous():  # otherwise it was changed in place
+    elif not tensors[0].is_contiguous():
         tensors[0].copy_(stacked.view(tensors[0].shape))
-
-
-def _read_average(states: Sequence[State], shape: Sequence[int]) -> Tensor:
-    """Return the first moments, unpacked from eight bits, as one tensor of ``shape``."""
-    codes = _every(states, "exp_avg_update")
-    if "exp_avg_update_scale" not in states[0]:
-        return _stack(codes, shape)
-    flat = (len(states), -1)
-    scales = _stack(_every(states, "exp_avg_update_scale"), flat)
-    return dequantized(_stack(codes, flat), scales).view(shape)
-
-
-def _write_average(states: Sequence[State], average: Tensor) -> None:
-    """Write first moments back, packed to eight bits if they were."""
-    held = _every(states, "exp_avg_update")
-    if "exp_avg_update_scale" not in states[0]:
-        _write(held, average)
-        return
-    codes, scales = quantized(average.reshape(len(states), -1))
-    torch._foreach_copy_(held, codes.reshape(len(states), *held[0].shape).unbind())
-    torch._foreach_copy_(_every(states, "exp_avg_update_scale"), scales.unbind())
 
 
 def matrix_view(shape: Sequence[int]) -> tuple[int, int] | None:
@@ -389,7 +365,7 @@ def matrix_view(shape: Sequence[int]) -> tuple[int, int] | None:
 
 
 def product(factors_bf: Tensor, rows: int) -> Tensor:
-    """Return the matrices ``(b, r, c)`` of row and column means: ``row * column / mean``."""
+    """Return matrices ``(b, r, c)`` from row and column means: ``row * column / mean``."""
     row, column = factors_bf[:, :rows], factors_bf[:, rows:]
     share = row / row.mean(1, keepdim=True)
     return share.nan_to_num(0.0).unsqueeze(2) * column.unsqueeze(1)
@@ -471,7 +447,7 @@ def _factored_step_(
 
 
 def _inverse_roots(factors_bf: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return ``1 / sqrt`` of the matrix of the factors, as ``(b, r, 1)`` and ``(b, 1, c)``."""
+    """Return ``(b, r, 1)`` and ``(b, 1, c)``, whose product is ``1 / sqrt(product(factors))``."""
     roots = factors_bf.rsqrt()
     size = factors_bf[:, :rows].mean(1, keepdim=True).sqrt()
     return (roots[:, :rows] * size).unsqueeze(2), roots[:, rows:].unsqueeze(1)
@@ -485,7 +461,7 @@ def _plain_step_(
     settings: dict[str, Any],
     corrections: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Take one step of CAME on tensors that are not factored: without the confidence term."""
+    """Take one step of CAME on tensors that are not factored, without the term of (u - m)^2."""
     beta1, beta2, _ = settings["betas"]
     grad_bn = grad_bn.to(square_bn.dtype)
     square_bn.lerp_(grad_bn.square() + settings["eps"][0], 1 - beta2)
@@ -502,7 +478,7 @@ def _plain_step_(
 
 
 def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: dict[str, Any]) -> None:
-    """Decay param and add ``direction * scale``, in direction's dtype, rounded once."""
+    """Decay ``param`` and add ``direction * scale``, in the dtype of ``direction``; round once."""
     decay = settings["weight_decay"]
     left = 1 - settings["lr"] * decay if decay else 1.0
     if param.dtype == direction.dtype:
@@ -516,8 +492,8 @@ def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: dict[st
 def quantized(values_bn: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize float32 values to codes ``(b, n)`` int8 and scales ``(b, k)`` float32.
 
-    Codes are linear, from -127 to 127; the scale is the largest magnitude in a block of 256. A
-    value that is not finite makes its whole block so.
+    Codes are linear, from -127 to 127; the scale is the largest magnitude in a block of 256. If
+    a value is not finite, its whole block becomes so.
     """
     blocks = _in_blocks(values_bn)
     batch, count, size = blocks.shape

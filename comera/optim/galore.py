@@ -1,8 +1,8 @@
-"""GaLore (arXiv 2403.03507): any optimizer, with its moments in a subspace of the gradient.
+"""Define GaLore (arXiv 2403.03507): any optimizer, with moments in a subspace of the gradient.
 
-A projected parameter has a small stand-in that the inner optimizer trains. Before its step the
-stand-in is zero and has the projected gradient; afterwards its value is the step in the subspace,
-which is mapped back and added to the parameter.
+A projected parameter has a small stand-in that the inner optimizer trains. Before the inner step
+the stand-in is zero and has the projected gradient. Afterwards its value is the step in the
+subspace, which is mapped back and added to the parameter.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,28 +58,29 @@ class GaLore(Optimizer):
     """Low-rank projection of gradients around any optimizer.
 
     Args:
-        params: Parameter groups. A group with the key ``rank`` is projected; the others are the
-            inner optimizer's as they are. Keys of a projected group, those of galore-torch:
+        params: Parameter groups. Groups with the key ``rank`` are projected; the inner optimizer
+            steps the others directly. Keys of a projected group are those of galore-torch:
             ``rank``; ``update_proj_gap``, steps between two subspaces, 200; ``scale``, factor of
             every step, 0.25; ``proj_type``: ``"std"`` (the shorter side) or ``"full"`` (both).
-            A tensor of more than two dimensions is taken as ``(first, all others)``. One whose
-            sides are not above the rank is neither projected nor scaled.
-        inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`.
-        **settings: Of the inner optimizer: ``lr``, ``betas``, ...; groups may replace them.
+            A tensor of more than two dimensions is taken as ``(first, all others)``. A matrix
+            whose sides are not above the rank is neither projected nor scaled.
+        inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`. The attribute
+            ``inner`` is that optimizer, of the stand-ins and all parameters that are not projected.
+        **settings: Settings of the inner optimizer: ``lr``, ``betas``, ...; groups may differ.
 
     Note:
-        An inner optimizer that counts in its groups, as Prodigy and schedule-free ones do, is
-        refused in the first step: it sums over parameters, and would see stand-ins instead.
-        Weight decay acts on the parameter itself, decoupled where the inner optimizer's is, and
-        before the step as in :class:`torch.optim.AdamW`; galore-torch decays after it.
-        Subspaces and projected moments are float32, or wider where parameters are. A gradient that
-        is not finite leaves the subspace as it was; one of zeros finds none, and the parameter
-        waits. A step can be captured in a CUDA graph after one eager step, if the inner
-        optimizer's can; see :meth:`refresh_`.
+        An inner optimizer that keeps counts or sums in its groups, as Prodigy and schedule-free
+        ones do, is refused in the first step: it would sum over stand-ins, not parameters.
+        Weight decay acts on the parameter itself, decoupled if the inner optimizer's is, and
+        before the step as in :class:`torch.optim.AdamW`; galore-torch decays after the step.
+        Subspaces and projected moments are float32, or wider if parameters are. A gradient that is
+        not finite leaves the subspace as it was. While the gradient is zero, no first subspace is
+        found, and the parameter waits. A step can be captured in a CUDA graph after one eager step,
+        if the inner optimizer's can; see :meth:`refresh_`.
 
     Raises:
-        ValueError: If a group has an unknown key or a setting out of range, or holds a vector, or a
-            parameter is there twice.
+        ValueError: If a group has an unknown key or a setting out of range, if a projected group
+            holds a vector, or if a parameter is given twice.
 
     Example::
 
@@ -99,17 +100,17 @@ class GaLore(Optimizer):
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
-        _check_once([param for group in groups for param in group["params"]], ())
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
-        self._inner = inner([_for_inner(g, self._stand_ins) for g in groups], **settings)
+        seen = set[int]()
+        self.inner = inner([_for_inner(g, self._stand_ins, seen) for g in groups], **settings)
         # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
-        self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
-        super().__init__(groups, dict(self._inner.defaults))
+        self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self.inner.param_groups)
+        super().__init__(groups, dict(self.inner.defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as to any optimizer, or raise as the class; the key ``rank`` projects it."""
+        """Add a parameter group, projected if it has a ``rank``; raises errors of the class."""
         group = {**param_group, "params": _as_list(param_group["params"])}
-        inner, name = self._inner, type(self._inner).__name__
+        inner, name = self.inner, type(self.inner).__name__
         known = {*inner.defaults, *COMMON_KEYS, *_KEYS}
         if isinstance(inner, MuonAdamW):
             known.add("muon")
@@ -126,10 +127,10 @@ class GaLore(Optimizer):
             )
         theirs, number = inner.param_groups, len(self.param_groups)
         stand_ins: dict[Tensor, nn.Parameter] = {}
-        _check_once(group["params"], self.param_groups)
         try:
             if number == len(theirs):  # else the inner optimizer was constructed with it
-                inner.add_param_group(_for_inner(group, stand_ins))
+                seen = {id(param) for known in self.param_groups for param in known["params"]}
+                inner.add_param_group(_for_inner(group, stand_ins, seen))
             own = _DEFAULTS if "rank" in group else {}
             super().add_param_group({**theirs[number], **own, **group})
         except BaseException:
@@ -138,12 +139,7 @@ class GaLore(Optimizer):
         self._stand_ins |= stand_ins
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} around {self._inner!r}"
-
-    @property
-    def inner(self) -> Optimizer:
-        """Return the optimizer of the stand-ins, and of all parameters that are not projected."""
-        return self._inner
+        return f"{type(self).__name__} around {self.inner!r}"
 
     def stand_in(self, param: Tensor) -> nn.Parameter | None:
         """Return the tensor that the inner optimizer trains in place of a projected parameter."""
@@ -156,16 +152,13 @@ class GaLore(Optimizer):
         Raises:
             RuntimeError: If a gradient to be projected is sparse or complex, or the first step of a
                 parameter is captured in a CUDA graph.
-            TypeError: If the inner optimizer counts in its groups. Projected parameters have been
-                decayed, not stepped.
+            TypeError: If the inner optimizer keeps counts in its groups. Projected parameters have
+                then been decayed, but not stepped.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         begun, settings = self._begin_all()
         try:
-            self._inner.step()
+            self.inner.step()
         finally:
             for param, *_, grad in begun:
                 param.grad = grad
@@ -174,49 +167,49 @@ class GaLore(Optimizer):
 
     @_eagerly
     def _begin_all(self) -> tuple[list[_Begun], list[dict[str, Any]]]:
-        """Project the gradients; return what to undo, and the inner optimizer's settings."""
+        """Give stand-ins the projected gradients; return what :meth:`_end_all` needs."""
         begun = []
         for position, group in enumerate(self.param_groups):
             self._pass_settings(position)
             if "rank" in group:
                 begun += [self._begin(p, group) for p in group["params"] if p.grad is not None]
-        return begun, [dict(group) for group in self._inner.param_groups]
+        return begun, [dict(group) for group in self.inner.param_groups]
 
     @_eagerly
     def _end_all(self, begun: list[_Begun], settings: list[dict[str, Any]]) -> None:
-        name = type(self._inner).__name__
+        name = type(self.inner).__name__
         instead = f"use {name} without GaLore, or GaLore around torch.optim.AdamW"
-        for old, new in zip(settings, self._inner.param_groups, strict=True):
-            check_keeps_no_count(self._inner, old, new, instead, _SCHEDULED)
+        for old, new in zip(settings, self.inner.param_groups, strict=True):
+            check_keeps_no_count(self.inner, old, new, instead, _SCHEDULED)
         self._share_state()
         self._end(begun)
 
     @torch.no_grad()
     def step_param_(self, param: Tensor, position: int) -> None:
-        """Step one parameter, in group number ``position``; raises as :meth:`step` does."""
+        """Step one parameter, of group number ``position``; raises the errors of :meth:`step`."""
         self._pass_settings(position)
         group = self.param_groups[position]
         stand_in, grad = self._stand_ins.get(param), param.grad
         begun = [self._begin(param, group)] if "rank" in group else []
         try:
-            step_param(self._inner, param if stand_in is None else stand_in, position)
+            step_param(self.inner, param if stand_in is None else stand_in, position)
         finally:
             param.grad = grad
-        if stand_in is None and param in self._inner.state:
-            self.state[param] = self._inner.state[param]
+        if stand_in is None and param in self.inner.state:
+            self.state[param] = self.inner.state[param]
         self._end(begun)
 
     def _pass_settings(self, position: int) -> None:
         """Copy a group's settings, which schedulers change, to the inner optimizer."""
-        mine, theirs = self.param_groups[position], self._inner.param_groups[position]
-        theirs |= {key: mine[key] for key in self._inner.defaults if key in mine}
+        mine, theirs = self.param_groups[position], self.inner.param_groups[position]
+        theirs |= {key: mine[key] for key in self.inner.defaults if key in mine}
         if self._tensor_lr and not isinstance(mine["lr"], Tensor):
             theirs["lr"] = torch.tensor(mine["lr"], dtype=torch.float32)
         if "rank" in mine:
             theirs["weight_decay"] = 0.0
 
     def _begin(self, param: Tensor, group: dict[str, Any]) -> _Begun:
-        """Decay a parameter, and give its stand-in the projected gradient, if it has a subspace."""
+        """Decay a parameter; give its stand-in, if any, the projected gradient."""
         grad = param.grad
         assert grad is not None
         if grad.is_sparse or grad.is_complex():
@@ -255,10 +248,9 @@ class GaLore(Optimizer):
 
     @torch.no_grad()
     def refresh_(self) -> None:
-        """Count a step, and recompute the subspaces that are due from the gradients at hand.
+        """Count a step, and recompute the subspaces that are due, from the present gradients.
 
-        Call it after each replay of a CUDA graph. Subspaces are updated in place for the next
-        replay.
+        Call this after each replay of a CUDA graph, whose next replay uses the new subspaces.
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -266,7 +258,7 @@ class GaLore(Optimizer):
                     self._refresh(param, param.grad.flatten(1), group)
 
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any]) -> None:
-        """Count a step of a parameter, and recompute its subspace if that is due."""
+        """Count a step of a parameter; recompute its subspace every ``update_proj_gap`` steps."""
         state, old = self.state[param], self._bases(param)
         count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64))
         steps = int(count)  # on the CPU: nothing waits for the device
@@ -289,7 +281,7 @@ class GaLore(Optimizer):
         return {side: state[_OURS + side] for side in ("left", "right") if _OURS + side in state}
 
     def _factor(self, param: Tensor, group: dict[str, Any]) -> float | Tensor:
-        if not isinstance(self._inner, torch.optim.Adafactor) or param not in self._stand_ins:
+        if not isinstance(self.inner, torch.optim.Adafactor) or param not in self._stand_ins:
             return group["scale"]
         # Its steps are relative to the size of the parameter: eps[1] for a stand-in, which is zero.
         least = group["eps"][1]
@@ -297,26 +289,26 @@ class GaLore(Optimizer):
         return wide.square().mean().sqrt().clamp(min=least) * (group["scale"] / least)
 
     def _decayed(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Decay a parameter as the inner optimizer would; return the gradient to use."""
+        """Decay a parameter as the inner optimizer would; return the gradient to step by."""
         rate = group.get("weight_decay", 0.0)
         if not rate:
             return grad
         # torch's Adam and its subclasses have a setting for it
-        if group.get("decoupled_weight_decay", not isinstance(self._inner, _COUPLED)):
+        if group.get("decoupled_weight_decay", not isinstance(self.inner, _COUPLED)):
             param.mul_(1 - group["lr"] * rate)
             return grad
         return grad.add(param, alpha=-rate if group.get("maximize") else rate)
 
     def _share_state(self) -> None:
-        """Share the inner optimizer's state of parameters that are not projected."""
+        """Show the inner optimizer's state of parameters that are not projected as this state."""
         for group in self.param_groups:
             for param in group["params"]:
-                if param not in self._stand_ins and param in self._inner.state:
-                    self.state[param] = self._inner.state[param]
+                if param not in self._stand_ins and param in self.inner.state:
+                    self.state[param] = self.inner.state[param]
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values only: the inner optimizer's state and the subspaces."""
-        mine, theirs = super().state_dict(), self._inner.state_dict()["state"]
+        mine, theirs = super().state_dict(), self.inner.state_dict()["state"]
         numbers = {**theirs, **mine["state"]}
         state = {k: {**theirs.get(k, {}), **mine["state"].get(k, {})} for k in numbers}
         return {**mine, "state": state}
@@ -325,9 +317,8 @@ class GaLore(Optimizer):
         """Load what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: If a subspace does not fit its parameter, none is there after several
-                steps, or the state is one of an optimizer that does not project the same groups;
-                nothing is changed.
+            ValueError: If a subspace does not fit its parameter or is missing after some steps, or
+                if the state's optimizer did not project the same groups; nothing is changed.
         """
         subspaces: dict[Tensor, dict[str, Any]] = {}
 
@@ -341,7 +332,7 @@ class GaLore(Optimizer):
                 {key: value for key, value in group.items() if key not in _KEYS}
                 for group in given["param_groups"]
             ]
-            self._inner.load_state_dict({"state": theirs, "param_groups": groups})
+            self.inner.load_state_dict({"state": theirs, "param_groups": groups})
             for number, param in params.items():
                 for key, value in state.get(number, {}).items():
                     if key.startswith(_OURS):
@@ -397,38 +388,38 @@ class GaLore(Optimizer):
 
     def unpack_state_(self, param: Tensor) -> None:
         """Unpack the inner optimizer's state, for :func:`~comera.truncate_`."""
-        state_layout.unpack_state_(self._inner, param)
+        state_layout.unpack_state_(self.inner, param)
 
     def pack_state_(self, param: Tensor) -> None:
-        """Undo :meth:`unpack_state_`."""
-        state_layout.pack_state_(self._inner, param)
+        """Pack the inner optimizer's state again after :meth:`unpack_state_`."""
+        state_layout.pack_state_(self.inner, param)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes, so that a copy has stand-ins of its own parameters."""
-        inner = (type(self._inner), state_layout.whole(self._inner))
-        return {**state_layout.whole(self), "_inner": inner}
+        """Return all attributes, so that a copy has stand-ins for the copied parameters."""
+        inner = (type(self.inner), state_layout.whole(self.inner))
+        return {**state_layout.whole(self), "inner": inner}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_inner" in state:  # torch calls this with less, to load a state
-            kind, whole = state["_inner"]
+        if "inner" in state:  # torch calls this with less, to load a state
+            kind, whole = state["inner"]
             inner = kind.__new__(kind)
             inner.__setstate__(whole)
-            state = {**state, "_inner": inner}
+            state = {**state, "inner": inner}
         super().__setstate__(state)
 
 
 class GaLoreAdamW(GaLore):
-    """:class:`GaLore` around :class:`torch.optim.AdamW`; arguments as there."""
+    """:class:`GaLore` around :class:`torch.optim.AdamW`; arguments are those of both."""
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **settings: Any) -> None:
         super().__init__(params, torch.optim.AdamW, lr=lr, **settings)
 
 
 class GaLoreAdafactor(GaLore):
-    """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments as there.
+    """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments are those of both.
 
-    Steps are relative to the whole parameter. ``eps`` defaults to the paper's: torch's loses the
-    scale of gradients below 1e-5.
+    Steps are relative to the size of the whole parameter. ``eps`` defaults to that of the paper:
+    with torch's, gradients below 1e-5 lose their scale.
     """
 
     def __init__(
@@ -442,7 +433,7 @@ class GaLoreAdafactor(GaLore):
 
 
 class GaLoreAdamW8bit(GaLore):
-    """:class:`GaLore` around torchao's ``AdamW8bit``; arguments as there.
+    """:class:`GaLore` around torchao's ``AdamW8bit``; arguments are those of both.
 
     Raises:
         ImportError: If torchao is not installed.
@@ -463,8 +454,18 @@ def _as_list(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
-    """Check a group; return that of the inner optimizer. Fills ``stand_ins``."""
+def _for_inner(
+    group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter], seen: set[int]
+) -> dict[str, Any]:
+    """Check a group; return that of the inner optimizer. Fills ``stand_ins`` and ``seen``."""
+    for one in group["params"]:
+        param = one[1] if isinstance(one, tuple) else one
+        if id(param) in seen:
+            raise ValueError(
+                f"some parameters appear in more than one parameter group, or twice in one: one "
+                f"of shape {tuple(param.shape)}. Give GaLore each parameter once"
+            )
+        seen.add(id(param))
     own = {key: value for key, value in group.items() if key not in _KEYS}
     if "rank" not in group:
         if misplaced := sorted(_KEYS & set(group)):
@@ -504,19 +505,6 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
 
 
 def _release(stand_in: nn.Parameter) -> None:
-    """Free the memory of a stand-in parameter, but keep its shape."""
+    """Free the memory of a stand-in's value and gradient, but keep its shape."""
     stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None
-
-
-def _check_once(params: Iterable[Any], groups: Iterable[dict[str, Any]]) -> None:
-    """Raise ``ValueError`` if a new parameter is there twice, or in one of the groups."""
-    seen = {id(param) for group in groups for param in group["params"]}
-    for one in params:
-        param = one[1] if isinstance(one, tuple) else one
-        if id(param) in seen:
-            raise ValueError(
-                f"some parameters appear in more than one parameter group, or twice in one: one "
-                f"of shape {tuple(param.shape)}. Give GaLore each parameter once"
-            )
-        seen.add(id(param))

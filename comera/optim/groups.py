@@ -1,10 +1,10 @@
-"""Parameter groups for models with tensor-train layers.
+"""Split the parameters of models with tensor-train layers into optimizer groups.
 
-The factor of a layer's learning rate follows from shapes. With K cores of spectral norm g each, a
-step of norm s of one core moves the contracted weight by ``s * g ** (K - 1)``. Activations need a
-change of spectral norm ``sqrt(out / in)`` at any width (Yang, Simon and Bernstein, arXiv
-2310.17813), and widths 128 to 512 want one that falls with the root of ``in`` besides
-(``docs/experiments.md``). The factor is the wanted change over that of a step.
+The factor of a layer's learning rate (``scale_rates``) follows from shapes. With K cores of
+spectral norm g each, a step of norm s of one core moves the contracted weight by
+``s * g ** (K - 1)``. Activations need a change of spectral norm ``sqrt(out / in)`` at any width
+(Yang, Simon and Bernstein, arXiv 2310.17813), and widths 128 to 512 need one that also falls with
+the root of ``in`` (``docs/experiments.md``). The factor is this change divided by a step's.
 """
 
 import math
@@ -28,7 +28,7 @@ about that of a chain with bonds of 8, 16, 52, 16 and 8 without a factor. Blocks
 def contracted_scale(layer: CompressedLinear) -> float:
     """Return the factor of the learning rate of a layer's cores.
 
-    It depends on modes and initial ranks, at the norm of fresh cores, so truncation keeps it.
+    It depends on modes, initial ranks and the norm of fresh cores; truncation does not change it.
     """
     started = layer.shape.of_ranks(layer.start_ranks)
     if 0 in started.ranks:  # a weight that has vanished moves by no rate
@@ -45,9 +45,6 @@ def contracted_scale(layer: CompressedLinear) -> float:
     # Changes by different cores hardly agree in direction: their squares add up.
     moved = STEP_SIZE * math.sqrt(sum(step * step for step in steps)) * others
     return target * math.sqrt(_AT_WIDTH * layer.out_features) / layer.in_features / moved
-
-
-_MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def param_groups(
@@ -68,25 +65,25 @@ def param_groups(
         gate_lr: Rate of the gates, which are never decayed. Under Adam a gate falls from one to
             zero, and its rank is pruned, in ``1 / gate_lr`` steps at best.
         core_lr: Rate of the tensor-train cores; ``lr`` if None.
-        weight_decay: Decay of dense matrices only: not of cores, biases, norms or gates. If None
-            that with which the optimizer is built.
-        muon_modules: Dense layers whose weights :class:`~comera.MuonAdamW` shall step by Muon like
+        weight_decay: Decay of dense matrices only: not of cores, biases, norms or gates. If None,
+            the decay given to the optimizer.
+        muon_modules: Dense layers whose weights :class:`~comera.MuonAdamW` steps by Muon like
             cores, at ``core_lr``: ``"all-linear"``, a regular expression or names, as in
-            :class:`~comera.TTConfig`. Embeddings and output layers do better without.
+            :class:`~comera.TTConfig`. Embeddings and output layers train better without Muon.
         scale_rates: ``"contracted"`` multiplies the rate of each linear layer's cores by a factor
-            from its widths, modes and ranks, so that a step moves the contracted weight by as much
-            at every order and rank, and by less the wider it is; the factor is about 1 at width
-            256. None leaves all cores at one rate. Tables and hot rows keep their rate.
+            from its widths, modes and ranks, so that a step moves the contracted weight equally
+            at every order and rank, and less in wider layers; the factor is about 1 at width 256.
+            None leaves all cores at one rate. Tables and hot rows keep their rate.
 
     Returns:
-        Groups with ``name``, ``params``, ``lr`` and ``weight_decay``, except that dense matrices
-        have no ``weight_decay`` where it is None; empty ones are left out. With ``scale_rates``
-        there is a group ``"cores"`` for each factor, its ``rate_scale``.
+        Groups with ``name``, ``params``, ``lr`` and ``weight_decay``; the dense matrices' group has
+        no ``weight_decay`` if that is None. Empty groups are left out. With ``scale_rates`` each
+        factor has a group ``"cores"``, with the factor as ``rate_scale``.
 
     Raises:
         TypeError: If ``model`` is no module.
-        ValueError: If a rate or the decay is no number from 0, ``muon_modules`` names no dense
-            layer, or ``scale_rates`` is something else.
+        ValueError: If a rate or the decay is negative or no number, ``muon_modules`` names no dense
+            layer, or ``scale_rates`` is neither of the two.
     """
     layers = tensor_trains(model).values()
     _check(lr=lr, gate_lr=gate_lr, core_lr=core_lr, weight_decay=weight_decay)
@@ -99,44 +96,37 @@ def param_groups(
         if not weights:
             raise ValueError(f"muon_modules={muon_modules!r} names no dense layer that is trained")
         kind |= {id(weight): "matrices" for weight in weights}
-    members: dict[str, list[nn.Parameter]] = {}
+    scale_of: dict[int, float] = {}  # tables keep their rate
+    scaled = scale_rates is not None
+    for layer in layers:
+        if scaled and isinstance(layer, CompressedLinear):
+            scale = float(f"{contracted_scale(layer):.3g}")  # few groups: neighbours are as good
+            for core in layer.cores:
+                scale_of.setdefault(id(core), scale)
+    members: dict[str, dict[float, list[nn.Parameter]]] = {}
     for param in model.parameters():
         if param.requires_grad:
-            default = "dense" if param.dim() > 1 else "vectors"
-            members.setdefault(kind.get(id(param), default), []).append(param)
+            name = kind.get(id(param), "dense" if param.dim() > 1 else "vectors")
+            scale = scale_of.get(id(param), 1.0)
+            members.setdefault(name, {}).setdefault(scale, []).append(param)
     core_lr = lr if core_lr is None else core_lr
     rates = {"gates": gate_lr, "cores": core_lr, "matrices": core_lr}
-    groups: list[dict[str, Any]] = [
+    return [
         {
             "name": name,
-            "params": members[name],
+            "params": params,
             "lr": rates.get(name, lr),
             **_decay(weight_decay if name in ("dense", "matrices") else 0.0),
             **({"muon": True} if name == "matrices" else {}),
+            **({"lr": scale * core_lr, "rate_scale": scale} if scaled and name == "cores" else {}),
         }
         for name in ("cores", "gates", "matrices", "dense", "vectors")
-        if name in members
+        for scale, params in members.get(name, {}).items()
     ]
-    if scale_rates is None or "cores" not in members:
-        return groups
-    scales: dict[int, float] = {}
-    for layer in layers:
-        if isinstance(layer, CompressedLinear):
-            scale = float(f"{contracted_scale(layer):.3g}")  # few groups: neighbours are as good
-            for core in layer.cores:
-                scales.setdefault(id(core), scale)
-    by_scale: dict[float, list[nn.Parameter]] = {}
-    for core in members["cores"]:
-        by_scale.setdefault(scales.get(id(core), 1.0), []).append(core)
-    cores, *others = groups
-    return [
-        {**cores, "params": params, "lr": scale * core_lr, "rate_scale": scale}
-        for scale, params in by_scale.items()
-    ] + others
 
 
 def _check(**numbers: Any) -> None:
-    """Raise ``ValueError`` for a wrong rate, which optimizers do not check in groups."""
+    """Raise ``ValueError`` for a wrong rate or decay, which optimizers do not check in groups."""
     for name, number in numbers.items():
         if number is None and name != "lr":
             continue
@@ -162,7 +152,7 @@ def galore_param_groups(
     weight_decay: float | None = None,
     scale_rates: Literal["contracted"] | None = None,
 ) -> list[dict[str, Any]]:
-    """Split the parameters as :func:`param_groups`, dense weights in a group for GaLore.
+    """Split the parameters as :func:`param_groups` does, with dense weights in a group for GaLore.
 
     Tensor-train cores, gates, biases, norms and embeddings are never projected, nor is a weight
     that an embedding shares, nor one whose sides are not above the rank.
@@ -215,7 +205,8 @@ def _dense_weights(model: nn.Module, modules: str | list[str]) -> list[Tensor]:
     }
     found: dict[int, Tensor] = {}
     for name, module in model.named_modules():
-        if isinstance(module, _MATRICES) and (modules == "all-linear" or matches(name, modules)):
+        is_matrix = isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if is_matrix and (modules == "all-linear" or matches(name, modules)):
             weight = module.weight
             if weight.requires_grad and id(weight) not in shared:
                 found[id(weight)] = weight

@@ -1,4 +1,4 @@
-"""Per-layer updates: each parameter steps inside backward, and its gradient is freed at once.
+"""Step each parameter inside backward, and free its gradient at once (per-layer updates).
 
 After LOMO (arXiv 2306.09782) and GaLore (arXiv 2403.03507, section 4.3); the hook is
 ``torch.Tensor.register_post_accumulate_grad_hook``.
@@ -15,37 +15,37 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from comera.nn.module import is_sharded
 from comera.optim.state_layout import plain_step, step_param
 
 
 class OptimizerInBackward:
     """Steps each parameter in backward, as soon as its gradient is complete.
 
-    Gradients then need the memory of the largest layers instead of all. The wrapped optimizer
-    stays what it was: schedulers, checkpoints and ``truncate_`` go on using it, and its steps are
-    the same, bit for bit on a CPU. Call :meth:`step` (or the optimizer's) once in each iteration
-    all the same: it ends the iteration, runs the optimizer's post hooks, and steps parameters
-    without a hook, such as those of groups added later.
+    Gradients then need the memory of the largest layers instead of all. Schedulers, checkpoints and
+    ``truncate_`` go on using the wrapped optimizer, and its steps are the same, bit for bit on a
+    CPU. Still call :meth:`step` (or the optimizer's) once in each iteration: it ends the iteration,
+    runs the optimizer's post hooks, and steps parameters without a hook, as of groups added later.
 
     Args:
-        optimizer: Any that updates each parameter from its own gradient and state.
-        process_group: Average each gradient over this group before its step, instead of
-            ``DistributedDataParallel``, which keeps all gradients in its buckets. All processes
-            start with equal parameters and use the same ones in the same order in each backward.
-            A model of ``torch.distributed.fsdp.fully_shard`` needs none.
+        optimizer: Any optimizer that updates each parameter only from its own gradient and state.
+        process_group: Group of processes over which each gradient is averaged before its step,
+            instead of ``DistributedDataParallel``, which keeps all gradients in buckets. All
+            processes start with equal parameters and use the same parameters in the same order in
+            each backward. A model of ``torch.distributed.fsdp.fully_shard`` needs no group.
 
     Note:
         There is no clipping of the global norm (CAME and Adafactor bound each parameter's own
         step), no :class:`torch.amp.GradScaler` (use bfloat16), and no gradient after backward. A
         gradient that is not finite is applied, and an exception in backward leaves some parameters
-        updated: check the loss before, as ``comera.TrainStep`` does. Activation checkpointing needs
-        ``use_reentrant=False`` where a layer is used twice.
-        CAME and Muon update tensors of equal shape one by one here: CAME takes some 0.2 ms each on
-        a CPU. The hooks live as long as the parameters, or until :meth:`remove`.
+        updated: check the loss before, as ``comera.TrainStep`` does. If a layer is used twice,
+        activation checkpointing needs ``use_reentrant=False``.
+        CAME and Muon update tensors of equal shape one by one here, not together: CAME takes some
+        0.2 ms for each on a CPU. The hooks live as long as the parameters, or until :meth:`remove`.
 
     Raises:
-        TypeError: If ``optimizer`` is none, or counts over all parameters.
-        ValueError: If it cannot step in backward; the message says why and what can.
+        TypeError: If ``optimizer`` is not an optimizer, or (in a step) keeps counts in its groups.
+        ValueError: If it cannot step in backward; the message says why, and what to use instead.
 
     Example::
 
@@ -86,7 +86,7 @@ class OptimizerInBackward:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Accumulate gradients inside, around forward and backward of all parts but the last.
+        """Accumulate gradients without steps; run all parts of a batch but the last inside.
 
         ::
 
@@ -103,13 +103,13 @@ class OptimizerInBackward:
             self._accumulating = before
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """End an iteration; gradients that are still there are stepped now.
+        """End an iteration; parameters that still have a gradient are stepped now.
 
         Args:
             closure: Computes the loss and its backward pass; its result is returned.
 
         Raises:
-            RuntimeError: If a gradient came back after its update, or a ``GradScaler`` calls.
+            RuntimeError: If an updated parameter has a gradient again, or a ``GradScaler`` calls.
         """
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
@@ -124,7 +124,7 @@ class OptimizerInBackward:
         self.zero_grad()
 
     def remove(self) -> None:
-        """Remove the hooks: from now on the optimizer steps as it did before."""
+        """Remove the hooks, so that the optimizer steps as it did before."""
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -142,7 +142,7 @@ class OptimizerInBackward:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the groups of the optimizer."""
+        """Return the parameter groups of the optimizer."""
         return self.optimizer.param_groups
 
     @property
@@ -160,7 +160,7 @@ class OptimizerInBackward:
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise: ``GradScaler.step`` reads this first."""
+        """Raise an error, as only ``GradScaler.step`` reads this, and a scaler cannot work here."""
         raise RuntimeError(_SCALED)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -170,7 +170,7 @@ class OptimizerInBackward:
         )
 
     def _on_grad(self, param: Tensor) -> None:
-        """Step by a full gradient of autograd, or of ``fully_shard`` after its reduction."""
+        """Step a parameter whose gradient is complete (and reduced, under ``fully_shard``)."""
         if self._accumulating:
             self._waiting[param] = None
             return
@@ -248,7 +248,7 @@ _SCALED = (
 
 
 def _check(optimizer: Optimizer, process_group: "dist.ProcessGroup | None") -> None:
-    """Raise if steps in backward would differ from the optimizer's own."""
+    """Raise if the optimizer's steps in backward would differ from its ordinary steps."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer is of type {type(optimizer).__name__}; it must be an optimizer that holds "
@@ -282,7 +282,7 @@ def _check(optimizer: Optimizer, process_group: "dist.ProcessGroup | None") -> N
                 "gradients only after hooks have run: shard with "
                 "torch.distributed.fsdp.fully_shard"
             )
-        if not _is(param, "DTensor"):
+        if not is_sharded(param):
             continue
         if process_group is not None:
             raise ValueError(
@@ -310,5 +310,5 @@ def _check_hooks(optimizer: Optimizer, mine: int | None = None) -> None:
 
 
 def _is(thing: object, name: str) -> bool:
-    """Return whether a class of this name, which need not be imported, is among the bases."""
+    """Return whether an object's class or a base has this name; the class is not imported."""
     return any(cls.__name__ == name for cls in type(thing).__mro__)

@@ -1,4 +1,4 @@
-"""Muon for tensor trains: every core's step has equal singular values; AdamW for the rest.
+"""Define Muon for cores, whose steps get equal singular values, with AdamW for the rest.
 
 Muon (K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) replaces the averaged
 gradient by the nearest matrix whose singular values are all one. A core is taken as the matrix
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera.nn.module import is_sharded
 from comera.ops.context import without_autocast
 from comera.optim.state_layout import plain_step
-from comera.params import is_sharded
 
 log = logging.getLogger("comera")
 
@@ -34,27 +34,27 @@ class MuonAdamW(torch.optim.AdamW):
     """Muon on the cores of tensor trains, AdamW on everything else.
 
     Args:
-        params: Parameter groups. A group with ``muon=True`` is stepped by Muon, by default the
-            one named ``"cores"`` in :func:`~comera.param_groups`; it may also hold dense matrices.
-            A tensor of five dimensions whose first or last is one is taken for a core of blocks,
-            unless the group's name is ``"matrices"``.
-        lr: Learning rate of AdamW, and of Muon where a group says nothing else.
+        params: Parameter groups. Muon steps a group with ``muon=True``, by default the group named
+            ``"cores"`` by :func:`~comera.param_groups`; it may also hold dense matrices. A tensor
+            of five dimensions whose first or last is one is taken for a core of blocks, unless the
+            group's name is ``"matrices"``.
+        lr: Learning rate of AdamW and of Muon, unless a group has another.
         momentum: Decay rate of Muon's average of gradients, with Nesterov's look-ahead.
         ns_steps: Newton-Schulz iterations, which find the orthogonal matrix.
-        **settings: Of :class:`torch.optim.AdamW`: ``betas``, ``eps``, ``weight_decay``, ``fused``,
-            ... Weight decay is decoupled for both.
+        **settings: Settings of :class:`torch.optim.AdamW`: ``betas``, ``eps``, ``weight_decay``,
+            ``fused``, ... Weight decay is decoupled for AdamW and Muon.
 
     Note:
-        State of a parameter that Muon steps: ``momentum_buffer``, in its shape and dtype, and
-        ``step``, float32 ``()``. Steps are three times those of :class:`torch.optim.Muon` with
-        ``adjust_lr_fn="match_rms_adamw"``, so that AdamW's learning rate serves both, and do not
-        depend on the scale of the gradient, as long as the norm of its average is above 1e-16.
-        Cores of equal shape are stepped in the same calls, in float32 on a CPU and in bfloat16
-        elsewhere.
+        The state of a parameter that Muon steps is ``momentum_buffer``, in the parameter's shape
+        and dtype, and ``step``, float32 ``()``. Steps are three times those of
+        :class:`torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, so that one learning rate
+        serves AdamW and Muon. They do not depend on the scale of the gradient, as long as the norm
+        of its average is above 1e-16. Cores of equal shape are stepped in the same calls, in
+        float32 on a CPU and in bfloat16 elsewhere.
 
     Raises:
-        ValueError: If a setting is out of range, or a Muon group holds a vector or what
-            ``fully_shard`` has sharded.
+        ValueError: If a setting is out of range, or a Muon group holds a vector or a parameter
+            that ``fully_shard`` has sharded.
     """
 
     needs_whole_matrices = "stacks whole matrices of equal shape"
@@ -90,7 +90,7 @@ class MuonAdamW(torch.optim.AdamW):
         """Load what ``state_dict`` returned, bit for bit.
 
         Raises:
-            ValueError: If it is the state of another optimizer; nothing is changed.
+            ValueError: If the state is another optimizer's; nothing is changed.
         """
         for group in state_dict["param_groups"]:
             states = [state_dict["state"].get(number) for number in group["params"]]
@@ -104,7 +104,7 @@ class MuonAdamW(torch.optim.AdamW):
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as to any optimizer; ``muon=True`` or the name ``"cores"`` choose Muon."""
+        """Add a parameter group; ``muon=True`` or the name ``"cores"`` chooses Muon for it."""
         _check(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -132,10 +132,7 @@ class MuonAdamW(torch.optim.AdamW):
         Raises:
             RuntimeError: If a gradient is sparse or complex.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["muon"]]
         try:
@@ -172,8 +169,12 @@ class MuonAdamW(torch.optim.AdamW):
             # A core of blocks, not the weight of a 3-d convolution.
             is_core = len(shape) == 5 and 1 in (shape[0], shape[-1])
             blocks = is_core and group.get("name") != "matrices"
-            make = _steps_of_blocks if blocks else _steps
-            steps = make(updates, group["ns_steps"]).mul_(lr * STEP_SIZE)
+            matrices = updates.transpose(1, 2) if blocks else updates
+            rows, cols = block_matrix(shape) if blocks else core_matrix(shape)
+            size = block_step(shape) if blocks else math.sqrt(max(rows, cols))
+            steps = orthogonalize(matrices.reshape(-1, rows, cols), group["ns_steps"])
+            steps = steps.mul_(size).view(matrices.shape).mul_(lr * STEP_SIZE)
+            steps = steps.transpose(1, 2) if blocks else steps
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
             move = torch._foreach_add_ if group["maximize"] else torch._foreach_sub_
@@ -188,33 +189,17 @@ def _check(settings: dict[str, Any]) -> None:
         raise ValueError(f"ns_steps={ns_steps} must be at least 1")
 
 
-def _steps(updates: Tensor, ns_steps: int) -> Tensor:
-    """Orthogonalize stacked updates; return the steps divided by ``lr * STEP_SIZE``."""
-    rows, cols = core_matrix(updates.shape[1:])
-    steps = orthogonalize(updates.view(-1, rows, cols), ns_steps).view(updates.shape)
-    return steps.mul_(math.sqrt(max(rows, cols)))
-
-
-def _steps_of_blocks(updates: Tensor, ns_steps: int) -> Tensor:
-    """Return the orthogonalized steps of block cores, whose blocks are matrices.
-
-    Cores are ``(left bond, blocks, block size, blocks of the other side, right bond)``.
-    """
-    blocks = updates.transpose(1, 2)
-    rows, cols = block_matrix(updates.shape[1:])
-    steps = orthogonalize(blocks.reshape(-1, rows, cols), ns_steps)
-    steps *= block_step(updates.shape[1:])
-    return steps.view(blocks.shape).transpose(1, 2)
-
-
 def block_matrix(shape: torch.Size) -> tuple[int, int]:
-    """Return the rows and columns of each block of a core of a block tensor train."""
+    """Return the rows and columns of each block of a core of a block tensor train.
+
+    Such a core is ``(left bond, blocks, block size, blocks of the other side, right bond)``.
+    """
     left, _, width, others, right = shape
     return left * width, others * right
 
 
 def block_step(shape: torch.Size) -> float:
-    """Return the spectral norm of a block core's step, divided by ``lr * STEP_SIZE``."""
+    """Return the spectral norm of a block core's step, before the factor ``lr * STEP_SIZE``."""
     return math.sqrt(shape[1] * max(block_matrix(shape))) / 2
 
 
@@ -231,8 +216,8 @@ def core_matrix(shape: torch.Size) -> tuple[int, int]:
 def orthogonalize(matrices_brc: Tensor, steps: int) -> Tensor:
     """Approximate the orthogonal factors ``U V^T`` of stacked matrices ``(b, rows, cols)``.
 
-    Newton-Schulz iterations on the shorter side bring singular values between 0.7 and 1.2, those
-    far below the largest ones lower. A zero matrix stays zero.
+    Newton-Schulz iterations on the shorter side bring singular values between 0.7 and 1.2; those
+    far below the largest stay lower. A zero matrix stays zero.
     """
     a, b, c = _COEFFICIENTS
     wide = matrices_brc.shape[1] <= matrices_brc.shape[2]

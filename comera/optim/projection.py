@@ -1,16 +1,16 @@
-"""The subspaces in which GaLore trains a matrix: how they are found, and the products in and out.
+"""Find the subspaces in which GaLore trains a matrix, and project gradients in and steps out.
 
-They are spanned by leading singular vectors of the gradient. The bases are ``left (M, R)`` and
+Leading singular vectors of the gradient span a subspace. The bases are ``left (M, R)`` and
 ``right (R, N)``, where M and N are the gradient's rows and columns and R is the rank.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 ProjType = Literal["std", "full"]
-PROJ_TYPES = ("std", "full")
+PROJ_TYPES = get_args(ProjType)
 
 _OVERSAMPLING = 8
 
@@ -24,7 +24,7 @@ def matrix_shape(tensor: Tensor) -> tuple[int, int]:
 def basis_shapes(
     shape: tuple[int, int], rank: int, proj_type: ProjType
 ) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the bases: of the shorter side (``std``), or of both (``full``)."""
+    """Return the shapes of the bases: for the shorter side (``std``) or for both (``full``)."""
     rows, columns = shape
     shapes = {"left": (rows, rank), "right": (rank, columns)}
     if proj_type == "std":
@@ -33,7 +33,7 @@ def basis_shapes(
 
 
 def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[int, int]:
-    """Return the shape of the projected gradient."""
+    """Return the shape of a gradient projected into the subspace."""
     bases = basis_shapes(shape, rank, proj_type)
     return rank if "left" in bases else shape[0], rank if "right" in bases else shape[1]
 
@@ -41,8 +41,8 @@ def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[i
 def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dict[str, Tensor]:
     """Compute orthonormal bases of a gradient's leading subspaces, in float32 or wider.
 
-    By a randomized range finder with one power iteration (Halko, Martinsson and Tropp, arXiv
-    0909.4061, algorithm 4.4), many times faster than a singular value decomposition.
+    A randomized range finder with one power iteration (Halko, Martinsson and Tropp, arXiv
+    0909.4061, algorithm 4.4) is many times faster than a singular value decomposition.
 
     Args:
         grad_MN: Any floating dtype.
@@ -76,7 +76,7 @@ def into(grad_MN: Tensor, bases: dict[str, Tensor]) -> Tensor:
 
 
 def out_of(low: Tensor, bases: dict[str, Tensor]) -> Tensor:
-    """Map a step in the subspace back to one of the whole matrix."""
+    """Map a step in the subspace back to a step of the whole matrix."""
     if "left" in bases:
         low = bases["left"] @ low
     if "right" in bases:
@@ -85,7 +85,7 @@ def out_of(low: Tensor, bases: dict[str, Tensor]) -> Tensor:
 
 
 def add_out_of_(param: Tensor, low: Tensor, bases: dict[str, Tensor]) -> None:
-    """Add ``out_of(low)`` to ``param``, where possible without the memory of the whole step."""
+    """Add ``out_of(low)`` to ``param``, if possible without allocating the whole step."""
     if param.dtype != low.dtype or not param.is_contiguous():
         param.add_(out_of(low, bases).reshape(param.shape).to(param.dtype))
     elif "right" in bases:

@@ -1,7 +1,7 @@
-"""Operations on any optimizer: unwrap it, step one parameter, pack and load its state.
+"""Operate on any optimizer: unwrap it, step one parameter, pack and load its state.
 
-An optimizer may have two class attributes, each the rest of a sentence that begins with its name:
-``needs_whole_matrices``, why it cannot step shards of a parameter, and ``not_capturable``, why a
+An optimizer may have two class attributes, which end an error text that begins with its name:
+``needs_whole_matrices`` says why it cannot step shards of a parameter, and ``not_capturable`` why a
 CUDA graph cannot hold its step.
 """
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 
 class Wrapper(Protocol):
-    """An object that steps parameters by the optimizer in it, as ``OptimizerInBackward`` does."""
+    """An object around an ``optimizer``, such as ``OptimizerInBackward``."""
 
     @property
     def optimizer(self) -> Optimizer: ...
@@ -31,7 +31,7 @@ AnyOptimizer = Optimizer | Wrapper
 
 
 def unwrap(optimizer: AnyOptimizer) -> Optimizer:
-    """Return the optimizer that holds the state of parameters; raise ``TypeError`` if none does."""
+    """Return the innermost wrapped optimizer; raise ``TypeError`` if ``optimizer`` is none."""
     # A wrapper may be of torch's class itself, as that of accelerate.
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer):
@@ -43,7 +43,7 @@ def unwrap(optimizer: AnyOptimizer) -> Optimizer:
 
 
 def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
-    """Return the optimizer that holds the state; raise ``ValueError`` if parameters share it."""
+    """Return :func:`unwrap`; raise ``ValueError`` if its parameters share state, as in LBFGS."""
     if optimizer is None:
         return None
     unwrapped = unwrap(optimizer)
@@ -56,7 +56,7 @@ def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return a class's step without the hooks and the profiler's record that torch adds."""
+    """Return a class's ``step`` without the hooks and profiling that torch wraps around it."""
     step: Any = kind.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -66,9 +66,9 @@ def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
 def step_param(optimizer: Optimizer, param: Tensor, position: int) -> None:
     """Step one parameter, of group number ``position``, as ``optimizer.step()`` steps all.
 
-    Hooks on the optimizer's step do not run. An optimizer may have a
-    ``step_param_(param, position)`` of its own. Raises ``TypeError`` if the optimizer counts in its
-    groups: it would count every parameter.
+    Hooks on the optimizer's step do not run. An optimizer may define its own
+    ``step_param_(param, position)``. Raises ``TypeError`` if the optimizer keeps counts in its
+    groups, as it would count every parameter.
     """
     own = getattr(optimizer, "step_param_", None)
     if own is not None:
@@ -92,7 +92,7 @@ def check_keeps_no_count(
     instead: str,
     but: Container[str] = (),
 ) -> None:
-    """Raise ``TypeError``, with advice, if a step has changed group settings not in ``but``."""
+    """Raise ``TypeError`` if a step changed group settings not in ``but``; advise ``instead``."""
     written = [
         key
         for key, value in after.items()
@@ -107,17 +107,17 @@ def check_keeps_no_count(
 
 
 def group_of(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
-    """Return the group that a parameter is in."""
+    """Return the optimizer's group that contains a parameter."""
     return next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
 
 
 def packs_state(optimizer: Optimizer) -> bool:
-    """Return whether :func:`unpack_state_` changes the state of an optimizer."""
+    """Return whether :func:`unpack_state_` does anything for this optimizer."""
     return hasattr(optimizer, "unpack_state_") or hasattr(optimizer, "_new_buffer")
 
 
 def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
-    """Lay a parameter's state out in plain tensors that can be cut along with it.
+    """Unpack a parameter's state to plain tensors that can be cut along with the parameter.
 
     Calls the optimizer's ``unpack_state_`` if it has one; torchao's moments become float32.
     """
@@ -134,7 +134,7 @@ def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
 
 
 def pack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
-    """Undo :func:`unpack_state_` for the shape that the parameter has now."""
+    """Undo :func:`unpack_state_`, for the parameter's present shape."""
     if optimizer is None:
         return
     own, new_buffer = (getattr(optimizer, name, None) for name in ("pack_state_", "_new_buffer"))
@@ -148,7 +148,7 @@ def pack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
 
 
 def stored_bytes(value: Any) -> int:
-    """Return the bytes that a tensor keeps, those inside of a packed one; 0 for no tensor."""
+    """Return the bytes that a tensor, packed or not, stores; 0 for anything but a tensor."""
     if not isinstance(value, Tensor):
         return 0
     if type(value) not in (Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
@@ -158,7 +158,7 @@ def stored_bytes(value: Any) -> int:
 
 
 def whole(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's attributes, those of subclasses included, without hooks."""
+    """Return all attributes of an optimizer but hooks, to pickle more than torch would."""
     return {
         key: value
         for key, value in vars(optimizer).items()
@@ -172,7 +172,7 @@ COMMON_KEYS = frozenset({"params", "name", "param_names", "initial_lr", "rate_sc
 
 
 def made_for(unknown: Collection[str]) -> str:
-    """Return the end of an error about unknown keys, which names their optimizer."""
+    """Return a hint for an error about unknown group keys: which optimizer they are made for."""
     return "; groups with 'muon' are made for comera.MuonAdamW" if "muon" in unknown else ""
 
 
@@ -182,7 +182,7 @@ def load_hooks(
     before: Callable[[Optimizer, dict[str, Any]], dict[str, Any] | None],
     after: Callable[[Optimizer], None],
 ) -> Iterator[None]:
-    """Hook ``load_state_dict`` after pre-hooks of others, and before their post-hooks."""
+    """Hook ``load_state_dict`` inside: after others' pre-hooks, before others' post-hooks."""
     handles = [
         optimizer.register_load_state_dict_pre_hook(before),
         optimizer.register_load_state_dict_post_hook(after, prepend=True),

@@ -1,12 +1,12 @@
-"""The steps of a layer, and a way to compute it: the time and memory that its steps add up to."""
+"""Steps of a layer's computation, and candidates that add up the time and memory of their steps."""
 
 import functools
 import math
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from comera.planning.contraction import chain_indices
 from comera.planning.machine import Machine, item_size
 from comera.shapes import Shape, TTMShape, TTShape
 
@@ -23,9 +23,9 @@ class Step:
         operations: Multiply-adds.
         moved: Numbers read or written in the order in which they lie in memory.
         copied: Numbers that are permuted, gathered or scattered: read once, written once.
-        calls: Kernels started; a fraction where layers share them.
-        operators: Python operators entered; a fraction where layers share them.
-        modules: Layers of torch's that are called; a half in each of both passes.
+        calls: Kernels started; a fraction if several layers share a kernel.
+        operators: Python operators entered; a fraction if several layers share an operator.
+        modules: Modules of torch that are called: a half in each pass.
         product: ``(batch, rows, depth, columns)`` of a matrix product, None for anything else.
     """
 
@@ -43,21 +43,21 @@ class Step:
 
     @property
     def label(self) -> str:
-        """``core0·core1``, or ``y = t × B`` for a product whose result has a name of its own."""
+        """Text such as ``core0·core1``, or ``y = t × B`` if the result has a name of its own."""
         if self.product is None or self.result == "·".join(self.reads):
             return self.result
         return f"{self.result} = {' × '.join(self.reads)}"
 
     def bytes(self, dtype: str) -> int:
-        """Return the bytes read and written, rearranging included."""
+        """Return the bytes that the step reads and writes, including rearrangement."""
         return (self.moved + 2 * self.copied) * item_size(dtype)
 
     def seconds(self, machine: Machine, dtype: str) -> float:
-        """Predict the time of the step alone: of its work, and of starting it."""
+        """Predict the seconds of this step: of its work and of its start."""
         return machine.in_all(self.working(machine, dtype), self.starting(machine))
 
     def starting(self, machine: Machine) -> float:
-        """Predict the time to start its kernels, Python included."""
+        """Predict the seconds to start the step's kernels, including Python."""
         return (
             self.calls * machine.call_overhead
             + self.operators * machine.operator_overhead
@@ -65,7 +65,7 @@ class Step:
         )
 
     def working(self, machine: Machine, dtype: str) -> float:
-        """Predict the time of its work: a matrix product, or one pass over memory."""
+        """Predict the seconds of the step's work: a matrix product, or one pass over memory."""
         item = item_size(dtype)
         rearranging = 2 * self.copied * item / machine.strided_bandwidth
         if self.product is not None:
@@ -100,9 +100,9 @@ def product(
 def product_seconds(
     machine: Machine, dtype: str, batch: int, rows: int, depth: int, columns: int
 ) -> float:
-    """Predict the time of a batched ``(rows, depth) @ (depth, columns)`` without its call.
+    """Predict the seconds of a batched ``(rows, depth) @ (depth, columns)`` without its start.
 
-    It is the larger of the times to compute and to move; products with a vector only move.
+    They are the larger of computing and moving time; a product with a vector takes moving time.
     """
     numbers = batch * (rows * depth + depth * columns + rows * columns)
     moving = machine.moving(numbers * item_size(dtype))
@@ -121,15 +121,13 @@ OUTPUT_GRADIENT = "gy"
 
 
 class Work:
-    """Base of a layer at one batch size, as the planner sees it."""
+    """Base of what the planner plans: a layer or table at one batch size."""
 
     shape: Shape
     tokens: int
-    train: bool
-    input_grad: bool = True
 
     def sizes(self, dtype: str) -> tuple[dict[str, int], int]:
-        """Return the numbers in each input by name, and those in the output."""
+        """Return the size of each input by name, and the size of the output."""
         raise NotImplementedError
 
     def check_count(self, name: str) -> None:
@@ -140,7 +138,7 @@ class Work:
             raise ValueError(f"{name}={count} must be at least 1")
 
     def fill_width(self, name: str, modes: int) -> None:
-        """Set a missing width to the product of the modes, and check it."""
+        """Set the attribute ``name`` to the product of the modes if None, check it otherwise."""
         width = getattr(self, name)
         if width is None:
             object.__setattr__(self, name, modes)  # the subclasses are frozen
@@ -150,7 +148,7 @@ class Work:
             )
 
     def cores(self) -> dict[str, int]:
-        """Return the numbers in each core by name."""
+        """Return the size of each core by name."""
         return {f"core{k}": math.prod(size) for k, size in enumerate(self.shape.core_shapes)}
 
 
@@ -161,11 +159,11 @@ class Candidate:
     Attributes:
         forward: Steps of the forward pass; ``backward`` may be empty.
         seconds: Predicted time of both passes.
-        saved_bytes: Kept from the forward to the backward pass; parameters, and the copies of small
-            cores in eager mode, are not counted.
-        peak_bytes: The most that is held at once: parameters, their gradients, the layer's input
-            and output and the gradients of these, everything saved and everything transient.
-        runs: Whether the layer has code for it; if not, it is there for comparison.
+        saved_bytes: Bytes kept from the forward to the backward pass, without parameters and the
+            copies of small cores in eager mode.
+        peak_bytes: The most bytes held at once: parameters, the layer's input and output, the
+            gradients of all these, saved tensors and transient ones.
+        runs: Whether the layer can run this way; if not, the candidate is only for comparison.
     """
 
     name: str
@@ -193,11 +191,8 @@ def candidate(
 ) -> Candidate:
     """Make a candidate, and add up the time and memory of its steps.
 
-    ``parameters`` are sizes by name. The backward pass is left out without training, as is the
-    gradient of an input that needs none.
+    ``parameters`` are sizes by name.
     """
-    wanted = [step for step in backward if work.input_grad or step.result != "grad(x)"]
-    backward = wanted if work.train else []
     inputs, output = work.sizes(dtype)
     sizes = {**inputs, **{step.result: step.size for step in forward}}
     made, read_first = set[str](), set[str]()
@@ -230,7 +225,7 @@ def candidate(
 def _peak(
     steps: Sequence[Step], start: Mapping[str, int], keep: set[str], parameters: Mapping[str, int]
 ) -> int:
-    """Count the peak of numbers held; a tensor is freed after its last reader unless kept."""
+    """Return the most numbers held at once, if tensors not in ``keep`` go after their last read."""
     last = {name: k for k, step in enumerate(steps) for name in step.reads}
     held = dict(start)
     most = sum(held.values())
@@ -244,11 +239,41 @@ def _peak(
     return most
 
 
+BATCH = "b"
+_MODES = string.ascii_lowercase.replace(BATCH, "")
+_BONDS = string.ascii_uppercase
+
+Indices = tuple[str, ...]
+
+
+def chain_indices(
+    modes: Sequence[int], ranks: Sequence[int]
+) -> tuple[list[str], dict[str, Indices], dict[str, int]]:
+    """Return the letters of a chain's modes, the indices of each core, and the index sizes.
+
+    Modes are lower-case letters, bonds upper-case ones. The outer bonds, of size one, have none.
+    """
+    mode_letters = [_letter(_MODES, k) for k in range(len(modes))]
+    bond_letters = [_letter(_BONDS, k) for k in range(len(ranks))]
+    cores = {
+        f"core{k}": (*bond_letters[max(0, k - 1) : k], mode, *bond_letters[k : k + 1])
+        for k, mode in enumerate(mode_letters)
+    }
+    sizes = dict(zip([*mode_letters, *bond_letters], [*modes, *ranks], strict=True))
+    return mode_letters, cores, sizes
+
+
+def _letter(alphabet: str, k: int) -> str:
+    """Return the k-th letter, or past the end every other one after those of Latin-1."""
+    more = 2 * (k - len(alphabet)) + (alphabet is _BONDS)
+    return alphabet[k] if k < len(alphabet) else chr(ord("À") + more)
+
+
 class FactorChain(NamedTuple):
     """The contraction of the factor ``name`` (``A``, ``B`` or its only core), outermost core first.
 
-    ``forward`` are the products, ``backward`` the gradients of the cores, from that of the factor;
-    small partial products are computed again.
+    ``forward`` are the products; ``backward`` computes the gradients of the cores from the factor's
+    gradient, and small partial products again.
     """
 
     name: str
@@ -258,7 +283,7 @@ class FactorChain(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def factor_chains(shape: TTShape | TTMShape) -> tuple[FactorChain, FactorChain]:
-    """Plan the contraction of both factors of a linear layer or a table, whose modes are paired."""
+    """Plan the contraction of both factors of a linear layer or a table."""
     _, cores, sizes = chain_indices(shape.slice_sizes, shape.ranks)
     listed, split = list(cores.items()), shape.split
     return (
@@ -268,9 +293,9 @@ def factor_chains(shape: TTShape | TTMShape) -> tuple[FactorChain, FactorChain]:
 
 
 def _factor_chain(
-    name: str, cores: list[tuple[str, tuple[str, ...]]], sizes: Mapping[str, int], from_left: bool
+    name: str, cores: list[tuple[str, Indices]], sizes: Mapping[str, int], from_left: bool
 ) -> FactorChain:
-    """Multiply the cores from the outermost to the bond in the middle.
+    """Plan the products of the cores, from the outermost to the bond in the middle.
 
     From the left each product is ``(N, r) @ (r, n r')``, N being the modes so far; from the right
     ``(r' n, r) @ (r, N)``.
@@ -305,7 +330,7 @@ def _factor_chain(
 
 
 def gates(shape: Shape, operators: float, backward: bool = False) -> Step:
-    """Return the step that gates the right bonds of cores, or its backward, which gates again."""
+    """Return the step that multiplies cores by gates, or its backward step, which does so again."""
     bonds, moved = len(shape.ranks), shape.num_params * (6 if backward else 2)
     calls, name = (5 + 4 * bonds, "grad(gates)") if backward else (3 + bonds, "gates")
     return Step(name, (), "gates, dispatch", 0, moved=moved, calls=calls, operators=operators)

@@ -1,37 +1,31 @@
-"""Contraction trees of tensor networks: the tree with the fewest operations.
+"""Search the contraction tree of a tensor network with the fewest operations.
 
-Each product costs its multiply-adds once in the forward pass, and once more for each side that
-leads to a gradient, so the best tree of the forward pass is the best one for both passes.
+Each product costs its multiply-adds once in the forward pass, and once more for each of the two
+gradients, so the best tree of the forward pass is the best one for both passes.
 
-Indices are single letters: ``b`` is the batch, other lower-case letters are modes, upper-case
-letters are bonds. The outer bonds, of size one, have no index.
+Indices are those of :func:`~comera.planning.candidate.chain_indices`, and ``b`` for the batch.
 """
 
 import math
-import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from opt_einsum import get_symbol
 from opt_einsum.paths import DynamicProgramming
 
-from comera.shapes import TTMShape, TTShape
-
-BATCH = "b"
-_MODES = string.ascii_lowercase.replace(BATCH, "")
-_BONDS = string.ascii_uppercase
+from comera.planning.candidate import BATCH, Indices, chain_indices
+from comera.planning.linear_ways import Layer
+from comera.planning.lookup_ways import Lookup
+from comera.shapes import BTTShape, TTMShape, TTShape
 
 _ALL_TREES_UP_TO = 9
 """Tensors of a network up to which every tree is considered. Beyond (more than 4 + 4 modes) trees
 with outer products are left out, which keeps the search below a tenth of a second."""
 
-Indices = tuple[str, ...]
-
 
 @dataclass(frozen=True)
 class Network:
-    """Indices of named tensors and of the output, and their sizes; other indices are summed."""
+    """A tensor network: indices of tensors and output, and their sizes; others are summed."""
 
     tensors: Mapping[str, Indices]
     sizes: Mapping[str, int]
@@ -56,32 +50,11 @@ def lookup_network(shape: TTMShape, rows: int) -> Network:
     return Network(tensors, {BATCH: rows, **sizes}, (BATCH, *modes))
 
 
-def chain_indices(
-    modes: Sequence[int], ranks: Sequence[int]
-) -> tuple[list[str], dict[str, Indices], dict[str, int]]:
-    """Return the letters of a chain's modes, the indices of each core, and the index sizes."""
-    mode_letters = [_letter(_MODES, k) for k in range(len(modes))]
-    bond_letters = [_letter(_BONDS, k) for k in range(len(ranks))]
-    cores = {
-        f"core{k}": (*bond_letters[max(0, k - 1) : k], mode, *bond_letters[k : k + 1])
-        for k, mode in enumerate(mode_letters)
-    }
-    sizes = dict(zip([*mode_letters, *bond_letters], [*modes, *ranks], strict=True))
-    return mode_letters, cores, sizes
-
-
-def _letter(alphabet: str, k: int) -> str:
-    """Return the k-th letter, or past the end a symbol that opt_einsum takes."""
-    if k < len(alphabet):
-        return alphabet[k]
-    return get_symbol(len(string.ascii_letters) + 2 * (k - len(alphabet)) + (alphabet is _BONDS))
-
-
 class Search(NamedTuple):
-    """The multiply-adds of the best contraction tree.
+    """Multiply-adds of the best contraction tree.
 
-    ``forward`` are those of the forward pass, ``operations`` of both passes with each partial
-    product computed once, ``separate`` of the forward pass and each gradient with nothing shared.
+    ``forward`` counts the forward pass, ``operations`` both passes with each partial product
+    computed once, ``separate`` both passes if no gradient shares a partial product.
     """
 
     forward: int
@@ -89,20 +62,23 @@ class Search(NamedTuple):
     separate: int
 
 
-def search(network: Network, wanted: Collection[str]) -> Search:
-    """Search the tree of a network with the fewest multiply-adds; ``wanted`` get a gradient."""
+def best_tree(work: Layer | Lookup) -> Search | None:
+    """Return the best tree of a tensor train; None for blocks, or if a rank is zero."""
+    shape: Any = work.shape
+    if 0 in shape.ranks or isinstance(shape, BTTShape):
+        return None
+    of_kind = linear_network if isinstance(work, Layer) else lookup_network
+    return search(of_kind(shape, work.tokens))
+
+
+def search(network: Network) -> Search:
+    """Search the tree of a network with the fewest multiply-adds."""
     find = DynamicProgramming("flops", search_outer=len(network.tensors) <= _ALL_TREES_UP_TO)
-    # The indices of each tensor or partial product, and whether it gets a gradient.
-    nodes = [(frozenset(each), name in wanted) for name, each in network.tensors.items()]
-    gradients, output = sum(grad for _, grad in nodes), frozenset(network.output)
-    inputs = [indices for indices, _ in nodes]
-    path = find(inputs, output, dict(network.sizes)) if len(nodes) > 1 else []
-    forward = backward = 0
+    nodes, output = [*map(frozenset, network.tensors.values())], frozenset(network.output)
+    path = find(list(nodes), output, dict(network.sizes)) if len(nodes) > 1 else []
+    forward = 0
     for pair in path:
-        (one, one_grad), (two, two_grad) = (nodes.pop(k) for k in sorted(pair, reverse=True))
-        cost = math.prod(network.sizes[index] for index in one | two)
-        forward += cost
-        backward += cost * (one_grad + two_grad)
-        kept = (one | two) & output.union(*(indices for indices, _ in nodes))
-        nodes.append((kept, one_grad or two_grad))
-    return Search(forward, forward + backward, (1 + gradients) * forward)
+        one, two = (nodes.pop(k) for k in sorted(pair, reverse=True))
+        forward += math.prod(network.sizes[index] for index in one | two)
+        nodes.append((one | two) & output.union(*nodes))
+    return Search(forward, 3 * forward, (1 + len(network.tensors)) * forward)

@@ -1,7 +1,8 @@
-"""The ways to compute a compressed linear layer, and the dense layer, as lists of steps.
+"""Plan the ways to compute a compressed linear layer, and the dense layer, as lists of steps.
 
-Factorized, the batch is multiplied by the contracted factors ``A (in, r)`` and ``B (r, out)`` in
-turn; reconstructed, by ``W = A B``. A block tensor train is two batched products and a shuffle.
+A factorized layer multiplies the batch by the contracted factors ``A (in, r)`` and ``B (r, out)``
+in turn, a reconstructed one by ``W = A B``. A block tensor train is two batched products and a
+shuffle.
 
 Letters of the equations of blocks: t = tokens, a and b = blocks of the input and the numbers in
 each, c and d = those of the output, r = rank of the blocks.
@@ -21,7 +22,6 @@ from comera.planning.candidate import (
     product,
     product_seconds,
 )
-from comera.planning.contraction import Search, linear_network, search
 from comera.planning.machine import Machine, item_size
 from comera.shapes import BTTShape, LinearShape, TTShape, padded_rank
 
@@ -39,8 +39,6 @@ class Layer(Work):
         in_features: Width of the input if the modes multiply to more.
         out_features: Width of the output if the modes multiply to more.
         bias: Whether a bias is added.
-        train: Whether a backward pass follows.
-        input_grad: Whether the input needs a gradient; the first layer's does not.
         together: Number of layers of this shape that contract their cores in the same calls.
     """
 
@@ -49,8 +47,6 @@ class Layer(Work):
     in_features: int = None  # type: ignore[assignment]  # filled in by __post_init__
     out_features: int = None  # type: ignore[assignment]
     bias: bool = True
-    train: bool = True
-    input_grad: bool = True
     together: int = 1
 
     def __post_init__(self) -> None:
@@ -75,22 +71,22 @@ class Layer(Work):
 
     @property
     def bond(self) -> int:
-        """The rank of the factors, padded and with room for the bias."""
+        """The bond between the factors as computed: padded, with room for the bias."""
         return padded_rank(self.rank, self.bias)
 
     @property
     def operators(self) -> float:
-        """Python operators in each direction: one contracts the cores, one takes the batch."""
+        """Python operators in each pass: a shared one contracts cores, one multiplies the batch."""
         return 1 + 1 / self.together
 
     @property
     def biases(self) -> dict[str, int]:
-        """Numbers in the bias by name, if there is one."""
+        """The bias's size by its name; empty without a bias."""
         return {"bias": self.out_features} if self.bias else {}
 
 
 def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
-    """Return the candidates of a layer, all of them implemented."""
+    """Return the candidates of a layer; the layer can run all of them."""
     if 0 in layer.shape.ranks:
         return [only_bias(layer, machine, dtype)]
     if isinstance(layer.shape, BTTShape):
@@ -100,17 +96,8 @@ def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
     return [factorized(layer, machine, dtype), reconstructed(layer, machine, dtype)]
 
 
-def best_tree(layer: Layer) -> Search | None:
-    """Return the best tree of a tensor train; None for blocks or a weight that has vanished."""
-    if not isinstance(layer.shape, TTShape) or 0 in layer.shape.ranks:
-        return None
-    network = linear_network(layer.shape, layer.tokens)
-    wanted = set(network.tensors) - (set() if layer.input_grad else {"x"})
-    return search(network, wanted if layer.train else ())
-
-
 def _factorized_products(layer: Layer) -> tuple[Dims, ...]:
-    """List the products of the batch with both factors: t, y, and gradients of t, x, A and B."""
+    """List the sizes of the products that make t, y, and the gradients of t, x, A and B."""
     batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
     return (
         (batch, wide, bond),
@@ -123,7 +110,7 @@ def _factorized_products(layer: Layer) -> tuple[Dims, ...]:
 
 
 def _reconstructed_products(layer: Layer) -> tuple[Dims, ...]:
-    """List the products once the weight is dense: W, y, and gradients of x, W, A and B."""
+    """List the sizes of the products that make W, y, and the gradients of x, W, A and B."""
     batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
     return (
         (wide, bond, high),
@@ -193,7 +180,7 @@ def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
 
 
 def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:
-    """Plan a layer whose weight has vanished: its output is the bias, its input's gradient zero."""
+    """Plan a layer with a rank of zero: the output is the bias, the input's gradient zero."""
     wide, high = layer.tokens * layer.in_features, layer.tokens * layer.out_features
     what = "the bias in every row" if layer.bias else "zeros"
     forward = [Step("y", (), what, high, moved=high)]
@@ -202,7 +189,7 @@ def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:
 
 
 def _factors(layer: Layer) -> list[Step]:
-    """List the steps that contract the cores to A and B, the bond between them padded."""
+    """List the steps that contract the cores to A and B and pad the bond between them."""
     left, right = factor_chains(layer.shape)
     rank, bond, wide, high = layer.rank, layer.bond, layer.in_features, layer.out_features
     what = f"bond {rank} padded to {bond}"
@@ -219,14 +206,14 @@ def _factors(layer: Layer) -> list[Step]:
 
 
 def _core_gradients(layer: Layer) -> list[Step]:
-    """List the steps from the gradients of A and B to those of cores and gates."""
+    """List the steps that compute the gradients of cores and gates from those of A and B."""
     left, right = factor_chains(layer.shape)
     steps = [*left.backward, *right.backward, gates(layer.shape, layer.operators, backward=True)]
     return [replace(step, calls=step.calls / layer.together) for step in steps]
 
 
 def _bias_gradient(layer: Layer) -> list[Step]:
-    """List the sum over rows that is a bias's gradient, if there is one."""
+    """Return the step that sums the bias's gradient over rows, in a list; empty without a bias."""
     if not layer.bias:
         return []
     numbers = layer.tokens * layer.out_features
@@ -267,16 +254,18 @@ _MOST_TOKENS = 1 << 24
 
 
 @functools.lru_cache(maxsize=1024)
-def dense_from(layer: Layer, *, machine: Machine, dtype: str = "float32") -> int | None:
+def dense_from(
+    layer: Layer, *, machine: Machine, dtype: str = "float32", train: bool = True
+) -> int | None:
     """Return the number of tokens from which multiplying by the dense weight beats its two factors.
 
     None if dense is slower at any batch (up to 2**24 tokens), or the layer's weight has vanished.
+    Without ``train`` only the forward pass counts.
     """
     machine.rate(dtype)
     if 0 in layer.shape.ranks:
         return None
     item, call = item_size(dtype), machine.call_overhead
-    train, bias, high = layer.train, layer.bias, layer.out_features
 
     def seconds(products: Iterable[Dims]) -> float:
         return sum(product_seconds(machine, dtype, 1, *dims) for dims in products)
@@ -288,16 +277,17 @@ def dense_from(layer: Layer, *, machine: Machine, dtype: str = "float32") -> int
         here = replace(layer, tokens=tokens)
         factorized = seconds(_factorized_products(here)[: 6 if train else 2])
         reconstructed = seconds(_reconstructed_products(here)[1 : 4 if train else 2]) + fixed
-        if bias:  # a column of ones in one way, a sum over rows in the other
+        if layer.bias:  # a column of ones in one way, a sum over rows in the other
             factorized += call + machine.moving(tokens * item)
-            reconstructed += call + machine.moving(tokens * high * item) if train else 0.0
+            if train:
+                reconstructed += call + machine.moving(tokens * layer.out_features * item)
         return reconstructed < factorized
 
     return first_where(dense_wins, _MOST_TOKENS) if dense_wins(_MOST_TOKENS) else None
 
 
 def first_where(holds: Callable[[int], bool], most: int) -> int:
-    """Find the smallest number where the monotonic ``holds`` is true; it is at ``most``."""
+    """Find the smallest number for which ``holds``, which is monotonic and true at ``most``."""
     high = 1
     while high < most and not holds(high):
         high *= 2

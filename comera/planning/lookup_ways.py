@@ -1,7 +1,7 @@
-"""The ways rows of a tensor-train table can be read, and the dense table, as lists of steps.
+"""Plan the ways to read rows of a tensor-train table, and of a dense table, as lists of steps.
 
-By ``from_factors`` the cores are contracted to a left and a right factor, and each row is the
-product of one slice of each; ``unique`` does the same once for every distinct row.
+The candidate ``factors`` contracts the cores to a left and a right factor, and multiplies a slice
+of each for every row read; ``unique`` does so once for every distinct row.
 """
 
 import math
@@ -17,7 +17,6 @@ from comera.planning.candidate import (
     gates,
     product,
 )
-from comera.planning.contraction import Search, lookup_network, search
 from comera.planning.machine import Machine, item_size
 from comera.shapes import TTMShape
 
@@ -28,10 +27,10 @@ _OPERATORS = 3
 
 @dataclass(frozen=True)
 class Lookup(Work):
-    """One batch of ``tokens`` lookups in a table of ``shape``; ``train`` adds a backward pass.
+    """One batch of ``tokens`` lookups in a table of ``shape``.
 
-    ``distinct`` is the number of different indices to expect, None for the most that there can be.
-    ``num_embeddings`` and ``embedding_dim`` are those of the table if the modes multiply to more.
+    ``distinct`` is the expected number of different indices; None means as many as possible.
+    ``num_embeddings`` and ``embedding_dim`` are the table's sizes if the modes multiply to more.
     """
 
     shape: TTMShape
@@ -39,7 +38,6 @@ class Lookup(Work):
     distinct: int = None  # type: ignore[assignment]  # filled in by __post_init__
     num_embeddings: int = None  # type: ignore[assignment]
     embedding_dim: int = None  # type: ignore[assignment]
-    train: bool = True
 
     def __post_init__(self) -> None:
         self.check_count("tokens")
@@ -63,25 +61,18 @@ class Lookup(Work):
 
 
 def candidates(lookup: Lookup, machine: Machine, dtype: str) -> list[Candidate]:
-    """Return the candidates of a table; ``factors`` is for comparison only."""
+    """Return the candidates of a table: ``unique``, and ``factors`` only for comparison."""
     if 0 in lookup.shape.ranks:
         return [only_zeros(lookup, machine, dtype)]
     factors = from_factors(lookup, machine, dtype, unique=False)
     return [from_factors(lookup, machine, dtype, unique=True), replace(factors, runs=False)]
 
 
-def best_tree(lookup: Lookup) -> Search | None:
-    """Return the best tree of a lookup row by row; None for a table that has vanished."""
-    if 0 in lookup.shape.ranks:
-        return None
-    network = lookup_network(lookup.shape, lookup.tokens)
-    return search(network, network.tensors if lookup.train else ())
-
-
 def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) -> Candidate:
     """Plan every row, or with ``unique`` every distinct one, as a product of slices of two factors.
 
-    Counts whole factors, too many for small batches on a CPU, which contract slices alone.
+    The plan contracts whole factors, which is too much for small batches on a CPU: these contract
+    only the slices they read.
     """
     # Sizes: `rows` are made from slices (wide, rank) and (rank, high) of the two factors.
     shape, split = lookup.shape, lookup.shape.split
@@ -135,7 +126,7 @@ def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) 
 
 
 def torch_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
-    """Plan ``torch.nn.Embedding`` with a dense gradient, for comparison; no optimizer counted."""
+    """Plan ``torch.nn.Embedding`` with a dense gradient, without optimizer, for comparison."""
     weight = lookup.num_embeddings * lookup.embedding_dim
     numbers = lookup.tokens * lookup.embedding_dim
     forward = [replace(_gather("y", "weight", numbers), modules=0.5)]
@@ -146,14 +137,14 @@ def torch_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
 
 
 def only_zeros(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
-    """Plan a table that has vanished: every row is zero."""
+    """Plan a table with a rank of zero, whose rows are all zero."""
     numbers = lookup.tokens * lookup.embedding_dim
     forward = [Step("y", (), "zeros", numbers, moved=numbers)]
     return candidate("zeros", lookup, machine, dtype, forward, [], {})
 
 
 def _sort(tokens: int, dtype: str) -> Step:
-    """Count a sort: numbers and their eight-byte positions move about log2(tokens) times each."""
+    """Return the step that sorts the indices: they and their positions move log2(tokens) times."""
     moved = math.ceil(4 * tokens * math.log2(max(2, tokens)))
     size = 2 * tokens * _INDEX_BYTES // item_size(dtype)
     return Step("distinct", ("indices",), "sort the indices", size, moved=moved, calls=6)

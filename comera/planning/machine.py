@@ -1,4 +1,4 @@
-"""The speeds of a machine, in the few numbers that predict the time of a layer.
+"""Describe the speeds of a machine by the few numbers that predict the time of a layer.
 
 ``comera calibrate`` measures them and saves one JSON file for each machine in the cache folder.
 Without such a file rough defaults are used.
@@ -8,7 +8,6 @@ import functools
 import json
 import logging
 import math
-import os
 import platform
 import re
 from dataclasses import asdict, dataclass, fields, replace
@@ -30,7 +29,7 @@ _ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def item_size(dtype: str) -> int:
-    """Return the bytes of one number. Raises ValueError if the dtype is unknown."""
+    """Return the bytes of one number of a dtype; raise ValueError if it is unknown."""
     size = _ITEM_SIZES.get(dtype)
     if size is None:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(map(repr, _ITEM_SIZES))}")
@@ -39,7 +38,7 @@ def item_size(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """One device, and for a CPU one number of threads.
+    """The speeds of a device, in case of a CPU at one number of threads.
 
     Raises ``ValueError`` if a number is not positive and finite, or a dtype or kind is unknown.
 
@@ -49,22 +48,22 @@ class Machine:
         flops: Pairs of a dtype and the floating-point operations a second of a large square
             matrix product; a multiply-add is two.
         bandwidth: Bytes a second, read and written together, of a pass over a large tensor.
-        strided_bandwidth: The same where numbers are rearranged: permuted copies, gathers.
-        cache_bandwidth: The same for a tensor that stays in the last cache.
+        strided_bandwidth: Bytes a second of permuted copies and gathers.
+        cache_bandwidth: Bytes a second of a pass over a tensor that stays in the last cache.
         cache_bytes: Size of that cache.
         call_overhead: Seconds to start one kernel; on a GPU as a node of a CUDA graph.
         operator_overhead: Seconds to enter one Python operator, on top; zero on a GPU (in a graph).
         tile: Columns that the kernels of matrix products work on at once.
         whole_tiles: Whether a remainder costs one tile more, as on a GPU, or as many as it has
             powers of two (14 = 8 + 4 + 2: three), as in the kernels of CPU libraries.
-        half_width: Narrower side of a product, in whole tiles, at half the peak rate.
-        half_depth: The same for the side that is summed over.
+        half_width: Narrower side of a product, in whole tiles, at which it has half the peak rate.
+        half_depth: Length of the summed side at which a product has half the peak rate.
         onednn: Speed of oneDNN at float32 products, in units of torch's default (``flops``).
-        threads: Threads that the numbers hold for; None on a GPU.
-        measured: False for the rough defaults.
+        threads: Number of threads that was measured with; None on a GPU.
+        measured: Whether these speeds were measured; False for the rough defaults.
         eager_call: On a GPU, seconds of the host to start one kernel in eager mode.
         eager_operator: On a GPU, seconds of the host to enter one Python operator, on top.
-        eager_module: On a GPU, seconds of the host for a layer of torch's beyond its calls.
+        eager_module: On a GPU, seconds of the host for a module of torch beyond its kernels' start.
         module_overhead: ``eager_module`` in a machine that :attr:`eager` made.
         runs_ahead: Whether host and device overlap: the longer of both counts, not the sum.
     """
@@ -100,7 +99,7 @@ class Machine:
             _check_number(name, getattr(self, name), above_zero=name in _ABOVE_ZERO)
 
     def rate(self, dtype: str) -> float:
-        """Return the floating-point operations a second; ValueError if there is no such rate."""
+        """Return the peak operations a second in a dtype; raise ValueError if it is not known."""
         for name, rate in self.flops:
             if name == dtype:
                 return rate
@@ -109,22 +108,22 @@ class Machine:
 
     @property
     def prefers_onednn(self) -> bool:
-        """Whether oneDNN's rate outweighs its slower start of each product."""
+        """Whether oneDNN is so much faster that its slower start of each product pays off."""
         return self.onednn > 1.1
 
     def product_rate(self, dtype: str, multiply_adds: int) -> float:
-        """Return the rate of one product in the layers: large ones use the faster library."""
+        """Return the peak operations a second of one product of a layer, by the library it uses."""
         by_onednn = dtype == "float32" and self.prefers_onednn and multiply_adds >= ONEDNN_FROM
         return self.rate(dtype) * (self.onednn if by_onednn else 1.0)
 
     @property
     def without_onednn(self) -> "Machine":
-        """This machine with every product by torch's default library."""
+        """This machine, if torch's default library computes every product."""
         return replace(self, onednn=1.0)
 
     @property
     def eager(self) -> "Machine | None":
-        """This GPU in eager mode, where the host starts every kernel; None for a CPU."""
+        """This GPU in eager mode, in which the host starts every kernel; None for a CPU."""
         if self.kind != "cuda" or self.runs_ahead:
             return None
         return replace(
@@ -136,7 +135,7 @@ class Machine:
         )
 
     def in_all(self, working: float, starting: float) -> float:
-        """Combine the seconds of work and of starting kernels."""
+        """Combine the seconds of work and of starting kernels to those of both."""
         return max(working, starting) if self.runs_ahead else working + starting
 
     def share(self, narrow: int, depth: int) -> float:
@@ -155,7 +154,7 @@ class Machine:
 
     @property
     def title(self) -> str:
-        """The name as shown to people."""
+        """The device's name and threads, as shown to people."""
         threads = f", {self.threads} threads" if self.threads else ""
         return f"{self.name}{threads}" if self.measured else f"default profile ({self.kind})"
 
@@ -195,59 +194,19 @@ _DEFAULTS = {
 
 
 def default_machine(kind: str = "cpu") -> Machine:
-    """Return rough numbers of a two-core CPU, or of an H200-like GPU (``"cuda"``)."""
+    """Return the rough speeds of a two-core CPU, or of an H200-like GPU (``"cuda"``)."""
     _check_kind(kind)
     return _DEFAULTS[kind]
 
 
+@functools.cache  # a missing profile is logged once
 def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None = None) -> Machine:
-    """Load the saved profile of a machine; without one log that once and return the default.
+    """Load the saved profile of a machine; if there is none, log that once and return defaults.
 
-    None is this computer's processor and all threads of the process. A GPU needs a name.
+    By default the name is that of this computer's processor. A GPU needs one.
     """
     _check_kind(kind)
-    if kind == "cpu":
-        name = processor_name() if name is None else name
-        threads = usable_threads() if threads is None else threads
-    return _load(kind, name, threads)
-
-
-def save_machine(machine: Machine) -> Path:
-    """Write the profile where :func:`load_machine` finds it, and return the path."""
-    path = profile_path(machine.kind, machine.name, machine.threads)
-    content = {**asdict(machine), "flops": dict(machine.flops)}
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-    _load.cache_clear()
-    return path
-
-
-@functools.cache
-def processor_name() -> str:
-    """Return the processor's model, as the system names it."""
-    return cpu_info("model name") or platform.processor() or platform.machine()
-
-
-def cpu_info(entry: str) -> str | None:
-    """Read an entry of ``/proc/cpuinfo`` for the first processor; None where there is none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return None
-    found = re.search(rf"^{entry}\s*:\s*(.+)$", text, re.MULTILINE)
-    return found.group(1).strip() if found else None
-
-
-@functools.cache
-def usable_threads() -> int:
-    """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-@functools.cache  # a missing profile is logged once
-def _load(kind: str, name: str | None, threads: int | None) -> Machine:
+    name = processor_name() if name is None and kind == "cpu" else name
     path = profile_path(kind, name or "", threads)
     if name is None or not path.exists():
         problem = f"no profile of this machine ({name or kind})"
@@ -264,8 +223,34 @@ def _load(kind: str, name: str | None, threads: int | None) -> Machine:
     return default_machine(kind)
 
 
+def save_machine(machine: Machine) -> Path:
+    """Write the profile where :func:`load_machine` finds it, and return the path."""
+    path = profile_path(machine.kind, machine.name, machine.threads)
+    content = {**asdict(machine), "flops": dict(machine.flops)}
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+    load_machine.cache_clear()
+    return path
+
+
+@functools.cache
+def processor_name() -> str:
+    """Return the processor's model, as the system names it."""
+    return cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def cpu_info(entry: str) -> str | None:
+    """Read an entry of ``/proc/cpuinfo`` for the first processor; None if there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return None
+    found = re.search(rf"^{entry}\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1).strip() if found else None
+
+
 def profile_path(kind: str, name: str, threads: int | None, what: str = "") -> Path:
-    """Return the file for measurements of a device; its profile if ``what`` is empty."""
+    """Return the file of a device's measurements ``what``; of its profile if that is empty."""
     words = re.findall(r"[a-z0-9]+", f"{kind} {name}".lower())
     threaded = [f"{threads}threads"] if threads else []
     more = re.findall(r"[a-z0-9]+", what.lower())

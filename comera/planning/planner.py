@@ -1,4 +1,4 @@
-"""The plan of a layer at a batch: the ways to compute it, timed, and compared with the dense layer.
+"""Plan a layer at a batch size: predict the time of each way to compute it and of the dense layer.
 
 Results are cached. All functions raise ValueError if the machine has no rate for ``dtype``:
 ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
-from comera.planning.contraction import Search
+from comera.planning.contraction import Search, best_tree
 from comera.planning.linear_ways import Layer, first_where
 from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine
@@ -19,61 +19,93 @@ from comera.shapes import BTTShape, LinearShape, TTShape
 _CACHED = 1024
 
 
-@dataclass(frozen=True, repr=False)
-class Plan(Report):
-    """Candidates to compute one layer at one batch size on one machine; prints as a table.
+@dataclass(frozen=True)
+class Suggestion:
+    """Another shape that is predicted to be faster than the dense layer.
 
     Attributes:
-        title: The layer in words.
-        tokens: Rows or indices in the batch.
+        shape: Modes and ranks with the change.
+        change: The change as one would type it: ``"rank=24"``.
+        time_ratio: Predicted time divided by the dense layer's.
+    """
+
+    shape: LinearShape
+    change: str
+    time_ratio: float
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Report):
+    """The candidates to compute one layer at one batch size on one machine; prints as a table.
+
+    Attributes:
+        layer: The layer at its batch.
         candidates: The ways to compute the layer, fastest first by prediction.
         dense: The torch layer it replaces.
-        search: The contraction tree with the fewest operations, forward and backward. None for
-            blocks and for a layer of rank zero.
         eager: On a GPU the plan in eager mode (the rest is for a captured step); else None.
     """
 
-    title: str
-    tokens: int
+    layer: Layer | Lookup
     dtype: str
     machine: Machine
     candidates: tuple[Candidate, ...]
     dense: Candidate
-    search: Search | None
     eager: "Plan | None" = None
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest by prediction of those that the layer runs."""
+        """The candidate predicted to be fastest, among those that the layer can run."""
         return next(one for one in self.candidates if one.runs)
 
     @property
     def time_ratio(self) -> float:
-        """Predicted time of the chosen candidate in units of the dense layer's; below 1 wins."""
+        """Predicted time of the chosen candidate over the dense layer's; below 1 is faster."""
         return self.chosen.seconds / self.dense.seconds
 
     @property
     def winner(self) -> str:
-        """Name of the faster by prediction: the chosen candidate, or the dense layer."""
+        """Name of the faster of two: the chosen candidate or the dense layer."""
         return self.chosen.name if self.time_ratio < 1 else self.dense.name
 
     @property
     def memory_ratio(self) -> float:
-        """Most memory held at once by the chosen candidate, in units of the dense layer's."""
+        """Peak memory of the chosen candidate divided by the dense layer's."""
         return self.chosen.peak_bytes / self.dense.peak_bytes
 
     @property
-    def excess(self) -> float:
-        """Operations of the chosen candidate above those of the best tree, as a share of these.
+    def eager_ratio(self) -> float | None:
+        """:attr:`time_ratio` in eager mode on a GPU; None on a CPU, which has one mode."""
+        return None if self.eager is None else self.eager.time_ratio
 
-        Negative if modes are padded, as they are in the tree, or if rows of a table share factors.
+    @property
+    def worst_ratio(self) -> float:
+        """The largest of all ratios, memory included."""
+        return max(self.time_ratio, self.memory_ratio, self.eager_ratio or 0.0)
+
+    @functools.cached_property
+    def suggestion(self) -> Suggestion | None:
+        """A shape faster than nn.Linear; None if this one is, or if none is."""
+        if self.time_ratio <= 1 or isinstance(self.layer, Lookup):
+            return None
+        return suggest(self.layer, machine=self.machine, dtype=self.dtype)
+
+    @functools.cached_property
+    def search(self) -> Search | None:
+        """The contraction tree with the fewest operations; None for blocks and at rank zero."""
+        return best_tree(self.layer)
+
+    @property
+    def excess(self) -> float:
+        """Operations of the chosen candidate beyond the best tree's, as a share of the latter.
+
+        Negative if modes are padded, which costs the tree more, or if table rows share factors.
         """
         if self.search is None:
             return 0.0
         return self.chosen.operations / self.search.operations - 1
 
     def candidate(self, name: str) -> Candidate:
-        """Return the candidate of that name; ValueError if there is none."""
+        """Return the candidate of that name; raise ValueError if there is none."""
         for one in self.candidates:
             if one.name == name:
                 return one
@@ -82,10 +114,10 @@ class Plan(Report):
 
     @property
     def heading(self) -> str:  # type: ignore[override]
-        return f"{self.title}\n{self.tokens} tokens, {self.dtype}, {self.machine.title}"
+        return f"{self.layer}\n{self.layer.tokens} tokens, {self.dtype}, {self.machine.title}"
 
     def tables(self) -> list[Table]:
-        """Return the steps of the chosen candidate, and all candidates."""
+        """Return a table of the steps of the chosen candidate, and a table of all candidates."""
         steps = [
             (
                 name,
@@ -127,7 +159,7 @@ class Plan(Report):
         ]  # fmt: skip
 
     def summary(self) -> str:
-        """Compare the chosen candidate with the dense layer and with the best tree."""
+        """Return lines that compare the chosen candidate with the dense layer and the best tree."""
         memory = show_bytes(self.chosen.peak_bytes), show_bytes(self.dense.peak_bytes)
         lines = [
             f"against {self.dense.name}{' in a captured step' if self.eager else ''}: "
@@ -149,6 +181,23 @@ class Plan(Report):
                 )
         return "\n".join(lines)
 
+    def sentence(self) -> str:
+        """Compare a linear layer with nn.Linear, and name a shape that would be faster."""
+        blocks = isinstance(self.layer.shape, BTTShape)
+        text = f"at {self.layer.tokens} tokens this {'block ' * blocks}tensor train takes "
+        text += f"{self.time_ratio:.2g}x the time of nn.Linear "
+        if self.eager_ratio is not None:
+            text += f"in a captured step, {self.eager_ratio:.2g}x in eager mode, "
+        text += f"and {self.memory_ratio:.2g}x its memory"
+        if self.suggestion is not None:
+            return f"{text}; {self.suggestion.change} would take {self.suggestion.time_ratio:.2g}x"
+        if self.time_ratio > 1:
+            none = "rank" if blocks else "rank or order"
+            return f"{text}; no {none} is faster than nn.Linear at this batch"
+        if self.eager_ratio is not None and self.eager_ratio > 1:
+            return f"{text}: run it in comera.TrainStep, which captures the step"
+        return text
+
     def _times(self) -> str:
         ours, dense = show_seconds(self.chosen.seconds), show_seconds(self.dense.seconds)
         return f"{self.time_ratio:.2f}x the time ({ours} for {dense})"
@@ -156,101 +205,25 @@ class Plan(Report):
 
 @functools.lru_cache(_CACHED)
 def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32") -> Plan:
-    """Plan a layer or lookups at a batch; on a GPU a captured step, with eager mode in the plan."""
+    """Plan a layer or lookups at a batch size; on a GPU for captured steps and for eager mode."""
     machine.rate(dtype)
     if isinstance(layer, Lookup):
         made = lookup_ways.candidates(layer, machine, dtype)
         dense = lookup_ways.torch_embedding(layer, machine, dtype)
-        best = lookup_ways.best_tree(layer)
     else:
         made = linear_ways.candidates(layer, machine, dtype)
         dense = linear_ways.torch_linear(layer, machine, dtype)
-        best = linear_ways.best_tree(layer)
     eager = plan_layer(layer, machine=machine.eager, dtype=dtype) if machine.eager else None
     made.sort(key=lambda one: one.seconds)  # of equals the first listed
-    return Plan(str(layer), layer.tokens, dtype, machine, tuple(made), dense, best, eager)
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """Another shape that is predicted to be faster than the dense layer.
-
-    Attributes:
-        shape: Modes and ranks with the change.
-        change: The change as one would type it: ``"rank=24"``.
-        time_ratio: Predicted time in units of the dense layer's.
-    """
-
-    shape: LinearShape
-    change: str
-    time_ratio: float
-
-
-@dataclass(frozen=True)
-class BreakEven:
-    """Comparison of a tensor train with nn.Linear at a batch; ``str`` gives a sentence or two.
-
-    Attributes:
-        plan: The plan of the layer.
-        suggestion: A shape that is faster than nn.Linear; None if this one is, or if none is.
-        blocks: Whether it is a block tensor train.
-    """
-
-    plan: Plan
-    suggestion: Suggestion | None
-    blocks: bool = False
-
-    @property
-    def time_ratio(self) -> float:
-        """Predicted time in units of nn.Linear's; above 1 loses."""
-        return self.plan.time_ratio
-
-    @property
-    def loses_time(self) -> bool:
-        return self.time_ratio > 1
-
-    @property
-    def eager_ratio(self) -> float | None:
-        """:attr:`time_ratio` in eager mode on a GPU; None on a CPU, which has one mode."""
-        return None if self.plan.eager is None else self.plan.eager.time_ratio
-
-    @property
-    def worst(self) -> float:
-        """The largest of all ratios, memory included."""
-        return max(self.time_ratio, self.plan.memory_ratio, self.eager_ratio or 0.0)
-
-    def __str__(self) -> str:
-        kind = "block tensor train" if self.blocks else "tensor train"
-        text = f"at {self.plan.tokens} tokens this {kind} takes {self.time_ratio:.2g}x the time "
-        text += "of nn.Linear "
-        if self.eager_ratio is not None:
-            text += f"in a captured step, {self.eager_ratio:.2g}x in eager mode, "
-        text += f"and {self.plan.memory_ratio:.2g}x its memory"
-        if self.suggestion is not None:
-            return f"{text}; {self.suggestion.change} would take {self.suggestion.time_ratio:.2g}x"
-        if self.loses_time:
-            none = "rank" if self.blocks else "rank or order"
-            return f"{text}; no {none} is faster than nn.Linear at this batch"
-        if self.eager_ratio is not None and self.eager_ratio > 1:
-            return f"{text}: run it in comera.TrainStep, which captures the step"
-        return text
-
-
-@functools.lru_cache(_CACHED)
-def break_even(layer: Layer, *, machine: Machine, dtype: str = "float32") -> BreakEven:
-    """Predict whether a tensor train, run in its fastest way, beats nn.Linear at a batch."""
-    plan = plan_layer(layer, machine=machine, dtype=dtype)
-    better = suggest(layer, machine=machine, dtype=dtype) if plan.time_ratio > 1 else None
-    return BreakEven(plan, better, isinstance(layer.shape, BTTShape))
+    return Plan(layer, dtype, machine, tuple(made), dense, eager)
 
 
 @functools.lru_cache(_CACHED)
 def suggest(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Suggestion | None:
     """Find the largest rank at which a tensor train beats nn.Linear at a batch.
 
-    First the modes of ``shape`` with one bound on all bonds; if no rank of these is fast enough,
-    the balanced modes of other orders, fewest cores first. Returns the suggestion, or None if
-    nn.Linear is faster than any of them.
+    The search tries the modes of ``shape`` with one bound on all bonds; if no rank is fast enough,
+    balanced modes of other orders, fewest cores first. Returns None if nn.Linear is fastest.
     """
     machine.rate(dtype)
     shape = layer.shape

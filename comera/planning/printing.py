@@ -1,4 +1,4 @@
-"""Reports that print themselves as tables, in a terminal and in a notebook; numbers with units."""
+"""Print reports as tables in terminals and notebooks, and numbers with units."""
 
 import html
 import io
@@ -63,12 +63,12 @@ class Table:
         title: Line above the table.
         header: Names of the columns.
         rows: Cells of each row.
-        left: Numbers of the columns of words, which are aligned at the left and broken between
-            words where room is scarce. The others are numbers, which are never broken.
-        names: Number of the column of dotted names. Where room is scarce, the prefix that most of
-            them share is written once, in the title.
-        spare: Names of the columns to leave out where there is no room, the first of them first.
-            A line below the table lists them.
+        left: Indices of the columns of words, which are aligned at the left and broken between
+            words if room is scarce. All other columns are numbers, which are never broken.
+        names: Index of the column of dotted names. If room is scarce, the prefix that most names
+            share is written once, in the title.
+        spare: Names of the columns to leave out if there is no room, in order; a line below lists
+            them.
         total: Whether a line is drawn above the last row.
     """
 
@@ -81,7 +81,7 @@ class Table:
     total: bool = False
 
     def html(self) -> str:
-        """Return plain HTML for notebooks, with all columns."""
+        """Return the table as plain HTML for notebooks, with all columns."""
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
         body = "".join(
             f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
@@ -91,7 +91,7 @@ class Table:
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def text(self) -> str:
-        """Return text no wider than the terminal; breaks headings, then names, then words."""
+        """Return text no wider than the terminal; headings break first, then names, then words."""
         limit = max(_LEAST_WIDTH, shutil.get_terminal_size().columns)
         title = self.title
         cells = {k: [row[k] for row in self.rows] for k in range(len(self.header))}
@@ -166,7 +166,7 @@ def _broken(name: str, width: int) -> str:
 
 
 def _shared_prefix(names: Iterable[str]) -> str:
-    """Return the prefix, up to a dot, whose omission saves most letters, or nothing."""
+    """Return the prefix of names, up to a dot, whose omission saves most letters, or ``""``."""
     beginnings: Counter[str] = Counter()
     for name in names:
         parts = name.split(" ")[0].split(".")
@@ -180,17 +180,17 @@ def _shared_prefix(names: Iterable[str]) -> str:
 
 
 class Report:
-    """Base of the results that print themselves, in a terminal and in a notebook."""
+    """Base of results that print as tables in a terminal and in a notebook."""
 
     heading: str = ""
     """Lines above the tables."""
 
     def tables(self) -> list[Table]:
-        """Return the tables."""
+        """Return the report's tables, which are printed below the heading."""
         raise NotImplementedError
 
     def summary(self) -> str:
-        """Return lines of totals."""
+        """Return the lines to print below the tables, such as totals."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -208,7 +208,7 @@ class Report:
 
 
 def data_frame(entries: Iterable[Any]) -> "pd.DataFrame":
-    """Return a frame with a row for each dataclass, columns as its fields. Needs pandas."""
+    """Return a data frame: a row for each dataclass, a column for each field. Needs pandas."""
     with needed_by("to_pandas()"):
         import pandas as pd  # takes as long to import as all the rest of this package
 
@@ -216,7 +216,7 @@ def data_frame(entries: Iterable[Any]) -> "pd.DataFrame":
 
 
 def empty_figure(columns: int = 1) -> tuple["Figure", Any]:
-    """Return a figure with axes side by side, and the axes. Needs matplotlib."""
+    """Return an empty figure with axes side by side, and these axes. Needs matplotlib."""
     with needed_by("a plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -229,7 +229,7 @@ def empty_figure(columns: int = 1) -> tuple["Figure", Any]:
 def with_bar(
     items: Iterable[_Item], title: str, show: bool, total: float | None = None, done: int = 0
 ) -> Iterable[_Item]:
-    """Return items, with a progress bar that starts at ``done`` if ``show``."""
+    """Return the items; if ``show``, iterating over them draws a progress bar from ``done``."""
     if not show:
         return items
     from rich.progress import track  # not needed without a bar

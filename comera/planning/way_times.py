@@ -1,8 +1,8 @@
-"""Measured times of the ways of operators on a card.
+"""Save and load measured times of the ways (implementations) of operators on a GPU.
 
-``comera calibrate`` saves them in one JSON file for each device and version of torch. Without one a
-card uses the figures of one H100 below (``docs/benchmarks/h100-operators.md``); on a CPU operators
-try their ways in the order in which they list them.
+``comera calibrate`` saves the times in a JSON file for each device and version of torch. Without it
+a GPU uses the times of one H100 below. On a CPU operators try their ways in the order in which they
+list them.
 """
 
 import functools
@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ Size = int | str
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one group of operators at ``sizes``: ``seconds`` of both passes, by way.
+    """Times of one group of operators at ``sizes``: each way's ``seconds`` for both passes.
 
-    ``captured``: whether measured in a CUDA graph, or in eager mode.
+    ``captured`` is whether they were measured in a CUDA graph rather than in eager mode.
     """
 
     group: str
@@ -49,11 +49,11 @@ class Timing:
 
     @property
     def case(self) -> tuple[object, ...]:
-        """Key of the measurement; a later one of the same key replaces it."""
+        """Key of the measurement; a later measurement with the same key replaces it."""
         return self.group, self.dtype, self.captured, self.sizes
 
     def order(self, names: Sequence[str]) -> list[str]:
-        """Sort the names that have times, fastest first; ties stay in the given order."""
+        """Return the names that have times, fastest first; near ties stay in the given order."""
         left, found = [name for name in names if name in self.seconds], list[str]()
         while left:
             enough = _EVEN * min(self.seconds[name] for name in left)
@@ -64,24 +64,19 @@ class Timing:
 
 @dataclass(frozen=True)
 class WayTimes:
-    """All known ``timings`` of a device, one a case; ``origin`` is their source, for people.
+    """All known ``timings`` of a device, one for each case; ``origin`` says where they come from.
 
-    ``measured``: whether measured on this device. ``least``: sizes by group below which there are
-    no times.
+    ``measured`` is whether they were measured on this device.
     """
 
     origin: str
     timings: tuple[Timing, ...] = ()
     measured: bool = False
-    least: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def nearest(
         self, group: str, dtype: str, captured: bool, sizes: Sequence[Size]
     ) -> Timing | None:
-        """Return the entry of nearest sizes, or None; eager and graph times may stand in."""
-        least = self.least.get(group, ())
-        if any(isinstance(n, int) and n < low for n, low in zip(sizes, least, strict=False)):
-            return None
+        """Return the timing of nearest sizes, at need with the other ``captured``; or None."""
         alike = [
             (timing.captured != captured, distance, timing)
             for timing in self.timings
@@ -92,7 +87,7 @@ class WayTimes:
 
 
 def _distance(measured: Sequence[Size], asked: Sequence[Size]) -> float | None:
-    """Add up the ratios of numbers; None if words differ."""
+    """Return the sum of the sizes' log-ratios; None if the words among the sizes differ."""
     if len(measured) != len(asked):
         return None
     total = 0.0
@@ -104,32 +99,65 @@ def _distance(measured: Sequence[Size], asked: Sequence[Size]) -> float | None:
     return total
 
 
-_MICROSECONDS: tuple[tuple[str, str, tuple[Size, ...], dict[str, float]], ...] = (
-    # layers, rank; dtype of the factors that are made, of float32 cores
-    ("contract_cores", "float32", (36, 30), {"kernel": 162, "torch": 584}),
-    ("contract_cores", "bfloat16", (36, 30), {"kernel": 151, "torch": 614}),
-    ("contract_cores", "bfloat16", (36, 31), {"kernel": 154, "torch": 673}),
-    # rows, widths in and hidden, rank
-    ("feed_forward", "bfloat16", (1024, 768, 3072, 32), {"kernel": 77, "torch": 95}),
-    ("feed_forward", "bfloat16", (4096, 768, 3072, 32), {"kernel": 118, "torch": 196}),
-    ("feed_forward", "bfloat16", (16384, 768, 3072, 32), {"kernel": 318, "torch": 659}),
-    ("feed_forward", "bfloat16", (4096, 4096, 11008, 32), {"kernel": 387, "torch": 647}),
-    ("feed_forward", "bfloat16", (4096, 768, 3072, 64), {"kernel": 189, "torch": 198}),
-    ("feed_forward", "bfloat16", (4096, 4096, 11008, 64), {"kernel": 627, "torch": 625}),
-    # positions, rank, width of a head; "heads" with a mask, "ranks" with expanded keys and a mask
-    ("attention_space", "bfloat16", (128, 32, 64), {"heads": 134, "ranks": 90}),
-    ("attention_space", "bfloat16", (512, 32, 64), {"heads": 189, "ranks": 144}),
-    ("attention_space", "float32", (128, 32, 64), {"heads": 436, "ranks": 282}),
-    ("attention_space", "float32", (512, 32, 64), {"heads": 938, "ranks": 727}),
-)
+_H100 = """
+contract_cores 36 x 30, float32, captured: kernel 202 us, torch 716 us
+contract_cores 36 x 30, bfloat16, captured: kernel 215 us, torch 755 us
+contract_cores 36 x 62, float32, captured: kernel 505 us, torch 984 us
+contract_cores 36 x 62, bfloat16, captured: kernel 515 us, torch 1010 us
+feed_forward 256 x 768 x 3072 x 32 x tf32, float32, captured: torch 79 us, kernel 116 us
+feed_forward 256 x 768 x 3072 x 32, bfloat16, captured: kernel 55 us, torch 58 us
+feed_forward 1024 x 768 x 3072 x 32 x tf32, float32, captured: torch 125 us, kernel 126 us
+feed_forward 1024 x 768 x 3072 x 32, bfloat16, captured: kernel 65 us, torch 82 us
+feed_forward 4096 x 768 x 3072 x 32 x tf32, float32, captured: kernel 178 us, torch 341 us
+feed_forward 4096 x 768 x 3072 x 32, bfloat16, captured: kernel 111 us, torch 179 us
+feed_forward 1024 x 768 x 3072 x 40 x tf32 x wide, float32, captured: torch 129 us, kernel 195 us
+feed_forward 1024 x 768 x 3072 x 40 x wide, bfloat16, captured: torch 88 us, kernel 89 us
+feed_forward 4096 x 768 x 3072 x 40 x tf32 x wide, float32, captured: kernel 265 us, torch 353 us
+feed_forward 4096 x 768 x 3072 x 40 x wide, bfloat16, captured: kernel 148 us, torch 192 us
+feed_forward 4096 x 4096 x 11008 x 32 x tf32, float32, captured: kernel 601 us, torch 1140 us
+feed_forward 4096 x 4096 x 11008 x 32, bfloat16, captured: kernel 335 us, torch 625 us
+gated_feed_forward 1024 x 2048 x 32 x tf32, float32, captured: kernel 163 us, torch 179 us
+gated_feed_forward 1024 x 2048 x 32, bfloat16, captured: kernel 99 us, torch 119 us
+gated_feed_forward 4096 x 2048 x 32 x tf32, float32, captured: kernel 229 us, torch 488 us
+gated_feed_forward 4096 x 2048 x 32, bfloat16, captured: kernel 147 us, torch 252 us
+lookup 1024 x a block a row, float32, captured: torch 128 us, kernel 217 us
+lookup 1024, bfloat16, captured: torch 126 us, kernel 158 us
+lookup 4096 x a block a row, float32: kernel 2430 us, torch 5430 us
+lookup 4096 x a block a row, float32, captured: torch 241 us, kernel 274 us
+lookup 4096, bfloat16: kernel 2560 us, torch 5300 us
+lookup 4096, bfloat16, captured: kernel 164 us, torch 237 us
+lookup 4096, float16: kernel 3170 us, torch 6840 us
+lookup 4096, float16, captured: kernel 164 us, torch 236 us
+lookup 16384 x a block a row, float32, captured: kernel 582 us, torch 637 us
+lookup 16384, bfloat16, captured: kernel 236 us, torch 628 us
+lookup 4096 x a block a row x hot rows, float32, captured: kernel 353 us, torch 410 us
+lookup 4096 x a block a row x hot rows, bfloat16, captured: kernel 359 us, torch 486 us
+lookup 4096 x a block a row x bags, float32, captured: kernel 296 us, torch 404 us
+lookup 4096 x a block a row x bags, bfloat16, captured: kernel 305 us, torch 399 us
+lookup 4096 x a block a row x hot rows x bags, float32, captured: kernel 382 us, torch 574 us
+lookup 4096 x a block a row x hot rows x bags, bfloat16, captured: kernel 401 us, torch 645 us
+attention_space 128 x 32 x 64, float32, captured: ranks 505 us, heads 637 us
+attention_space 128 x 32 x 64, bfloat16, captured: ranks 267 us, heads 296 us
+"""
+"""As ``comera calibrate`` describes them on an H100 80GB HBM3 with torch 2.11, on 2026-11-26."""
+
+
+def _timing(line: str) -> Timing:
+    """Return what a line of ``comera calibrate`` describes."""
+    what, ways = line.split(": ")
+    case, dtype, *captured = what.split(", ")
+    group, _, sizes = case.partition(" ")
+    times = (way.split() for way in ways.split(", "))
+    return Timing(
+        group, dtype, bool(captured),
+        tuple(int(size) if size.isdigit() else size for size in sizes.split(" x ")),
+        {name: 1e-6 * float(microseconds) for name, microseconds, _ in times},
+    )  # fmt: skip
+
 
 BUILT_IN = WayTimes(
-    "built-in, of an H100 80GB HBM3, torch 2.11, 2026-11-22: never measured here",
-    tuple(
-        Timing(group, dtype, True, sizes, {way: 1e-6 * us for way, us in times.items()})
-        for group, dtype, sizes, times in _MICROSECONDS
-    ),
-    least={"feed_forward": (1024, 0, 0, 0)},  # fewer rows were not measured
+    "built-in, of an H100 80GB HBM3, torch 2.11, 2026-11-26: never measured here",
+    tuple(map(_timing, _H100.split("\n")[1:-1])),
 )
 NONE = WayTimes("built-in order: never measured here")
 
@@ -175,7 +203,7 @@ def save_way_times(setting: Setting, timings: Sequence[Timing], date: str) -> Pa
 
 @functools.cache  # read once; a file that cannot be used is logged once
 def load_way_times(setting: Setting) -> WayTimes:
-    """Load the times of a device, or the built-in ones; a file that cannot be used is logged."""
+    """Load the saved times of a device, or built-in times; log a file that cannot be used."""
     default = BUILT_IN if setting.kind == "cuda" else NONE
     try:
         content = json.loads(setting.path.read_text())

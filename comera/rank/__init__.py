@@ -1,1 +1,1 @@
-"""The learning of ranks: how large a model is, when its ranks shrink, how they are removed."""
+"""Learn ranks: how large a model is, when its ranks shrink, and which are removed."""

@@ -1,28 +1,23 @@
-"""The base of the methods of rank learning: when ranks are cut, and how.
-
-Processes that average their gradients must cut the same ranks: their settings, ranks and gates are
-compared, and by :func:`agreed` their plans, before anything is changed.
-"""
+"""The base of the methods of rank learning, and the size of a model counted by its gates."""
 
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from comera.extras import listed
-from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
+from comera.nn.batched_contraction import gates_together
+from comera.nn.module import TensorTrainModule, check_unsharded, is_open, is_sharded, tensor_trains
 from comera.optim.state_layout import AnyOptimizer
-from comera.params import is_sharded
+from comera.rank.agreement import agreed, check_copies, processes_of
 from comera.rank.prune import prune_to_
-from comera.rank.size import AllGates, SizeOfRanks
 from comera.shapes import is_number
-from comera.surgery.truncate import check_can_be_cut, kept_ranks, truncate_, wrappers_of
+from comera.surgery.truncate import check_can_be_cut, kept_ranks, truncate_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,90 +27,12 @@ log = logging.getLogger("comera")
 
 Stage = Literal["early", "late", "done"]
 
-_SAME = 1e-3
-"""Tolerance of equal gates: machines of several kinds round differently."""
 _OPEN = 0.1
 """A gate above this still carries its rank; one below is on its way out."""
-_WAY_OUT = (
-    "Nothing has been changed. Processes that train one model start with equal weights and average "
-    "their gradients, as DistributedDataParallel does; where each trains a model of its own, give "
-    "TwoStage or ImportancePruning process_group=None"
-)
-
-
-def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
-    """Return the process group of a model, its DDP's or the default one; None for one process."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    for wrapper in wrappers_of(model):
-        return wrapper.process_group
-    return dist.group.WORLD if dist.get_world_size() > 1 else None
-
-
-def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
-    """Check that a function returns the same in all processes.
-
-    ``plan`` returns plain values; ``group`` is None for a process that is alone.
-
-    Raises:
-        Exception: The error of the function in this process.
-        RuntimeError: If it raised in another process.
-        ValueError: If it returned different values; raised in all processes.
-    """
-    mine, problem = None, None
-    try:
-        mine = plan()
-    except Exception as error:
-        problem = error
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    gathered = _gathered(group, (mine, text))
-    if problem is not None:
-        raise problem
-    for process, (_, text) in gathered.items():
-        if text is not None:
-            raise RuntimeError(
-                f"process {process} cannot cut its ranks, so that no other does: {text}"
-            )
-    (first, _), *others = gathered.items()
-    for process, (theirs, _) in others:
-        if theirs != gathered[first][0]:
-            raise ValueError(
-                f"processes {first} and {process} would cut other ranks: their gates are the "
-                f"same, but their cores are not. {_WAY_OUT}"
-            )
-
-
-def _gathered(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
-    """Gather the objects of every process of a group, by its number."""
-    if group is None:
-        return {0: mine}
-    ranks = dist.get_process_group_ranks(group)
-    found: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(found, mine, group=group)
-    return dict(zip(ranks, found, strict=True))
-
-
-def _difference(one: tuple[Any, Any], other: tuple[Any, Any]) -> str | None:
-    """Return the first difference between the settings and gates of two processes, or None."""
-    (settings, gates), (other_settings, other_gates) = one, other
-    for name, value in settings.items():
-        if value != other_settings[name]:
-            return f"{name} is {value!r} and {other_settings[name]!r}"
-    if gates.keys() != other_gates.keys():
-        return f"the tensor-train layers are {list(gates)} and {list(other_gates)}"
-    for name, of_layer in gates.items():
-        ranks, other_ranks = ([len(g) for g in gs] for gs in (of_layer, other_gates[name]))
-        where = f"of {name or 'the layer'}"
-        if ranks != other_ranks:
-            return f"the ranks {where} are {ranks} and {other_ranks}"
-        flat, other_flat = torch.cat(of_layer), torch.cat(other_gates[name])
-        if not torch.allclose(flat, other_flat, rtol=0, atol=_SAME, equal_nan=True):
-            return f"gates {where} differ by up to {float((flat - other_flat).abs().max()):.2g}"
-    return None
 
 
 def check_target(target: Any) -> None:
-    """Raise ``ValueError`` for a target out of range."""
+    """Raise ``ValueError`` unless ``target`` is in (0, 1]."""
     if not is_number(target) or not 0 < target <= 1:
         raise ValueError(
             f"target={target!r} must be in (0, 1]: the share of the present size to end at"
@@ -123,7 +40,7 @@ def check_target(target: Any) -> None:
 
 
 def check_steps(name: str, steps: Any, least: int, why: str = "") -> None:
-    """Raise ``ValueError`` for a setting that is no number of steps; the message ends with why."""
+    """Raise ``ValueError`` unless ``steps`` is a whole number from ``least``; add ``why``."""
     if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < least:
         raise ValueError(f"{name}={steps!r} must be a whole number of steps, from {least}{why}")
 
@@ -131,7 +48,7 @@ def check_steps(name: str, steps: Any, least: int, why: str = "") -> None:
 def target_entries(
     layers: Collection[TensorTrainModule], target: float, start_size: int, min_rank: int
 ) -> int:
-    """Return how many entries a target, a share of ``start_size``, leaves the cores of some layers.
+    """Return how many entries cores may have at ``target``, a share of ``start_size``.
 
     Raises ``ValueError`` if the layers need more at ``min_rank``.
     """
@@ -150,15 +67,166 @@ def target_entries(
     return allowed
 
 
+class AllGates(NamedTuple):
+    """All gates of a model in one vector, which of them are open, and how many in each bond."""
+
+    values: Tensor
+    live: Tensor
+    counts: Tensor
+
+
+class SizeOfRanks:
+    """Counts the entries of a model's cores from its gates.
+
+    With ranks ``d_k`` and ``n_k`` entries per pair of ranks, the size of a layer is
+    ``sum_k n_k d_{k-1} d_k`` (CoMERA, arXiv 2405.14377, equation 5). In the exact size ``d_k`` is
+    the number of open gates, which are above ``prune_below``; a layer with an empty bond has size
+    zero. In the relaxed size ``d_k`` is the sum of the open gates, which has a gradient. Both agree
+    if open gates are one. Raises ``ValueError`` if the model has no tensor train whose gates train.
+
+    Args:
+        model: The model, whose present tensor-train layers count, except any with a frozen gate.
+        min_rank: A bond with no more open gates than this gets no gradient of the relaxed size.
+
+    Attributes:
+        layers: Layers that are counted, by name.
+        frozen: Names of layers that are not counted, as a gate is frozen.
+    """
+
+    def __init__(self, model: nn.Module, min_rank: int = 1) -> None:
+        found = tensor_trains(model)
+        if not found:
+            raise ValueError(
+                f"{type(model).__name__} has no tensor-train layer: call comera.tensorize_ first"
+            )
+        self.layers: dict[str, TensorTrainModule] = {
+            name: layer
+            for name, layer in found.items()
+            if all(gate.requires_grad for gate in layer.gates)
+        }
+        self.frozen = [name for name in found if name not in self.layers]
+        if not self.layers:
+            raise ValueError(
+                f"the rank gates of {listed(self.frozen)} are frozen (requires_grad=False), as "
+                "they are where a frozen layer is tensorised, and there are no others to learn"
+            )
+        self.min_rank = min_rank
+        self._indexed: tuple[Any, ...] = ()
+        self._widths: tuple[int, ...] = ()
+
+    @property
+    def gates(self) -> list[Tensor]:
+        """All gates, layer by layer; loading a state may replace them."""
+        return [gate for layer in self.layers.values() for gate in layer.gates]
+
+    def read(self) -> AllGates:
+        """Return the present gates as :class:`AllGates`."""
+        values = gates_together(list(self.layers.values()))
+        widths = tuple(gate.shape[0] for gate in self.gates)
+        if (widths, values.device, values.dtype) != self._indexed:
+            self._index(widths, values.device, values.dtype)
+        live = is_open(values.detach(), self._prune_below)
+        return AllGates(values, live, self._sum_by_bond(live.double()))
+
+    def relaxed(self, gates: AllGates | None = None) -> Tensor:
+        """Return the relaxed size, a differentiable scalar; by default of the present gates."""
+        values, live, counts = gates or self.read()
+        bonds = self._sum_by_bond(values * live)
+        bonds = torch.where(counts > self.min_rank, bonds, bonds.detach())
+        before, after = self._ends_of_cores(bonds)
+        return torch.dot(before * after, self._slices[bonds.dtype])
+
+    @torch.no_grad()
+    def exact(self, gates: AllGates | None = None) -> Tensor:
+        """Return the exact size, a float64 scalar on the device without a gradient."""
+        return self._size_at((gates or self.read()).counts)
+
+    @torch.no_grad()
+    def hold_(self, before: Tensor, floor: float) -> Tensor:
+        """Reopen gates if too many closed in one step: a closed gate never opens by itself.
+
+        A gate that has just closed is set to 1.5 times ``prune_below`` if its bond has no open gate
+        left, or if the size is below ``floor``. Returns whether the size was below the floor, a
+        boolean on the device.
+
+        Args:
+            before: Whether each gate was open before the optimizer step.
+            floor: Entries that the size may not fall below.
+        """
+        values, live, counts = self.read()
+        reached = self._size_at(counts) < floor
+        lifted = (before > live) & reached
+        if self.min_rank:
+            dead = self._sum_by_bond((live | lifted).to(values.dtype)) == 0
+            best = self._lowest.scatter_reduce(0, self._bond_of_gate, values, "amax")
+            largest = values == best[self._bond_of_gate]
+            lifted = lifted | (dead[self._bond_of_gate] & largest)
+        rise = (self._lifted_to - values) * lifted
+        gates = self.gates
+        parts = zip(rise.split(list(self._widths)), gates, strict=True)
+        torch._foreach_add_(gates, [part.view_as(gate) for part, gate in parts])
+        return reached
+
+    def _size_at(self, counts: Tensor) -> Tensor:
+        """Return the exact size at the given ranks of all bonds."""
+        before, after = self._ends_of_cores(counts)
+        least = self._most.scatter_reduce(0, self._layer_of_bond, counts, "amin")
+        whole = least[self._layer_of_core] > 0
+        return torch.dot(before * after * whole, self._slices[counts.dtype])
+
+    def _sum_by_bond(self, values: Tensor) -> Tensor:
+        """Sum values of gates by bond; entry 0 is for the outer bonds, which are one."""
+        return self._outer[values.dtype].index_add(0, self._bond_of_gate, values)
+
+    def _ends_of_cores(self, bonds: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rank before each core, and the rank after each core."""
+        # Unlike that of indexing by brackets, its gradient needs no sorting.
+        return bonds.index_select(0, self._ends).chunk(2)  # type: ignore[return-value]
+
+    def _index(self, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
+        """Record the bond of each gate, and the two bonds of each core, as tensors."""
+        self._indexed, self._widths = (widths, device, dtype), widths
+        before: list[int] = []
+        after: list[int] = []
+        slices: list[int] = []
+        thresholds: list[float] = []
+        layer_of_core: list[int] = []
+        layer_of_bond, bond = [0], 0
+        for number, layer in enumerate(self.layers.values(), start=1):
+            inner = list(range(bond + 1, bond + 1 + len(layer.gates)))
+            before += [0, *inner]
+            after += [*inner, 0]
+            slices += layer.shape.slice_sizes
+            layer_of_core += [number] * len(layer.cores)
+            layer_of_bond += [number] * len(inner)
+            thresholds += [layer.prune_below] * sum(layer.ranks)
+            bond += len(inner)
+
+        def on_device(values: Sequence[float], dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        numbered = enumerate(widths, start=1)
+        self._bond_of_gate = on_device([k for k, width in numbered for _ in range(width)])
+        self._ends = on_device(before + after)
+        self._layer_of_core = on_device(layer_of_core)
+        self._layer_of_bond = on_device(layer_of_bond)
+        self._slices = {kind: on_device(slices, kind) for kind in (dtype, torch.double)}
+        self._outer = {kind: on_device([1] + [0] * bond, kind) for kind in (dtype, torch.double)}
+        self._prune_below = on_device(thresholds, dtype)
+        self._lifted_to = 1.5 * self._prune_below
+        self._lowest = self._outer[dtype].new_full((bond + 1,), -torch.inf)
+        self._most = self._outer[torch.double].new_full((bond + 1,), torch.inf)
+
+
 class RankLearning(ABC):
     """Learn the ranks of one model in one training run; base of all methods.
 
     Attributes:
         method: The name of the class in states and errors.
         steps_done: Steps counted so far.
-        process_group: The group that was given, or that of the ``DistributedDataParallel`` of
+        process_group: The group that was given, or that of the ``DistributedDataParallel`` in
             ``TrainStep``.
-        forced: Gates above 0.1 that :meth:`finish_` has closed, None before it ran.
+        forced: Number of gates above 0.1 that :meth:`finish_` has closed; None before it ran.
     """
 
     method: ClassVar[str]
@@ -202,17 +270,17 @@ class RankLearning(ABC):
 
     @property
     def stage(self) -> Stage:
-        """Stage of the next step, ``"done"`` once ranks are due to be cut."""
+        """Stage of the next step; ``"done"`` once ranks are due to be cut."""
         return "done" if self.forced is not None or self.due else "early"
 
     @property
     def due(self) -> bool:
-        """Whether it is time for :meth:`finish_`, which has not run yet."""
+        """Whether :meth:`finish_` is to be called now; False once it has run."""
         return self.forced is None and self.steps_left == 0
 
     @property
     def steps_left(self) -> int:
-        """Number of steps until ranks are :attr:`due` to be cut."""
+        """Number of steps until rank learning is :attr:`due` to cut ranks."""
         return max(0, self._steps - self.steps_done)
 
     def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -220,8 +288,8 @@ class RankLearning(ABC):
 
         Args:
             loss: Loss of the batch.
-            seen: Loss that the size is weighed against, by default ``loss``: the mean over several
-                processes, so that all make the same choice.
+            seen: Loss to compare the size with, by default ``loss``; several processes give their
+                mean loss, so that all make the same choice.
         """
         if self.stage == "done":
             return loss
@@ -233,16 +301,16 @@ class RankLearning(ABC):
 
     @abstractmethod
     def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
-        """Return the objective; on the host it may branch only on values of :meth:`identity`.
+        """Return the objective; code may branch on the host only by values in :meth:`identity`.
 
-        ``seen`` is the loss, or the mean of several processes', without a gradient.
+        ``seen`` is the loss, or the mean loss of several processes, without a gradient.
         """
 
     def step(self, loss: Tensor | float, optimizer: AnyOptimizer | None = None) -> None:
         """Count one optimizer step whose mean loss was ``loss`` (detached).
 
         Args:
-            loss: Loss of the batch; the mean loss where a step has several batches.
+            loss: Loss of the batch; the mean loss if a step has several batches.
             optimizer: The optimizer that has stepped. Its state is cut along with the ranks, and
                 reset for cores that are brought into canonical form.
 
@@ -257,7 +325,7 @@ class RankLearning(ABC):
         self.count_(optimizer)
 
     def count_(self, optimizer: AnyOptimizer | None = None) -> None:
-        """Count a step: the host part of :meth:`step`."""
+        """Count a step: the part of :meth:`step` that runs on the host."""
         if optimizer is not None and optimizer is not self._optimizer:
             check_holds_cores(optimizer, self.model)
             check_can_be_cut(tensor_trains(self.model), optimizer)
@@ -266,14 +334,14 @@ class RankLearning(ABC):
 
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
-        """Close gates after a step, on the device: the part of :meth:`step` in a CUDA graph."""
+        """Reopen gates if a step closed too many: the part of :meth:`step` in a CUDA graph."""
         if self._live is not None:
             # Many gates may close in one step, and a closed one has no gradient to open again.
             self._target_met |= self.size.hold_(self._live, self.target_size)
             self._live = None
 
     def discard_(self) -> None:
-        """Discard the objective, as after a step that raised an error; call ``zero_grad`` too."""
+        """Discard the objective of a step that raised an error; call ``zero_grad`` as well."""
         self._live = None
 
     @abstractmethod
@@ -286,25 +354,25 @@ class RankLearning(ABC):
 
         Returns:
             ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, the number of gates
-            above 0.1 that were closed; ``reached``, the size before that.
+            above 0.1 that were closed; ``reached``, the size before gates were closed.
 
         Raises:
-            ValueError: If processes hold different gates or would cut different ranks; then none
-                changes anything. If cores are not finite or the optimizer's state cannot be cut.
+            ValueError: If processes hold different gates or would cut different ranks; then no
+                process changes anything. If cores are not finite or optimizer state cannot be cut.
             RuntimeError: If another process cannot cut its ranks.
         """
 
     @abstractmethod
     def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Warn if the steps are too few for the optimizer to close gates."""
+        """Warn if the remaining steps are too few for the optimizer to close gates."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return what a CUDA graph fixes: host values and tensor addresses of the objective."""
+        """Return the host values and tensor addresses that a CUDA graph of the objective fixes."""
         sizes = self.target_size, self.start_size, self.min_rank
         return self.method, self.stage, *sizes, self._target_met.data_ptr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values for a resumed run."""
+        """Return the state of rank learning as tensors and plain values, to resume a run."""
         return {
             "method": self.method,
             "steps_done": self.steps_done,
@@ -345,10 +413,10 @@ class RankLearning(ABC):
         return [core for layer in self.size.layers.values() for core in layer.cores]
 
     def _processes(self, **settings: object) -> "ProcessGroup | None":
-        """Return the group to work with, whose processes hold the same ranks, gates and settings.
+        """Return the process group; check that all hold the same ranks, gates and settings.
 
         Raises:
-            ValueError: If they do not, in all of them; the message has the difference.
+            ValueError: In all processes, if ranks, gates or settings differ; it names the first.
         """
         check_unsharded(self.model, self.method)
         given = self.process_group
@@ -359,15 +427,7 @@ class RankLearning(ABC):
             **settings, "due": self.forced is None,
             "prune_below": {name: layer.prune_below for name, layer in layers.items()},
         }  # fmt: skip
-        gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
-        (first, mine), *others = _gathered(group, (known, gates)).items()
-        for process, theirs in others:
-            what = _difference(mine, theirs)
-            if what is not None:
-                raise ValueError(
-                    f"processes {first} and {process} do not hold copies of one model: {what}. "
-                    f"{_WAY_OUT}"
-                )
+        check_copies(group, known, layers)
         return group
 
     @torch.no_grad()
@@ -378,7 +438,7 @@ class RankLearning(ABC):
         importance: Mapping[int, Tensor] | None = None,
         min_keep: float = 0.0,
     ) -> dict[str, Any]:
-        """Close gates until the target is met, alike in all processes, and truncate."""
+        """Close the same gates in all processes until the target is met, and truncate."""
         optimizer = optimizer or self._optimizer
         reached, gates = int(self.size.exact()), self.size.gates
         before, closed = [gate.clone() for gate in gates], list[float]()

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from comera.nn.module import TensorTrainModule
-from comera.shapes import is_number
-from comera.surgery.truncate import check_finite, check_min_rank, kept_ranks, not_finite
+from comera.shapes import check_min_rank, is_number
+from comera.surgery.truncate import check_finite, kept_ranks, not_finite
 
 
 @dataclass
 class _Bond:
-    """One bond while ranks are being chosen: the importance of its ranks, the least first."""
+    """One bond while ranks are chosen, with the importance of its ranks, the least first."""
 
     layer: int
     position: int
@@ -32,24 +32,24 @@ def prune_to_(
     importance: Mapping[int, Tensor] | None = None,
     min_keep: float = 0.0,
 ) -> list[float]:
-    """Close the gates that matter least until the cores fit a budget.
+    """Close the least important gates until the cores fit a budget.
 
-    Ranks are closed by importance per entry, the least first, over all layers. If a large last rank
-    leaves room, earlier ones that still fit stay open, except in layers that have vanished. Gates
-    become zero; no core is cut. Sizes are those that :func:`truncate_` leaves at this ``min_rank``.
-    Returns the values of the gates that were closed. Raises ``ValueError`` if the smallest ranks
-    allowed are still above the budget, the importance of a gate is not given or not finite, or a
-    core or gate is not finite.
+    Ranks of all layers are pruned by importance per entry, the least first. If pruning a large last
+    rank leaves room, earlier ranks that still fit stay, except in layers that have vanished. Gates
+    of pruned ranks become zero; no core is cut. Sizes are those after :func:`truncate_` with this
+    ``min_rank``. Returns the values that these gates had. Raises ``ValueError`` if the smallest
+    ranks allowed are still above the budget, the importance of a gate is missing or not finite, or
+    a core or gate is not finite.
 
     Args:
         named: Layers to prune, by name.
         budget: Entries the cores may have afterwards.
-        min_rank: Ranks a bond must keep; at 0 a whole layer may go.
-        importance: The importance of each rank, ``(R,)``, by the ``id`` of its gate, in one unit
-            for the whole model. By default the share a rank has in the squared norm that its bond
-            still carries.
-        min_keep: Share of what it would keep if all layers shrank alike that every layer keeps at
-            least, in ``[0, 1]``; as far as its ranks can be divided so.
+        min_rank: Ranks that every bond keeps; at 0 a whole layer may vanish.
+        importance: The importance of each rank, ``(R,)``, by the ``id`` of the gate, in one unit
+            for the whole model. By default a rank's share in the squared norm of the bond's
+            remaining ranks.
+        min_keep: Entries that every layer keeps at least, as a share of what it would keep if all
+            layers shrank alike, in ``[0, 1]``; met up to one rank.
     """
     check_min_rank(min_rank)
     check_min_keep(min_keep)
@@ -67,7 +67,7 @@ def prune_to_(
     least = [alike * size for size in sizes]
 
     def cost_of(bond: _Bond) -> float:
-        """Return the loss per entry saved by the next rank of a bond; infinite if none may go."""
+        """Return the importance per entry of a bond's next rank; infinite if it must stay."""
         live = ranks[bond.layer]
         if live[bond.position] <= min_rank or not bond.importance:
             return np.inf
@@ -129,7 +129,7 @@ def _rank_bonds(
     keeps: Sequence[Tensor],
     importance: Mapping[int, Tensor] | None,
 ) -> list[_Bond]:
-    """Sort the ranks of each bond that would be kept by their importance."""
+    """Sort the unpruned ranks of each bond of a layer by importance."""
     if importance is None:
         values = _norms(layer)
         if not all(of_bond.isfinite().all() for of_bond in values):
@@ -151,7 +151,7 @@ def _rank_bonds(
 
 
 def _norms(layer: TensorTrainModule) -> list[Tensor]:
-    """Return each rank's share of the weight's squared norm, for every bond."""
+    """Return for every bond the share of each rank in the weight's squared norm."""
     if not layer.is_chain:
         norms = layer.rank_norms()
         return [norms / norms.sum().clamp(min=1e-300)]
@@ -165,7 +165,7 @@ def _norms(layer: TensorTrainModule) -> list[Tensor]:
 
 
 def _grams(cores: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inner products between the ranks of each bond, over everything before it."""
+    """Return the Gram matrix of each bond's ranks over the contracted cores before the bond."""
     gram, out = cores[0].new_ones(1, 1), []
     for core in cores[:-1]:
         gram = torch.einsum("lm,lnr,mns->rs", gram, core, core)
@@ -174,6 +174,6 @@ def _grams(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_min_keep(min_keep: Any) -> None:
-    """Raise ``ValueError`` for a share out of range."""
+    """Raise ``ValueError`` unless ``min_keep`` is a share from 0 to 1."""
     if not is_number(min_keep) or not 0 <= min_keep <= 1:
         raise ValueError(f"min_keep={min_keep!r} must be in [0, 1]")

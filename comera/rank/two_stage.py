@@ -1,4 +1,4 @@
-"""The two stages of rank learning: converge first, then shrink to a target.
+"""Learn ranks in two stages: converge first, then shrink to a target.
 
 Early stage (CoMERA, arXiv 2405.14377, equation 7): ``loss + gamma * size + beta * |cores|^2``,
 the size relative to that at the start. Late stage (equation 9, achievement scalarisation)::
@@ -6,11 +6,11 @@ the size relative to that at the start. Late stage (equation 9, achievement scal
     max(w1 * (loss - goal), w2 * (size - target)) + rho_loss * loss + beta * |cores|^2
 
 with ``w1 = 1 / loss`` and ``w2 = 1 / size`` of each step; the goal is the running mean of the loss
-at the end of the early stage. So the one that is further from its goal, in proportion, gets the
-step. The comparison uses the exact size, the gradient the relaxed one. Three things differ from the
-paper: the whole is multiplied by the present loss, so that the optimizer's moments stay valid; the
-size has no weight of its own beside the maximum; and a size that has met its target is regularised
-no further, nor falls below it.
+at the end of the early stage. So each step follows the loss or the size, whichever is further from
+its goal in proportion. The comparison uses the exact size, the gradient the relaxed size. Three
+things differ from the paper: the whole is multiplied by the present loss, so that the optimizer's
+moments stay valid; the size has no term outside the maximum; and a size that has met its target is
+regularised no further, and does not fall below it.
 """
 
 import logging
@@ -22,10 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.optim.state_layout import AnyOptimizer, unwrap
-from comera.rank.learning import RankLearning, Stage, check_steps
-from comera.rank.size import AllGates
-from comera.shapes import is_number
-from comera.surgery.truncate import check_min_rank
+from comera.rank.learning import AllGates, RankLearning, Stage, check_steps
+from comera.shapes import check_min_rank, is_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,9 +46,9 @@ class TwoStageSettings:
         gamma: Weight of the size in the early stage.
         beta: Weight of the cores' squared norm in both stages. It stops the gates from shrinking
             while the cores grow to make up for it.
-        rho_loss: Weight of the loss when the size has the step; 0.1 in the authors' code. At 1 the
-            loss is never trained more slowly than in the early stage.
-        min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish and leave their
+        rho_loss: Weight of the loss in steps that follow the size; 0.1 in the authors' code. At 1
+            the loss is never trained more slowly than in the early stage.
+        min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish but for their
             bias.
     """
 
@@ -69,42 +67,41 @@ class TwoStageSettings:
 
 
 class TwoStage(RankLearning):
-    """Rank learning of the CoMERA paper: stable convergence, then pruning to a target.
+    """Rank learning of the CoMERA paper: first convergence, then pruning to a target.
 
     Call :meth:`objective` on each loss before its backward pass, :meth:`step` after each
     optimizer step, and :meth:`finish_` once, when it is :attr:`due`; ``TrainStep`` makes the first
-    two calls. Training goes on afterwards, with the small model.
+    two calls. Training then goes on with the small model.
 
     Args:
-        model: Its tensor-train layers are learned, except those whose gates are frozen.
-        target: Size of their cores at the end, as a share of their size now, in (0, 1].
+        model: The model, whose tensor trains learn their ranks, unless their gates are frozen.
+        target: Size of these layers' cores at the end, as a share of their size now, in (0, 1].
         early_steps: Steps before the late stage begins.
         late_steps: Steps of the late stage, at least one; afterwards the objective is the loss
             alone.
         gamma: Weight of the size in the early stage.
         beta: Weight of the cores' squared norm in both stages.
-        rho_loss: Weight of the loss when the size has the step.
-        min_rank: 1, or 0 to let whole layers vanish.
+        rho_loss: Weight of the loss in steps that follow the size.
+        min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish.
         process_group: Processes that train copies of the model together, each on its own rows. They
-            cut the same ranks or, with an error, none, and all of them make the same calls of
-            :meth:`step` and :meth:`finish_`. ``"auto"`` finds them: those of the model's
-            ``DistributedDataParallel``, else all of ``torch.distributed``. None where each trains a
-            model of its own.
+            all call :meth:`step` and :meth:`finish_` alike and cut the same ranks or, with an
+            error, none. ``"auto"`` is the group of the model's ``DistributedDataParallel``, or else
+            all processes of ``torch.distributed``. None if each process trains its own model.
 
     Attributes:
         start_size: Entries of the cores when this object was made.
         target_size: Entries allowed at the end.
-        forced: Gates above 0.1 that :meth:`finish_` has closed, None before it ran.
+        forced: Number of gates above 0.1 that :meth:`finish_` has closed; None before it ran.
 
     Raises:
-        ValueError: If the model has no tensor-train layer to learn, one is sharded, as by
+        ValueError: If the model has no tensor-train layer to learn, a layer is sharded, as by
             ``fully_shard``, or a setting is out of range.
 
     Note:
-        In a loop of one's own each of several processes weighs the size against its own loss;
-        ``objective(loss, seen)`` with the mean of their losses makes it one choice, as
-        ``TrainStep`` does. The ``DistributedDataParallel`` around the model is renewed for the new
-        shapes when ranks are cut; other wrappers that average must be made again.
+        In your own training loop, each of several processes would compare the size with its own
+        loss. Call ``objective(loss, seen)`` with the mean of their losses, as ``TrainStep`` does,
+        so that all make the same choice. When ranks are cut, the ``DistributedDataParallel`` around
+        the model is renewed for the new shapes; other wrappers that average must be made again.
     """
 
     method: ClassVar[str] = "TwoStage"
@@ -194,8 +191,8 @@ class TwoStage(RankLearning):
     def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
         """Cut ranks, see :meth:`~comera.rank.learning.RankLearning.finish_`.
 
-        Ranks still above their threshold are closed greedily until the target is met, the smallest
-        share of their layer first. A warning counts gates that were not just above it, if several.
+        If too many ranks are open, gates are closed greedily until the target is met, those with
+        the smallest share of their layer first. A warning tells if many were above 0.1.
         """
         group = self._processes()
         live = int(self.size.read().live.sum())
@@ -210,7 +207,7 @@ class TwoStage(RankLearning):
         return outcome
 
     def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Warn if the gates cannot close in the remaining steps; Adam takes ``1 / lr`` steps."""
+        """Warn if gates cannot close in the remaining steps; Adam takes ``1 / lr`` steps."""
         if self.forced is not None:
             return  # they need not
         gates = {id(gate) for gate in self.size.gates}
@@ -231,18 +228,18 @@ class TwoStage(RankLearning):
             )  # fmt: skip
 
     def identity(self) -> tuple[object, ...]:
-        """Return what a CUDA graph fixes: host values and tensor addresses of the objective."""
+        """Return the host values and tensor addresses that a CUDA graph of the objective fixes."""
         tensors = (self._running_loss, self._late_goal, self._least_loss)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return (*super().identity(), *astuple(self.settings), *addresses)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values for a resumed run."""
+        """Return the state of rank learning as tensors and plain values, to resume a run."""
         own = {"running_loss": self._running_loss, "late_goal": self._late_goal}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of :meth:`state_dict`."""
+        """Load the result of :meth:`state_dict`, to resume a run."""
         super().load_state_dict(state)
         self._least_loss = None
         for name in ("running_loss", "late_goal"):

@@ -1,1 +1,1 @@
-"""Runs described by one typed YAML file, and the command line."""
+"""Train runs that a typed YAML file describes, and define the command line."""

@@ -1,4 +1,4 @@
-"""Commands for what has been trained: ``list``, ``evaluate``, ``predict`` and ``export``."""
+"""Commands for trained runs: ``list``, ``evaluate``, ``predict``, ``export`` and ``report``."""
 
 import contextlib
 import io
@@ -15,10 +15,10 @@ from rich.table import Table
 
 from comera.checkpoint.archive import Archive
 from comera.recipes import run_folder
+from comera.recipes.cli import changes_of
 from comera.recipes.jobs import LOG, last_session, why_failed
 from comera.recipes.parse import read_yaml
 from comera.recipes.run import find_device, without_remarks
-from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import TASKS
 from comera.recipes.tasks.task import prepare_task
 from comera.recipes.trained import export, load_run, predictions
@@ -30,10 +30,10 @@ _quiet = without_remarks("comera.machine")
 
 @_quiet
 def list_runs(folder: str = "runs", /, *, console: Console) -> None:
-    """List runs, or the files of one.
+    """List runs, or the files of one run.
 
     Args:
-        folder: Folder of runs, or of one.
+        folder: Folder of runs, or of one run.
     """
     path = Path(folder).expanduser()
     if not is_run(path):
@@ -62,8 +62,8 @@ def evaluate(
 
     Args:
         run: Folder of a finished run.
-        device: As of a run.
-        set: Where its data are now, if they have moved: --set='[nli.train=pairs.jsonl]'.
+        device: Device, as the setting of a run.
+        set: Where the run's data are now, if they have moved: --set='[nli.train=pairs.jsonl]'.
     """
     folder, where = Path(run).expanduser(), find_device(device)
     trained = load_run(folder, device=where)
@@ -115,8 +115,8 @@ def predict(
 
     Args:
         run: Folder of a finished run.
-        file: Lines of text, or rows of clicks as JSON; without it they are read as they come.
-        device: As of a run.
+        file: File of lines of text, or of rows of clicks as JSON (default: the standard input).
+        device: Device, as the setting of a run.
         tokens: Tokens that a causal language model adds.
     """
     if tokens < 1:
@@ -146,7 +146,7 @@ def _flat(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _lines(file: str | None) -> Iterator[str]:
-    """Yield lines, with surrogates for bytes that are no text."""
+    """Yield the lines of a file or of the standard input, with surrogates for invalid bytes."""
     if file is None:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")
@@ -171,14 +171,37 @@ _MB = 1e6
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run."""
+    """Return whether a folder is the folder of a run."""
     return (folder / "config.yaml").is_file() and bool(
         _read(read_yaml, folder / "config.yaml").get("train")
     )
 
 
+def report(folder: str, /, *, console: Console) -> None:
+    """Write one HTML file about a run or a sweep.
+
+    Args:
+        folder: Folder of the run or the sweep.
+    """
+    from comera.recipes.report.run_report import write_report
+    from comera.recipes.report.sweep_report import write_sweep_report
+
+    path = Path(folder).expanduser()
+
+    def say(text: str) -> None:
+        console.print(f"in {path}, {text}", markup=False, highlight=False, soft_wrap=True)
+
+    of_a_sweep = (path / "results.json").is_file()
+    if not of_a_sweep and not (path / "metrics.jsonl").is_file() and holds_runs(path):
+        raise FileNotFoundError(
+            f"{path} is not a run but holds some: give one of those that comera list {path} shows"
+        )
+    written = write_sweep_report(path) if of_a_sweep else write_report(path, say)
+    console.print(f"wrote {written}", markup=False)
+
+
 def holds_runs(folder: Path) -> bool:
-    """Return whether there are runs below a folder that is no run itself."""
+    """Return whether a folder holds runs, but is not a run itself."""
     return folder.is_dir() and not is_run(folder) and any(_runs(folder))
 
 
@@ -215,7 +238,7 @@ def _runs(folder: Path) -> Iterator[Path]:
 
 
 def _has_only_a_log(folder: Path) -> bool:
-    """Return whether a sweep has started a run here that has no settings yet."""
+    """Return whether a folder has only the log of a run that a sweep has just started."""
     return not (folder / "config.yaml").exists() and last_session(folder) is not None
 
 

@@ -1,4 +1,4 @@
-"""``comera checkpoint ACTION``: inspect, verify, export, evaluate and make chains."""
+"""Define ``comera checkpoint ACTION``: inspect, verify, export, evaluate and make chains."""
 
 import re
 from collections.abc import Mapping
@@ -34,7 +34,10 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.pt")
 
 
 def find_series(path: Path) -> dict[int, Path]:
-    """List files or folders of one checkpoint each, by the last number in their names."""
+    """Return files or folders of one checkpoint each, by the last number in their names.
+
+    Raises ``FileNotFoundError`` if there are none, ``ValueError`` for a missing or repeated number.
+    """
     found: dict[int, Path] = {}
     for entry in sorted(path.iterdir()) if path.is_dir() else []:
         if not (entry.suffix in _SUFFIXES or any((entry / name).is_file() for name in _WEIGHTS)):
@@ -55,7 +58,10 @@ def find_series(path: Path) -> dict[int, Path]:
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
-    """Read the arguments of ``CheckpointChain.save`` from another program's file; runs no code."""
+    """Read the arguments of :meth:`CheckpointChain.save` from another program's file; runs no code.
+
+    Raises ``ValueError`` if the file is not readable, or holds no model.
+    """
     if path.is_dir():
         weights = next(path / name for name in _WEIGHTS if (path / name).is_file())
         model, optimizer = _read(weights), path / "optimizer.pt"
@@ -99,7 +105,7 @@ _KINDS = {
 
 
 def inspect(folder: str, console: Console) -> int:
-    """Show the checkpoints of a chain, and what its bytes are.
+    """Show the checkpoints of a chain, and what takes its bytes.
 
     Args:
         folder: Folder of the checkpoints, or of the run that wrote them.
@@ -155,7 +161,7 @@ def inspect(folder: str, console: Console) -> int:
 
 
 def verify(folder: str, console: Console) -> int:
-    """Read everything, and report what is damaged.
+    """Read all checkpoints of a chain, and report which are damaged.
 
     Args:
         folder: Folder of the checkpoints, or of the run that wrote them.
@@ -196,7 +202,7 @@ def export(folder: str, out: str, console: Console, step: str = "latest") -> int
 def evaluate(
     run: str, console: Console, chain: str | None = None, at: str | None = None, train_on: int = 0
 ) -> int:
-    """Show the loss of checkpoints beside that of the run.
+    """Show the loss of checkpoints beside the loss of the run.
 
     Args:
         run: Folder of a run of `comera train`.
@@ -266,7 +272,7 @@ def compress(
     key_every: int = KEY_EVERY,
     key_bits: int = Quality.key_bits,
 ) -> int:
-    """Make a chain of other programs' checkpoints.
+    """Make a chain from checkpoints of other programs.
 
     Args:
         source: Folder of a series: files of torch or safetensors, or folders as transformers writes
@@ -274,12 +280,12 @@ def compress(
         out: Folder of the chain to make.
         mode: Whether small errors are accepted (lossy) or every bit is kept (lossless).
         bits: Bits of the code of a changed entry, 2 to 8.
-        rate: Error that is accepted to save one bit, as a share of the variance.
+        rate: Error that is accepted to save one bit, as a share of the values' variance.
         alpha: Factor alpha of the paper's rule for changes that are left out; 0 leaves it to the
             rate.
         beta: Leave out first moments smaller than this many times their mean.
-        key_every: Number of checkpoints from one that stands alone to the next.
-        key_bits: Bits of the code of a weight in a checkpoint that stands alone.
+        key_every: Number of checkpoints from one complete checkpoint to the next.
+        key_bits: Bits of the code of a weight in a complete checkpoint.
     """
     folder, place = Path(out).expanduser(), Path(source).expanduser()
     if folder.resolve() == place.resolve():

@@ -1,30 +1,57 @@
-"""The command ``comera``.
+"""Run the command ``comera``.
 
 Each command is a function: its parameters are the arguments and options, its docstring is the help.
-``train`` and ``plan`` take every setting of a run instead. An error is printed in one line.
+``train`` and ``plan`` take every setting of a run instead, as an option by its dotted name:
+``--help`` prints those that are changed first, ``--help_all`` every one, ``--SECTION.help`` those
+of a section. An error is printed in one line.
 """
 
 import argparse
+import difflib
+import functools
 import inspect
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
+import torch
+import yaml
 from docstring_parser import parse
 from rich.console import Console
 
 from comera import __version__
-from comera._command import INTERRUPTED, imports_are_done
+from comera._command import INTERRUPTED
+from comera.allocator import reuse_freed_memory
 from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError, did_you_mean, needed_by
-from comera.recipes import run_commands
-from comera.recipes.parse import converted, described, file_of, wanted
-from comera.train.processes import OtherProcessError, count_started, rank_started
+from comera.recipes.parse import (
+    choices_of,
+    converted,
+    file_of,
+    hints_of,
+    merged,
+    nested,
+    parse_settings,
+    read_yaml,
+    section_of,
+    wanted,
+)
+from comera.recipes.run_config import RunConfig
+from comera.train.processes import (
+    OtherProcessError,
+    count_started,
+    joined,
+    rank_started,
+    stop_with_parent,
+)
 from comera.train.step import NonFiniteLossError
 
 COMMANDS = {
@@ -32,8 +59,8 @@ COMMANDS = {
     "plan": "",
     "sweep": "comera.recipes.sweep:sweep",
     "reproduce": "comera.recipes.reproduce:reproduce",
-    "init": "comera.recipes.cli:init",
-    "report": "comera.recipes.cli:report",
+    "init": "comera.recipes.parse:init",
+    "report": "comera.recipes.after_training:report",
     "list": "comera.recipes.after_training:list_runs",
     "evaluate": "comera.recipes.after_training:evaluate",
     "predict": "comera.recipes.after_training:predict",
@@ -43,17 +70,29 @@ COMMANDS = {
     "checkpoint export": "comera.recipes.chains:export",
     "checkpoint evaluate": "comera.recipes.chains:evaluate",
     "checkpoint compress": "comera.recipes.chains:compress",
-    "calibrate": "comera.recipes.cli:calibrate",
+    "calibrate": "comera.recipes.doctor:calibrate",
     "doctor": "comera.recipes.doctor:examine",
 }
-"""The function of each command; ``train`` and ``plan`` are those of :mod:`run_commands`."""
+"""The function of each command; ``train`` and ``plan`` are :func:`run_run_command`."""
 
-_FILE_WIDTH = 120  # characters of a line outside of a terminal
+RUN_COMMANDS = {
+    "train": "Train a run, or resume it.",
+    "plan": "Show what a run would train, and what it would be compressed to.",
+}
+
+FIRST = (
+    "out", "train.steps", "train.epochs", "train.batch_size", "train.precision", "optimizer.name",
+    "optimizer.lr", "tensorize.rank", "two_stage.target", "seed", "device", "twin", "overwrite",
+)  # fmt: skip
+"""Settings that ``--help`` shows."""
+
+_MINUTES = 60.0  # how long a process waits for the others, as while one reads the data
+_ALL_SETTINGS = "comera train --help_all"
+_COLUMN, _WIDEST = 26, 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; of several processes only the first prints."""
-    imports_are_done()
     words = list(sys.argv[1:] if arguments is None else arguments)
     count, rank = count_started(os.environ), rank_started(os.environ)
     speaks = count == 1 or rank == 0
@@ -61,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, errors = Console(), Console(stderr=True)
     for each in (console, errors):
         if not each.is_terminal:
-            each.width = _FILE_WIDTH
+            each.width = 120
     begun = False
     try:
         if count > 1 and words[:1] not in (["train"], []):
@@ -77,13 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print("interrupted")
         return INTERRUPTED
     except (
-        ValueError,
-        OSError,
-        NonFiniteLossError,
-        FolderInUseError,
-        MissingPackageError,
+        ValueError, OSError, NonFiniteLossError, FolderInUseError, MissingPackageError,
         OtherProcessError,
-    ) as problem:
+    ) as problem:  # fmt: skip
         # Before the command runs all processes have the same error, which the first one prints.
         if speaks or (begun and not isinstance(problem, NonFiniteLossError | OtherProcessError)):
             text = str(problem)
@@ -96,16 +131,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], int]:
-    """Return a call of the command that was typed; raises ``ValueError`` for unknown words."""
+    """Return a function that runs the command that was typed, with its arguments and options.
+
+    Raises ``ValueError`` if a command or option is unknown, or an option takes other values.
+    """
     if words[:1] and words[0].startswith("-"):
         _options_of_all(words)
     command, rest = _command(words)
-    if command in run_commands.RUN_COMMANDS:
-        if text := run_commands.help_of(command, rest):
+    if command in RUN_COMMANDS:
+        if text := help_of(command, rest):
             print(text)
             sys.exit(0)
-        settings = run_commands.typed_settings(rest)
-        return lambda: run_commands.run_run_command(command, settings, console, count)
+        settings = typed_settings(rest)
+        return lambda: run_run_command(command, settings, console, count)
     function = _function(command)
     options = _options(command, function, rest)
     places = [p.name for p in _parameters(function) if p.kind is p.POSITIONAL_ONLY]
@@ -114,7 +152,7 @@ def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], in
 
 
 def _command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command, of one word or two, and the words after it."""
+    """Return the command, which has one word or two, and the words after the command."""
     found, rest = "", list(words)
     while found not in COMMANDS:
         start = f"{found} " if found else ""
@@ -139,19 +177,19 @@ def _function(command: str) -> Callable[..., int | None]:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    known = inspect.signature(function).parameters.values()
-    return [each for each in known if each.name != "console"]
+    known = inspect.signature(function).parameters
+    return [each for name, each in known.items() if name != "console"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises ``ValueError`` where argparse prints the usage."""
+    """A parser that raises ``ValueError`` instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}")
 
 
 def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    """Add a function's parameters; those without default or before ``/`` are positional."""
+    """Add a function's parameters to a parser; those without default or before ``/`` are words."""
     texts = {p.arg_name: p.description or "" for p in parse(function.__doc__ or "").params}
     for each in _parameters(function):
         text = " ".join(texts[each.name].split()).replace("``", "").replace("%", "%%")
@@ -170,10 +208,7 @@ def _options(command: str, function: Callable[..., Any], words: Sequence[str]) -
     parser = _Parser(prog=f"comera {command}", description=text, allow_abbrev=False)
     _fill(parser, function)
     found, unknown = parser.parse_known_args(
-        [
-            run_commands.with_underscores(word, parser._option_string_actions.__contains__)
-            for word in words
-        ]
+        [with_underscores(word, parser._option_string_actions.__contains__) for word in words]
     )
     hints = typing.get_type_hints(function)
     for word in unknown:
@@ -186,7 +221,7 @@ def _options(command: str, function: Callable[..., Any], words: Sequence[str]) -
         if isinstance(given, str):
             hint = hints[name]
             try:
-                setattr(found, name, converted(run_commands.value_of(given, hint), hint))
+                setattr(found, name, converted(value_of(given, hint), hint))
             except ValueError:
                 example = f": --{name}='[{given}]'" if typing.get_origin(hint) is list else ""
                 raise ValueError(f"--{name}={given} must be {wanted(hint)}{example}") from None
@@ -217,11 +252,8 @@ def _help_of_commands(start: str) -> str:
     lines = [f"usage: comera {start}COMMAND ...", "", "Train models in compressed form.", ""]
     for name in COMMANDS:
         if name.startswith(start):
-            text = (
-                run_commands.RUN_COMMANDS.get(name)
-                or parse(_function(name).__doc__ or "").short_description
-            )
-            lines.append(run_commands.row(name, text or ""))
+            text = RUN_COMMANDS.get(name) or parse(_function(name).__doc__ or "").short_description
+            lines.append(row(name, text or ""))
     return "\n".join([*lines, "", "`comera COMMAND --help` shows the options of a command."])
 
 
@@ -235,71 +267,231 @@ def make_parser() -> argparse.ArgumentParser:
         if outer and outer not in groups:
             groups[outer] = commands.add_parser(outer, help=outer).add_subparsers()
         command = groups.get(outer, commands).add_parser(inner, help=name)
-        if name in run_commands.RUN_COMMANDS:
-            for key in ("config", *run_commands.settings_by_name()):
+        if name in RUN_COMMANDS:
+            for key in ("config", *settings_by_name()):
                 command.add_argument(f"--{key}")
         else:
             _fill(command, _function(name))
     return parser
 
 
-def init(name: str | None = None, /, *, console: Console) -> None:
-    """Print a configuration to begin with: comera init NAME > mine.yaml
+def run_run_command(command: str, settings: RunConfig, console: Console, count: int) -> int:
+    """Run ``train`` or ``plan`` in one of ``count`` processes; return the exit status."""
+    from comera.recipes.run import print_plan, run
 
-    Args:
-        name: Name of a configuration; without it all are listed.
-    """
-    # As a file and not as to a terminal: no line may be broken.
-    if name is not None:
-        print(file_of(name).read_text(encoding="utf-8"), end="")
-        return
-    listed = described()
-    width = max(len(each) for each, _ in listed)
-    for each, text in listed:
-        print(f"{each:{width}}  {text}")
-
-
-def report(folder: str, /, *, console: Console) -> None:
-    """Write one HTML file about a run or a sweep.
-
-    Args:
-        folder: Folder of the run or the sweep.
-    """
-    from comera.recipes.after_training import holds_runs
-    from comera.recipes.report.run_report import write_report
-    from comera.recipes.report.sweep_report import write_sweep_report
-
-    path = Path(folder).expanduser()
-
-    def say(text: str) -> None:
-        console.print(f"in {path}, {text}", markup=False, highlight=False, soft_wrap=True)
-
-    of_a_sweep = (path / "results.json").is_file()
-    if not of_a_sweep and not (path / "metrics.jsonl").is_file() and holds_runs(path):
-        raise FileNotFoundError(
-            f"{path} is not a run but holds some: give one of those that comera list {path} shows"
-        )
-    written = write_sweep_report(path) if of_a_sweep else write_report(path, say)
-    console.print(f"wrote {written}", markup=False)
-
-
-def calibrate(
-    device: Literal["cpu", "cuda"] = "cpu", threads: int | None = None, *, console: Console
-) -> None:
-    """Measure this machine for the planner, and save what was found.
-
-    Args:
-        device: Device to measure.
-        threads: Number of CPU threads to measure with (default: what torch chooses).
-    """
-    import torch
-
-    from comera.allocator import reuse_freed_memory
-    from comera.calibrate.machine import calibrate as measure
-
+    if command == "plan":
+        print_plan(settings, console)
+        return 0
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        settings.overwrite = False  # torchrun has started the processes again: they resume
+    stop_with_parent()
     reuse_freed_memory()
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads={threads} must be at least 1")
-        torch.set_num_threads(threads)
-    measure(device, console.print)
+    if count == 1:
+        return 0 if run(settings, console) else INTERRUPTED
+    cuda = settings.device != "cpu" and torch.cuda.is_available()
+    with joined(cuda, _MINUTES) as processes:
+        shown = console if processes.is_first else Console(quiet=True)
+        return 0 if run(settings, shown, processes=processes) else INTERRUPTED
+
+
+def typed_settings(words: Sequence[str]) -> RunConfig:
+    """Return the settings that the words after ``comera train`` or ``comera plan`` stand for.
+
+    One word may be a YAML file, the name of a configuration that comes along, or the folder of a
+    run. The others are ``--KEY=VALUE`` or ``--KEY VALUE``, which override the file.
+    ``--config=FILE`` is a file too, which overrides those before it. Raises ``FileNotFoundError``
+    if there is no such file, and ``ValueError``, with what would be right, for any other word, or
+    for a setting that is unknown or does not fit.
+    """
+    file, pairs, rest = None, [], list(words)
+    while rest:
+        word = with_underscores(rest.pop(0), _is_option)
+        key, equals, text = word.partition("=")
+        if not key.startswith("-"):
+            if equals and _hint_of(key) is not None:
+                raise ValueError(f"{word} is no file: if it is a setting, type --{word}")
+            if file is not None:
+                raise ValueError(f"{word} cannot stand beside {file}: a run is one file")
+            file = word
+            continue
+        if not _is_option(key):
+            near = difflib.get_close_matches(key, [f"--{name}" for name in settings_by_name()], n=1)
+            hint = f": did you mean {near[0]}?" if near else f"; `{_ALL_SETTINGS}` lists them"
+            raise ValueError(f"{word} is not a setting{hint}")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ValueError(f"{word} needs a value: {word}=...")
+            text = rest.pop(0)
+        pairs.append((key.removeprefix("--"), text))
+    settings: dict[str, Any] = {}
+    files: dict[Path, dict[str, Any]] = {}
+    for key, text in [("config", file), *pairs] if file is not None else pairs:
+        if key == "config":
+            path, given = _of_file(text)
+            files[path] = given
+        else:
+            given = nested({key: value_of(text, _hint_of(key))})
+        settings = merged(settings, given)
+    try:
+        return parse_settings(RunConfig, settings)
+    except ValueError:
+        for path, given in files.items():
+            try:
+                parse_settings(RunConfig, given)
+            except ValueError as problem:
+                raise ValueError(f"{path}: {problem}") from None
+        raise
+
+
+def changes_of(words: Sequence[str]) -> dict[str, Any]:
+    """Parse words ``KEY=VALUE`` to settings by dotted names; ``ValueError`` for other words."""
+    changes = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ValueError(f"--set={word} must be KEY=VALUE, such as nli.train=pairs.jsonl")
+        changes[key] = value_of(text, _hint_of(key))
+    return changes
+
+
+def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
+    """Return ``--dry-run=true`` as ``--dry_run=true``, if only the latter is an option.
+
+    Keys inside a mapping stay as they are, such as ``user-id`` in ``--dlrm.table-sizes.user-id=3``.
+    """
+    name, equals, value = word.partition("=")
+    parts = name[2:].split(".")
+    for count in range(len(parts) + 1) if name.startswith("--") else ():
+        outer = [part.replace("-", "_") for part in parts[:count]]
+        other = f"--{'.'.join([*outer, *parts[count:]])}"
+        if is_option(other):
+            return f"{other}{equals}{value}"
+    return word
+
+
+def _is_option(word: str) -> bool:
+    return word == "--config" or (word.startswith("--") and _hint_of(word[2:]) is not None)
+
+
+def _of_file(word: str) -> tuple[Path, dict[str, Any]]:
+    path = Path(word).expanduser() / "config.yaml"
+    is_folder = path.is_file()
+    path = path if is_folder else file_of(word)
+    settings = read_yaml(path)
+    if {"base", "variants"} & settings.keys():
+        raise ValueError(f"{path} is no run but a sweep: comera sweep trains it")
+    try:
+        settings = nested(settings)
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}") from None
+    of_a_run = path.name == "config.yaml" and (path.parent / "metrics.jsonl").is_file()
+    # A run does not write where it is, so that its folder can be moved.
+    return path, {"out": str(path.parent), **settings} if is_folder or of_a_run else settings
+
+
+def value_of(text: str, hint: Any) -> Any:
+    """Parse a word as YAML, unless the type allows only a text."""
+    if hint is str:
+        return text
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    holds_text = str in typing.get_args(hint)
+    return text if holds_text and not isinstance(value, list | None) else value
+
+
+@functools.cache
+def settings_by_name() -> dict[str, tuple[Any, type]]:
+    """Return type and dataclass of every setting by name; sections precede their settings."""
+    found: dict[str, tuple[Any, type]] = {}
+
+    def walk(kind: type, within: str) -> None:
+        for name, hint in hints_of(kind).items():
+            found.setdefault(within + name, (hint, kind))
+            section, _ = section_of(hint)
+            if section is not None:
+                walk(section, f"{within}{name}.")
+        for each in choices_of(kind):
+            walk(each, within)
+
+    walk(RunConfig, "")
+    return found
+
+
+def _hint_of(key: str) -> Any:
+    """Return the type of a setting, ``Any`` for a key in a mapping; None if there is no such."""
+    known = settings_by_name()
+    if key in known or "." not in key:
+        return known.get(key, (None,))[0]
+    outer = _hint_of(key.rpartition(".")[0])
+    is_mapping = any(typing.get_origin(each) is dict for each in (outer, *typing.get_args(outer)))
+    return Any if is_mapping or outer is Any else None
+
+
+def help_of(command: str, words: Sequence[str]) -> str | None:
+    """Return the help that a word, such as ``--help``, asks for; else None."""
+    known = settings_by_name()
+    for word in words:
+        section = word.removeprefix("--").removesuffix(".help")
+        if word in ("-h", "--help"):
+            sections = [k for k, (hint, _) in known.items() if section_of(hint)[0] and "." not in k]
+            return _HELP.format(
+                command=command,
+                summary=RUN_COMMANDS[command],
+                first="\n".join(_entry(key, with_type=False) for key in FIRST),
+                sections="\n".join(row(key, _text(key)) for key in sections),
+            )
+        if word in ("--help-all", "--help_all"):
+            return "\n".join(map(_entry, known))
+        if word == f"--{section}.help" and section in known:
+            return "\n".join(_entry(key) for key in known if key.startswith(f"{section}."))
+    return None
+
+
+_HELP = """usage: comera {command} FILE_OR_NAME [--KEY=VALUE ...]
+
+{summary}
+
+FILE_OR_NAME is a YAML file, a name that `comera init` lists, or the folder of a run.
+What is set on the command line overrides the file.
+
+changed first, in brackets the defaults:
+{first}
+
+sections of settings:
+{sections}
+
+`comera {command} --help_all` lists every key, with its type and default."""
+
+
+def _entry(key: str, with_type: bool = True) -> str:
+    """Return the text on a setting in a help, with its default in brackets."""
+    hint, holder = settings_by_name()[key]
+    if section_of(hint)[0] is not None:
+        return f"\n{key}: {_text(key)}"
+    own = next(each for each in fields(holder) if each.name == key.rpartition(".")[2])
+    value = own.default if own.default_factory is MISSING else own.default_factory()
+    value = str(value).lower() if isinstance(value, bool) else value
+    text = f"{_text(key)} ({wanted(hint)})" if with_type else _text(key)
+    return row(f"--{key}=", text if value is None else f"{text} [{value}]")
+
+
+def _text(key: str) -> str:
+    holder = settings_by_name()[key][1]
+    texts = {
+        param.arg_name: param.description or ""
+        for kind in reversed(holder.__mro__)
+        for param in parse(kind.__doc__ or "").params
+    }
+    return " ".join(texts[key.rpartition(".")[2]].replace("``", "").split())
+
+
+def row(name: str, text: str) -> str:
+    """Return the lines of a help on a name, with a text beside it."""
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    start, below = f"  {name}".ljust(_COLUMN), " " * _COLUMN
+    if len(start) > _COLUMN or (name and start[-1] != " "):
+        return f"{start}\n{row('', text)}"
+    lines = textwrap.wrap(text, width, initial_indent=start, subsequent_indent=below)
+    return "\n".join(lines or [start])

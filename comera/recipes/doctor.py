@@ -1,14 +1,16 @@
-"""``comera doctor``: what was found for CUDA kernels, and which way each operator goes."""
+"""Commands for this machine: ``doctor`` and ``calibrate``."""
 
 import platform
 from collections.abc import Callable
 from importlib import metadata
+from typing import Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from comera import __version__
+from comera.allocator import reuse_freed_memory
 from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
@@ -23,7 +25,7 @@ _MOST_ROWS = 1 << 24
 
 
 def examine(console: Console) -> None:
-    """Show what was found for CUDA kernels, and which way each operator goes.
+    """Show what was found for CUDA kernels, and the way (implementation) each operator runs.
 
     Works without a card, a driver or cuda-python.
     """
@@ -31,6 +33,25 @@ def examine(console: Console) -> None:
     ways = [table(torch.device(kind)) for kind in kinds for table in (_ways, _times, _linears)]
     for table in (_found(), _kernels(), *ways):
         console.print(table, markup=False)
+
+
+def calibrate(
+    device: Literal["cpu", "cuda"] = "cpu", threads: int | None = None, *, console: Console
+) -> None:
+    """Measure this machine for the planner, and save the result.
+
+    Args:
+        device: Device to measure.
+        threads: Number of CPU threads to measure with (default: what torch chooses).
+    """
+    from comera.calibrate.machine import calibrate as measure  # not needed for the help
+
+    reuse_freed_memory()
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads={threads} must be at least 1")
+        torch.set_num_threads(threads)
+    measure(device, console.print)
 
 
 def _found() -> Table:
@@ -69,7 +90,7 @@ def _found() -> Table:
 
 
 def _or_problem(call: Callable[[], str]) -> str:
-    """Return the result of a function, or the error of an unusable library."""
+    """Return the result of a function or, if a library cannot be used, the error's text."""
     try:
         return call()
     except (KernelError, RuntimeError) as problem:
@@ -91,7 +112,7 @@ def _kernels() -> Table:
 
 
 def _ways(device: torch.device) -> Table:
-    """List the way that each operator takes, and why it skips earlier ones."""
+    """Return a table of the way that each operator runs, and why it skips earlier ways."""
     columns = ("operator", "dtype", "way", "ways before it", "ways after it")
     table = Table(*columns, title=f"which way tensors on {device} go", title_justify="left")
     for name in sorted(TABLE):
@@ -110,7 +131,7 @@ def _ways(device: torch.device) -> Table:
 
 
 def _cells(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str, str]:
-    """Return the way taken, those refused before it with the reasons, and those after it."""
+    """Return the way that runs, the ways refused before it, with reasons, and the ways after it."""
 
     def new(*shape: int) -> Sample:
         return Sample(shape, dtype, device)
@@ -124,7 +145,7 @@ def _cells(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, st
 
 
 def _times(device: torch.device) -> Table:
-    """List the times by which operators choose their ways, and the way that is tried first."""
+    """Return a table of the times by which operators choose ways, with the way tried first."""
     known = way_times_of(device)
     title = f"times of the ways on {device}, {known.origin}"
     columns = ("operators", "sizes", "dtype", "", "first", "times")
@@ -145,7 +166,7 @@ def _times(device: torch.device) -> Table:
 
 
 def _linears(device: torch.device) -> Table:
-    """List the rows from which linear layers multiply by their dense weight."""
+    """Return a table of the rows from which linear layers multiply by the dense weight."""
     title = f"linear layers of {_WIDTH} x {_WIDTH} on {device}: factorized, but reconstructed from"
     table = Table(title=title, title_justify="left")
     for column in ("rank", *(str(dtype).removeprefix("torch.") for dtype in _DTYPES)):

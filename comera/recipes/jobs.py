@@ -1,7 +1,7 @@
-"""Runs of a sweep as processes of ``comera train``, here or on other machines.
+"""Run the runs of a sweep as processes of ``comera train``, here or on other machines.
 
-The settings of a run are in ``FOLDER.yaml`` beside its folder, its output is in ``log.txt`` there.
-SIGINT makes it save and stop; its exit status and its ``result.json`` tell how it ended.
+The settings of a run are in ``FOLDER.yaml`` beside its folder, its output is in ``FOLDER/log.txt``.
+SIGINT makes a run save and stop; its exit status and ``result.json`` tell how it ended.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps; None if data determine them and no line of the log shows them yet."""
+        """Optimizer steps; None if the data determine them and the log does not show them yet."""
         if self.config.train.steps is not None:
             return self.config.train.steps
         found = re.search(r"^\w+ \d+/(\d+): ", last_session(self.folder) or "", re.MULTILINE)
@@ -83,7 +83,7 @@ def why_failed(printed: str) -> str | None:
 
 
 def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
-    """Mark the jobs that are finished, and check that the others can begin.
+    """Mark the jobs that are finished, and check that the other jobs can begin.
 
     With ``overwrite`` a run with other settings or data restarts; otherwise raises ``ValueError``.
     Data are compared if a waiting run reads them, and raise ``FileNotFoundError`` if missing.
@@ -125,7 +125,7 @@ class Started(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """A place where runs are started."""
+    """How to start runs at some place: this machine, a cluster."""
 
     start: Callable[[str, bool], Started]  # takes the folder of a run, and whether it begins anew
     at_once: int | None  # number of runs at a time; None leaves it to a queue
@@ -139,10 +139,10 @@ def make_launcher(
     at_once: int | None,
     console: Console,
 ) -> Launcher:
-    """Return a launcher of runs below the folder ``out``, which all machines see by that name.
+    """Make a launcher of runs below the folder ``out``, which has this path on all machines.
 
-    ``settings`` are sections of the sweep's file by launcher. Raises ``ValueError`` for an unknown
-    launcher or setting of it, and ``MissingPackageError``.
+    ``settings`` are those of all launchers, as in the sweep's file. Raises ``ValueError`` if the
+    launcher or a setting is unknown, and ``MissingPackageError`` if its package is missing.
     """
     if name not in get_args(LauncherName):
         near = did_you_mean(name, get_args(LauncherName))
@@ -184,7 +184,7 @@ def start_run(
 ) -> "subprocess.Popen[bytes]":
     """Start ``comera train`` by the settings beside a folder, as a child that ends with its parent.
 
-    Paths are relative to ``cwd``; ``threads`` are those of torch, None its own choice.
+    Paths are relative to ``cwd``. ``threads`` is torch's default number of threads; None leaves it.
     """
     words = [f"{folder}.yaml", *["--overwrite=true"] * overwrite]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), PARENT: str(os.getpid())}
@@ -249,7 +249,7 @@ class Remote:
         return status
 
     def checkpoint(self) -> Any:
-        """Save and stop; submitit calls this when time is up, and queues the result."""
+        """Save and stop the run; submitit calls this when time is up, and queues the result."""
         from submitit.helpers import DelayedSubmission
 
         if self._process is not None:
@@ -299,8 +299,8 @@ def _submitit(
 def _ray(options: dict[str, Any]) -> tuple[_Submit, int | None]:
     """Start runs on the machines of a Ray cluster, or by a Ray of this machine.
 
-    The settings are the ``address`` of a cluster (``auto``: that of this machine), and those of a
-    task, such as ``num_cpus`` and ``num_gpus``.
+    The settings are the ``address`` of a cluster (``auto``: the one that this machine is in), and
+    settings of a task, such as ``num_cpus`` and ``num_gpus``.
     """
     with needed_by("--launcher=ray"):
         import ray
@@ -332,7 +332,7 @@ def run_jobs(
     watch: Callable[[], None] = lambda: None,
     more: Callable[[], Sequence[Job]] = lambda: (),
 ) -> bool:
-    """Run all jobs that wait, in their order; returns False after a signal.
+    """Run all waiting jobs in their order; return False after a signal.
 
     A job that fails does not stop the others. Ctrl-C, SIGTERM or a closed terminal is passed on to
     every running job, which saves and stops; a second signal stops them at once. ``watch`` is

@@ -1,4 +1,4 @@
-"""The section ``optimizer`` of a run: for each optimizer a dataclass, listed in ``OPTIMIZERS``."""
+"""Define the section ``optimizer`` of a run: a dataclass for each one in ``OPTIMIZERS``."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _ADAFACTOR_EPS = (1e-15, 1e-3)
 class OptimizerConfig:
     """The optimizer and its schedule. ``optimizer: came`` sets only the name.
 
-    Null is the optimizer's default; a setting that the optimizer does not have raises an error.
+    Null means the optimizer's default; a setting that the optimizer does not have is an error.
 
     Args:
         name: adamw, muon, adamw8bit, adafactor, sgd, came, came8bit, galore_adamw,
@@ -102,7 +102,7 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.betas={betas} must be decay rates in [0, 1)")
 
     def filled_in(self, width: int) -> Self:
-        """Return the settings with defaults for name, rate and, from the model's width, rank."""
+        """Return the settings with defaults for name and rate, and GaLore's rank by the width."""
         lr = self.default_lr if self.lr is None else self.lr
         return dataclasses.replace(self, name=type(self).name, lr=lr)
 
@@ -116,7 +116,8 @@ class OptimizerConfig:
     def build(self, model: nn.Module) -> Optimizer:
         """Return the optimizer of a model, by settings that are filled in.
 
-        Raises ``ValueError`` for a setting that does not suit, or a missing package.
+        Raises ``ValueError`` for a setting out of range, a missing package, or no weight for
+        GaLore.
         """
         self.check()
         try:
@@ -132,7 +133,7 @@ class OptimizerConfig:
             raise ValueError(named or f"optimizer.name={self.name}: {problem}") from None
 
     def make(self, groups: Groups) -> Optimizer:
-        """Return the optimizer of parameter groups."""
+        """Make the optimizer with these parameter groups."""
         raise NotImplementedError
 
     def _groups(self, model: nn.Module) -> Groups:
@@ -168,8 +169,8 @@ class MuonConfig(AdamWConfig):
     """``comera.MuonAdamW``.
 
     Args:
-        target_modules: Dense layers to step by muon as cores are, or to project by GaLore, a
-            regular expression or names; by default none, or all.
+        target_modules: Dense layers that muon steps like cores, or that GaLore projects: a regular
+            expression or names; by default none for muon, all for GaLore.
     """
 
     default_lr = 7e-4
@@ -227,7 +228,7 @@ class CAMEConfig(OptimizerConfig):
     """``comera.CAME``, with bias correction.
 
     Args:
-        betas: Decay rates of the moments and of the confidence, which is 0.9999 where two are
+        betas: Decay rates of the moments and of the confidence, which is 0.9999 if only two are
             given.
     """
 
@@ -256,11 +257,11 @@ class CAME8bitConfig(CAMEConfig):
 
 @dataclass(kw_only=True)
 class GaLoreConfig(OptimizerConfig):
-    """The projection of ``comera.GaLore``, which the optimizers below share.
+    """Settings of the projection of ``comera.GaLore``, for the optimizers below.
 
     Args:
-        rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, about as
-            its authors take.
+        rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, about that
+            of its authors.
         target_modules: Dense layers to project, a regular expression or names; by default all.
     """
 
@@ -329,7 +330,7 @@ OptimizerConfig.choices = list(OPTIMIZERS.values())
 
 
 def default_name(compressed: bool) -> str:
-    """Return the optimizer of a run that names none."""
+    """Return the name of the optimizer of a run that names none."""
     return "muon" if compressed else "adamw"
 
 
@@ -339,5 +340,5 @@ def keys_of(kind: type[OptimizerConfig]) -> set[str]:
 
 
 def gate_rate(late_steps: int) -> float:
-    """Return the default ``gate_lr``: the most that a gate falls in a step under Adam."""
+    """Return the default ``gate_lr``, by which Adam can close gates in the late stage."""
     return max(2e-3, 1.25 / late_steps) if late_steps else 2e-3

@@ -1,6 +1,6 @@
-"""Settings from mappings, YAML files and the configurations that come with the package.
+"""Parse settings from mappings, YAML files and the configurations that come with the package.
 
-Words of the command line are converted in the same way. Errors name the first key that is wrong.
+Words of the command line are converted in the same way. Errors name the first wrong key.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from rich.console import Console
 
 from comera.extras import did_you_mean, listed
 from comera.files import naming_what_is_no_text
@@ -63,7 +64,10 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
 
 
 def converted(value: Any, hint: Any) -> Any:
-    """Return a value as one of a type, or raise ``ValueError``; YAML reads ``1e-4`` as a text."""
+    """Convert a value to the type ``hint``, or raise ``ValueError``.
+
+    Lists may become tuples; whole numbers and texts become floats, as YAML reads ``1e-4`` as text.
+    """
     kind, inside = typing.get_origin(hint), typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
         for option in inside:
@@ -86,7 +90,7 @@ def converted(value: Any, hint: Any) -> Any:
 
 
 def check_nulls(settings: Any, within: str = "") -> None:
-    """Raise ``ValueError`` for a field that is None and may not be."""
+    """Raise ``ValueError`` if a field is None whose type does not allow None."""
     hints = typing.get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, key = getattr(settings, field.name), f"{within}{field.name}"
@@ -118,7 +122,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spelled_out(settings: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return settings with ``optimizer: came`` written as the section that it is short for."""
+    """Return settings in which ``optimizer: came`` is written as a section."""
     name = settings.get("optimizer")
     return {**settings, "optimizer": {"name": name}} if isinstance(name, str) else settings
 
@@ -126,7 +130,9 @@ def spelled_out(settings: Mapping[Any, Any]) -> Mapping[Any, Any]:
 def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
     """Turn dotted keys of the outermost level into mappings: ``a.b: 1`` into ``a: {b: 1}``.
 
-    Raises ``ValueError`` if a key is given twice, or inside of what is no mapping.
+    Only keys of the outermost mapping are split, as inner keys, such as those of ``rank_pattern``,
+    may be regular expressions. Raises ``ValueError`` if a key is given twice, or ``a.b`` is given
+    and ``a`` is no mapping.
     """
     out: dict[str, Any] = {}
     for key, value in spelled_out(settings).items():
@@ -150,7 +156,7 @@ def _add(place: dict[str, Any], more: Mapping[str, Any], within: str) -> None:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file; raises ``FileNotFoundError``.
 
-    Raises ``ValueError`` if it cannot be read, holds no mapping, or a key twice.
+    Raises ``ValueError`` if the file cannot be read, holds no mapping, or has a key twice.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -167,7 +173,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that raises on a duplicate key, of which by default the last wins silently."""
+    """YAML loader that raises on a duplicate key; by default the last value wins silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -182,25 +188,25 @@ class _Loader(yaml.SafeLoader):
 
 
 def choices_of(kind: type) -> list[type]:
-    """Return the dataclasses that a section can be, if it is one of several."""
+    """Return the dataclasses from which a section's ``choose`` picks; none if it has no such."""
     return vars(kind).get("choices", [])
 
 
 def hints_of(kind: type) -> dict[str, Any]:
-    """Return the types of the keys of a section, of itself alone where it is one of several."""
+    """Return the types of the fields of a section's dataclass, by name."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def section_of(hint: Any) -> tuple[type | None, bool]:
-    """Return the dataclass that a field holds, if it does, and whether it may be None."""
+    """Return the dataclass in a field's type, or None, and whether the field may be None."""
     options = typing.get_args(hint) or (hint,)
     section = next((option for option in options if dataclasses.is_dataclass(option)), None)
     return typing.cast(type | None, section), type(None) in options
 
 
 def wanted(hint: Any) -> str:
-    """Return a description of the values of a type: ``a whole number or null``."""
+    """Return the values of a type in words, such as ``a whole number or null``."""
     *others, last = _alternatives(hint)
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -237,16 +243,16 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """List all names, such as ``quickstart`` and ``nli/snli-small``."""
+    """List the names of all configurations, such as ``quickstart`` and ``nli/snli-small``."""
     root = folder()
     files = sorted(root.rglob("*.yaml"), key=lambda path: (path.parent != root, path))
     return [path.relative_to(root).with_suffix("").as_posix() for path in files]
 
 
 def file_of(word: str, beside: Path = Path()) -> Path:
-    """Return the file of a path, relative to ``beside``, or the configuration of that name.
+    """Return the file at a path, relative to ``beside``, or the configuration with that name.
 
-    A name is one of :func:`names`, or its last part. Raises ``FileNotFoundError`` for neither.
+    A name is one of :func:`names`, or its last part. ``FileNotFoundError`` if there is neither.
     """
     path = beside / Path(word).expanduser()
     if path.is_file():
@@ -265,8 +271,24 @@ def file_of(word: str, beside: Path = Path()) -> Path:
 
 
 def described() -> list[tuple[str, str]]:
-    """List names, each with the first sentence of its file."""
+    """List the names of all configurations, each with the first sentence of its file."""
     return [(name, first_sentence(folder() / f"{name}.yaml")) for name in names()]
+
+
+def init(name: str | None = None, /, *, console: Console) -> None:
+    """Print a configuration to begin with: comera init NAME > mine.yaml
+
+    Args:
+        name: Name of a configuration; without it all are listed.
+    """
+    # As a file and not as to a terminal: no line may be broken.
+    if name is not None:
+        print(file_of(name).read_text(encoding="utf-8"), end="")
+        return
+    listed = described()
+    width = max(len(each) for each, _ in listed)
+    for each, text in listed:
+        print(f"{each:{width}}  {text}")
 
 
 def first_sentence(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""``comera reproduce NAME``: the experiments of the papers, collected on one page."""
+"""Run the experiments of the papers and collect the results (``comera reproduce NAME``)."""
 
 import contextlib
 import dataclasses
@@ -19,6 +19,7 @@ from comera.params import model_size
 from comera.planning.machine import processor_name
 from comera.planning.printing import show_bytes
 from comera.recipes import parse
+from comera.recipes.cli import changes_of
 from comera.recipes.parse import read_yaml
 from comera.recipes.report.sweep_report import comparison_cells, read_comparison
 from comera.recipes.run import (
@@ -28,7 +29,6 @@ from comera.recipes.run import (
     planned_model,
     without_remarks,
 )
-from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, unskipped
 from comera.recipes.tasks.task import Batch, task_of
@@ -53,7 +53,7 @@ def experiments() -> dict[str, dict[str, Path]]:
 
 
 def file_of(name: str, scale: Scale) -> Path:
-    """Return the sweep file of an experiment; raises ``ValueError`` for one that is unknown."""
+    """Return the sweep file of an experiment; raise ``ValueError`` if it is unknown."""
     known = experiments()
     if name not in known:
         raise ValueError(
@@ -80,19 +80,19 @@ def reproduce(
 ) -> int:
     """Train an experiment of the papers, small or at their scale.
 
-    The same command resumes it, and OUT/REPRODUCTION.md collects what is finished.
+    The same command resumes it, and OUT/REPRODUCTION.md collects the finished results.
 
     Args:
         name: Name of the experiment; without it all are listed.
         scale: small takes minutes on a few CPU cores, paper has the paper's shapes.
         out: Folder of all experiments.
-        set: Settings that every run gets, such as where its data are:
+        set: Settings that every run gets, such as the paths of its data:
             --set='[nli.train=pairs.jsonl,nli.dev=dev.jsonl]'.
         skip: Variants, or runs as VARIANT/seed-K, to leave out this time: --skip='[galore]'.
         jobs: Number of runs at a time (default: one).
         overwrite: Restart runs whose folders hold other settings or data; the others stay.
-        dry_run: Train nothing, but do two steps of each variant on drawn data, or go through the
-            shapes of one that takes more than 512 MiB.
+        dry_run: Only train two steps of each variant on random data, or compute only the shapes of
+            variants that take more than 512 MiB.
     """
 
     def show(line: str) -> None:
@@ -124,7 +124,7 @@ def reproduce(
 
 
 def write_reproduction(out: Path) -> Path:
-    """Collect the results below ``out`` in its ``REPRODUCTION.md``, beside those of the papers."""
+    """Write ``REPRODUCTION.md`` with the results below ``out`` beside those of the papers."""
     parts = ["# Reproduction", "What the papers report, and what came out here."]
     for name, scales in experiments().items():
         parts += [_section(name, s, scales[s], out) for s in get_args(Scale) if s in scales]
@@ -184,7 +184,10 @@ def try_out(
     most: int = _STEPPED_UP_TO,
     skip: Sequence[str] = (),
 ) -> list[str]:
-    """Train every variant for two steps, see :func:`dry_run`; returns a line for each."""
+    """Train every variant for two steps, see :func:`dry_run`; return a line for each.
+
+    ``changes`` and ``skip`` are those of :func:`comera.recipes.sweep.run_sweep`.
+    """
     lines = []
     sweep = read_sweep(file_of(name, scale), changes)
     for variant in dict.fromkeys(job.variant for job in unskipped(make_jobs(sweep), skip)):
@@ -196,10 +199,11 @@ def try_out(
 
 
 def dry_run(config: RunConfig, most_bytes: int) -> str:
-    """Train a run for two steps of two drawn rows each, with its optimizer and rank learning.
+    """Train a run for two steps of two random rows, with its optimizer and rank learning.
 
-    Above ``most_bytes`` of weights, gradients and optimizer state only shapes are computed. Returns
-    a sentence on parameters, memory and steps; raises ``ValueError`` for settings that contradict.
+    Nothing is read or written. Above ``most_bytes`` of weights, gradients and optimizer state only
+    shapes are computed. Returns a sentence on parameters, memory and steps. Raises ``ValueError``
+    if settings contradict each other.
     """
     needed = planned_memory(dataclasses.replace(config, twin=False))[0].total.total
     steps = config.train.steps or _WHERE_DATA_TELL

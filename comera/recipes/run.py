@@ -45,20 +45,21 @@ def run(
     quiet: bool = False,
     processes: Processes | None = None,
 ) -> list[run_folder.Outcome]:
-    """Train the models of a run, resuming what is unfinished in its folder.
+    """Train the models of a run, resuming models that are unfinished in its folder.
 
-    Returns the figures of its model, then those of its twin; those of a finished run are read from
-    its folder. Returns none if the run was interrupted; the same call resumes it.
+    Figures of a finished run are read from its folder, without its data. Returns the outcome of the
+    compressed model (of the dense one, without a section ``tensorize``), then that of the twin. The
+    list is empty if the run was interrupted; the same call resumes it.
 
     Args:
         config: The whole run.
         console: The console of the tables.
         quiet: Whether to show no progress bars.
-        processes: All that train the models together and call this; only the first one writes.
+        processes: The processes that train the models together and all call this; None for a
+            single process. Only the first one writes.
 
     Raises:
-        ValueError: If the folder holds a run with other settings or of other data, or settings
-            contradict.
+        ValueError: If the folder holds a run with other settings or data, or settings contradict.
         FolderInUseError: If another process trains into the folder; a RuntimeError.
         OtherProcessError: If one of the processes has failed; a RuntimeError.
     """
@@ -138,14 +139,14 @@ def _check_settings(config: RunConfig, found: run_folder.Begun | None) -> None:
 
 
 def _check_content(config: RunConfig, record: run_folder.DataRecord) -> None:
-    """Check the data, before they are prepared and the folder is locked."""
+    """Check the data against the folder's run, and the model if data determine its sizes."""
     run_folder.check_data(config, record)
     if task_of(config).is_told_by_data:
         _planned(config)
 
 
 def _check_same_data(record: run_folder.DataRecord, processes: Processes) -> None:
-    """Raise ``ValueError`` unless every process has read what the first one has."""
+    """Raise ``ValueError`` unless every process has read the same data as the first."""
     first = processes.from_first(lambda: record)
 
     def check() -> None:
@@ -159,7 +160,7 @@ def _check_same_data(record: run_folder.DataRecord, processes: Processes) -> Non
 
 
 def _begin(config: RunConfig, record: run_folder.DataRecord, console: Console) -> None:
-    """Check the locked folder again, and claim it for this run."""
+    """Check the folder again now that it is locked, and write this run's settings into it."""
     found = run_folder.begun_run(config)
     run_folder.check_folder(config, found)
     run_folder.check_data(config, record)
@@ -189,7 +190,7 @@ def _jobs(config: RunConfig) -> dict[str, tuple[str, RunConfig]]:
 
 
 def plan(config: RunConfig) -> tuple[CompressionReport, model_plan.ModelPlan | None, int | None]:
-    """Return size and plan of a run's model and its final size; allocates and reads nothing."""
+    """Return report and plan of a run's model and its final size; allocate and read nothing."""
     config.check()
     model = planned_model(config)
     report = compression_report(model, config.tokens)
@@ -203,7 +204,7 @@ def plan(config: RunConfig) -> tuple[CompressionReport, model_plan.ModelPlan | N
 
 
 def print_plan(config: RunConfig, console: Console) -> None:
-    """Print the model of a run, its plan, its memory and the size that it ends at."""
+    """Print the model of a run, its plan, its memory and its final size."""
     report, layers, target = plan(config)
     for table in (report, layers, *planned_memory(config)):
         if table is not None:
@@ -219,9 +220,10 @@ def print_plan(config: RunConfig, console: Console) -> None:
 
 
 def planned_memory(config: RunConfig) -> list[MemoryReport]:
-    """Count what a run's model and then its twin will keep in memory; nothing is allocated.
+    """Count the memory of a run's model and then of its twin; nothing is allocated.
 
-    Raises ``ValueError`` if settings contradict each other or do not suit the models.
+    Raises ``ValueError`` if settings contradict each other, or the optimizer or the target of rank
+    learning does not suit the models.
     """
     config.check()
     return [
@@ -231,7 +233,7 @@ def planned_memory(config: RunConfig) -> list[MemoryReport]:
 
 
 def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
-    """Return models by name with optimizers, on no memory; errors of :func:`planned_memory`."""
+    """Return names, models on ``meta`` and optimizers; raises errors of :func:`planned_memory`."""
     name, other = ("dlrm", config.dlrm) if config.clicks is None else ("model", config.model)
     default = type(other)()
     unused = [f"{name}.{key}={v}" for key, v in vars(other).items() if v != getattr(default, key)]
@@ -261,7 +263,7 @@ def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
 
 
 def planned_model(config: RunConfig) -> nn.Module:
-    """Return the model that a run starts with, without memory for its parameters."""
+    """Return the model that a run starts with, on the ``meta`` device."""
     task = task_of(config)
     with torch.device("meta"):
         model = task.dense_model(task.planned_sizes())
@@ -344,9 +346,9 @@ def _train_one(
 
 
 def find_device(name: str, processes: Processes | None = None) -> torch.device:
-    """Return the device of a run's settings; ``auto`` is a GPU where there is one.
+    """Return the device that a run's settings name; ``auto`` is a GPU if there is one.
 
-    Each process takes its own GPU. Raises ``ValueError`` if it is not there.
+    Each process takes its own GPU. Raises ``ValueError`` if the device does not exist.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -361,7 +363,7 @@ def find_device(name: str, processes: Processes | None = None) -> torch.device:
 
 
 def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
-    """Return the initial model of a run, drawn on the CPU to be the same on every device."""
+    """Return the initial model of a run; it is drawn on the CPU, so all devices get the same."""
     settings = config.tt_config
     if settings is not None and settings.init is None:
         # Named, so that nothing warns of lost weights: those of a fresh model are none.
@@ -413,7 +415,7 @@ def build_step(
 
 
 def _rate(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """Return the share of the peak rate at a step: rising, then falling to zero."""
+    """Return the learning rate at a step as a share of the peak rate, by the schedule."""
     warmup = max(1, round(settings.warmup_share * steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -425,7 +427,7 @@ def _rate(settings: OptimizerConfig, steps: int, step: int) -> float:
 
 @contextlib.contextmanager
 def without_remarks(about: str = "comera") -> Iterator[None]:
-    """Silence remarks about the layers, or of another logger."""
+    """Silence warnings of the logger ``about``, by default those about layers."""
     log = logging.getLogger(about)
     before = log.level
     log.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The settings of a run: ``RunConfig`` and its sections."""
+"""Define the settings of a run: ``RunConfig`` and its sections."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -56,7 +56,7 @@ class TwoStageConfig(TwoStageSettings):
             )
 
     def stages(self, steps: int) -> tuple[int, int]:
-        """Return the steps of the early and the late stage."""
+        """Return the number of steps of the early and of the late stage."""
         early = round(self.early_share * steps)
         return early, min(round(self.late_share * steps), steps - early)
 
@@ -100,7 +100,7 @@ RANK_SECTIONS = ("two_stage", "importance_pruning")
 
 
 def _check(section: str, target: Any, check: Callable[[], None]) -> None:
-    """Run checks of a section's settings; errors name the section."""
+    """Run the checks of a section's settings; errors name the section."""
     try:
         check_target(target)
         check()
@@ -165,8 +165,8 @@ class SmallTablesConfig:
         kind: ``hashed``: rows are shared by the remainder of their index; ``quotient_remainder``:
             they are products of two; ``shared_array``: they are cut from one array, as in ROBE.
         params: Parameters of all tables together; has to be given.
-        rank: Of hashed tables: width at which rows are kept; null for their whole width.
-        own: Of hashed tables: share of the rows that belong to the most frequent values alone.
+        rank: Of hashed tables: width at which rows are stored; null for the whole width.
+        own: Of hashed tables: share of the rows that belong to one frequent value each.
     """
 
     kind: Literal["hashed", "quotient_remainder", "shared_array"] = "hashed"
@@ -190,8 +190,8 @@ class DlrmConfig:
         embedding_dim: Width of the tables.
         bottom: Hidden widths of the part under the continuous features.
         top: Hidden widths of the part above the interactions.
-        table_sizes: Rows of every field's table by name, to plan without the data; those of the
-            data if not given.
+        table_sizes: Rows of every field's table by name, for plans without data; by default the
+            data's.
         small_tables: Small tables of another kind than tensor trains.
     """
 
@@ -270,9 +270,9 @@ class CheckpointConfig:
     """Settings of checkpoints, see ``comera.CheckpointChain``.
 
     Args:
-        mode: ``lossless`` resumes a run exactly; ``lossy`` keeps checkpoints many times smaller,
-            from which it is resumed nearly.
-        keep_last: Older checkpoints are deleted; null keeps all.
+        mode: ``lossless`` resumes a run exactly; ``lossy`` makes checkpoints many times smaller,
+            from which a run resumes nearly as it was.
+        keep_last: Number of checkpoints to keep; older ones are deleted. Null keeps all.
     """
 
     mode: Literal["lossless", "lossy"] = "lossless"
@@ -320,7 +320,7 @@ class RunConfig:
         parallel: How the processes that ``torchrun`` starts train one model: ``ddp`` keeps it whole
             in each and averages gradients, ``fsdp`` splits dense matrices among them.
         twin: Train the dense model too, for the same steps, and compare.
-        overwrite: Start again where ``out`` holds a run already.
+        overwrite: Start again if ``out`` holds a run already.
     """
 
     out: str = field(default="runs/run", metadata=_NOT_IDENTITY)
@@ -359,7 +359,7 @@ class RunConfig:
         """Return all settings as plain values, as ``config.yaml`` has them.
 
         Defaults of the optimizer are filled in, except ``gate_lr``, which depends on the steps, and
-        those of an unnamed optimizer in a run with a twin.
+        except an unnamed optimizer in a run with a twin.
         """
         optimizer = self._optimizer
         if optimizer.name is not None or not self.twin:
@@ -386,22 +386,22 @@ class RunConfig:
 
     @property
     def ranks(self) -> TwoStageConfig | ImportancePruningConfig | None:
-        """Section of rank learning, if there is one."""
+        """The section of rank learning; None if there is none."""
         return self.two_stage or self.importance_pruning
 
     @property
     def rank_section(self) -> str:
-        """Name of the section of rank learning, which must exist."""
+        """The name of the section of rank learning, which must exist."""
         return RANK_SECTIONS[self.two_stage is None]
 
     @property
     def task(self) -> str:
-        """Name of the section that describes the data."""
+        """The name of the section that describes the data, which is that of the task."""
         return next(name for name in TASKS if getattr(self, name) is not None)
 
     @property
     def data(self) -> Any:
-        """Section that describes the data."""
+        """The section that describes the data."""
         return getattr(self, self.task)
 
     @property
@@ -411,13 +411,13 @@ class RunConfig:
 
     @property
     def tokens(self) -> int:
-        """Rows that a layer sees at once: of a batch, or of the part that it is split into."""
+        """Rows that a layer gets at once: those of a batch, or of one part if it is split."""
         rows = max(1, self.train.batch_size // self.train.accumulate)
         return rows * getattr(self.data, "length", 1)
 
     @property
     def tt_config(self) -> TTConfig | None:
-        """The section ``tensorize``, with the ``tokens`` of the run where it names none."""
+        """The section ``tensorize``, with the run's ``tokens`` if it has none."""
         if self.tensorize is None or self.tensorize.tokens is not None:
             return self.tensorize
         return dataclasses.replace(self.tensorize, tokens=self.tokens)
@@ -508,7 +508,7 @@ _OF_SHARDS = ("adamw", "muon", "sgd")
 
 
 def _check_shared(config: RunConfig) -> None:
-    """Raise ``ValueError`` if a run cannot train a model with sharded dense matrices."""
+    """Raise ``ValueError`` if a run's settings do not allow sharded dense matrices."""
     kind = f"parallel={config.parallel}"
     way_out = "or keep the model whole in every process: parallel=ddp"
     optimizer = config.optimizer_for(config.train.steps)

@@ -1,4 +1,4 @@
-"""The folder of a run: its settings, the record of its data, and its result."""
+"""Read and write the folder of a run: settings, record of the data, and result."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ class DataRecord:
 
 
 def read_record(folder: Path) -> DataRecord | None:
-    """Return the data record of a run's folder, if any; ``ValueError`` if it cannot be read."""
+    """Return the data record in a run's folder, or None; ``ValueError`` if it cannot be read."""
     path = folder / NAME
     if not path.is_file():
         return None
@@ -50,7 +50,7 @@ def read_record(folder: Path) -> DataRecord | None:
 
 
 def changed_data(there: DataRecord, here: DataRecord) -> str | None:
-    """Return how data differ: None or ``2 files: a.py changed, b.py new``; moves do not count."""
+    """Return how data differ, as ``2 files: a.py changed, b.py new``, or None if just moved."""
     new = {(Path(k).name, digest): k for k, digest in here.files.items() if k not in there.files}
     recorded = {
         name if name in here.files else new.get((Path(name).name, digest), name): digest
@@ -93,9 +93,10 @@ def with_whole_paths(config: RunConfig) -> RunConfig:
 
 
 def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
-    """Return the settings with other paths to the data, given by the dotted names of settings.
+    """Return the settings with new paths to the data, made absolute.
 
-    Raises ``ValueError`` if a name is no path of the run's data, or a place is no path.
+    ``places`` has the new paths by dotted names of settings. Raises ``ValueError`` if a name is not
+    a setting for a path of the run's data, or a value is no path.
     """
     known = [f"{config.task}.{key}" for key in _path_keys(config)]
     values = asdict(config.data)
@@ -119,7 +120,7 @@ def data_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def missing_data(config: RunConfig) -> dict[str, str]:
-    """Return the first missing path of each setting with paths, by its dotted name."""
+    """Return, by dotted name, the first missing path of each setting that names paths."""
     found: dict[str, str] = {}
     for key, path in data_paths(config):
         if not Path(path).exists():
@@ -141,7 +142,9 @@ def place_of_moved(problem: FileNotFoundError, config: RunConfig, option: str) -
 def read_result(folder: Path) -> dict[str, Any]:
     """Return the figures of a trained model, from its folder.
 
-    Raises ``FileNotFoundError`` if it is not finished, ``ValueError`` if the file is damaged.
+    Raises:
+        FileNotFoundError: If the model is not finished.
+        ValueError: If the file is damaged; the message names it and what writes it again.
     """
     path = folder / "result.json"
     try:
@@ -175,7 +178,7 @@ class Outcome:
 
 
 def outcome_cells(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table of models in ``result.json``; of two with their ratio."""
+    """Return header and rows of a table of models; two models also get their ratios."""
     two = len(results) == 2
     rows: list[list[str]] = []
 
@@ -249,7 +252,7 @@ class Begun:
 
     @property
     def difference(self) -> str | None:
-        """The first settings that identify another run; None if there are none."""
+        """Text on the first settings that make it another run; None if there are none."""
         more = f" and {len(self.others) - _SHOWN} more" if len(self.others) > _SHOWN else ""
         text = ", ".join(self.others[:_SHOWN]) + more + (_LET_IT_END if self.late else "")
         return text or None
@@ -268,7 +271,7 @@ class Begun:
 
 @contextlib.contextmanager
 def lock(folder: Path, what: str = "run") -> Iterator[None]:
-    """Lock the folder of a run or sweep, or raise ``FolderInUseError``; make it if need be."""
+    """Make and lock the folder of a run or sweep; raise ``FolderInUseError`` if it is locked."""
     file = FileLock(folder / ".lock", timeout=0)
     take(file, folder, f": let that {what} end, or choose another --out")
     try:
@@ -285,8 +288,9 @@ def begun(folder: Path) -> bool:
 def begun_run(config: RunConfig) -> Begun | None:
     """Compare the run started in the folder with these settings; None if there is none.
 
-    Dataclasses mark the settings that do not identify a run. More steps make another run only in
-    the late stage of rank learning, whose pace depends on them. A new path of moved data does not.
+    Fields of the dataclasses mark settings that may change in a run. More steps make another run
+    only in the late stage of rank learning, whose pace depends on them. A new path of moved data
+    does not make another run.
     """
     folder = Path(config.out)
     if not begun(folder) or not (folder / "config.yaml").is_file():
@@ -327,19 +331,23 @@ def _has_moved(old: Any, new: Any) -> bool:
 
 
 def other_data(folder: Path, record: DataRecord) -> str | None:
-    """Return how the data differ from those recorded in a run's folder, or None."""
+    """Return how data differ from the data recorded in a run's folder, or None."""
     recorded = read_record(folder) if begun(folder) else None
     return None if recorded is None else changed_data(recorded, record)
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Return whether the folder holds the result of just this run."""
+    """Return whether the folder holds the result of a run with these settings."""
     found = begun_run(config)
     return found is not None and found.is_finished(Path(config.out))
 
 
 def check_folder(config: RunConfig, found: Begun | None) -> None:
-    """Raise ``ValueError`` if another run, other files or the data are in a run's folder."""
+    """Raise ``ValueError`` if a run may not use its folder; nothing is written or deleted.
+
+    Reasons are another run in it, without ``overwrite``, other files of the names that a run
+    writes, and the run's data in it.
+    """
     folder = Path(config.out)
     ours = _written_by_a_run(folder)
     foreign = sorted(name for name in WRITTEN_BY_A_RUN.keys() - ours if _holds(folder / name))
@@ -370,7 +378,7 @@ def check_folder(config: RunConfig, found: Begun | None) -> None:
 
 
 def check_data(config: RunConfig, record: DataRecord) -> None:
-    """Raise ``ValueError`` if a run started with other data and ``overwrite`` is not set."""
+    """Raise ``ValueError`` if the folder's run has other data and ``overwrite`` is not set."""
     difference = None if config.overwrite else other_data(Path(config.out), record)
     if difference is not None:
         raise ValueError(
@@ -380,7 +388,10 @@ def check_data(config: RunConfig, record: DataRecord) -> None:
 
 
 def claim(config: RunConfig, record: DataRecord, found: Begun | None) -> None:
-    """Write settings and data record of a run, in place of one that cannot be resumed."""
+    """Write the settings and the data record of a run into its checked folder.
+
+    This deletes files of an earlier run that is replaced or cannot be resumed, and no others.
+    """
     folder = Path(config.out)
     if not config.overwrite and found is not None and found.longer:  # it will have another result
         for place in ("", "dense"):
@@ -394,7 +405,7 @@ def claim(config: RunConfig, record: DataRecord, found: Begun | None) -> None:
 
 
 def _delete(folder: Path, names: Iterable[str]) -> None:
-    """Delete the files of a run with these names, and no others in its folders."""
+    """Delete files of these names that a run wrote, and no other files in its folders."""
     for name in names:
         path = folder / name
         if name == "checkpoints":
@@ -418,9 +429,10 @@ def _holds(path: Path) -> bool:
 
 
 def _written_by_a_run(folder: Path) -> set[str]:
-    """Return the names in the folder that belong to a run, if ``config.yaml`` is a run's.
+    """Return the names of files that a run wrote into the folder; none if it holds no run.
 
-    One that cannot be read is, if there is a checkpoint or a result.
+    The ``config.yaml`` must have the settings that every run has; if it cannot be read, a
+    checkpoint or a result counts instead.
     """
     try:
         settings = read_yaml(folder / "config.yaml")
@@ -434,7 +446,7 @@ def _written_by_a_run(folder: Path) -> set[str]:
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Return the settings as in ``config.yaml``: without the folder, lists and absolute paths."""
+    """Return the settings as in ``config.yaml``: absolute paths, lists for tuples, no folder."""
     settings = with_whole_paths(config).settings()
     for key in ("out", "overwrite"):
         del settings[key]
@@ -442,7 +454,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _in_late_stage(folder: Path) -> bool:
-    """Return whether a run was interrupted in the late stage of rank learning, by its log."""
+    """Return whether the log says that a run was interrupted in the late stage."""
     saved = max(Archive(folder / "checkpoints").steps(), default=0)
     lines = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
     stages = [line["stage"] for line in lines if line["step"] <= saved and "stage" in line]
@@ -450,7 +462,7 @@ def _in_late_stage(folder: Path) -> bool:
 
 
 def _differences(there: Any, here: Any, within: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the settings that differ by their dotted names, each with its old and new value."""
+    """Yield the dotted name of each setting that differs, with its old and new value."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in dict.fromkeys([*there, *here]):
             path = f"{within}.{key}" if within else str(key)

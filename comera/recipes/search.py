@@ -1,4 +1,4 @@
-"""Section ``search`` of a sweep's file: variants whose settings Optuna proposes."""
+"""Run the section ``search`` of a sweep's file: variants whose settings Optuna proposes."""
 
 import json
 import math
@@ -22,7 +22,7 @@ JOURNAL = "search.journal"
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """Settings of a search."""
+    """Settings of a search, from the section ``search`` of a sweep's file."""
 
     trials: int = 0
     over: dict[str, Any] = field(default_factory=dict)  # domains of settings, by dotted names
@@ -32,10 +32,14 @@ class SearchConfig:
 
 
 def read_search(given: Any) -> SearchConfig:
-    """Parse the section; its ``over`` becomes Optuna's distributions.
+    """Parse the section ``search``, in which ``over`` has the domains of settings.
 
-    Domains are lists of values, or keywords of those distributions, ``{low: 4, high: 32}``. Raises
-    ``ValueError`` for the first thing that is wrong, and ``MissingPackageError``.
+    Domains are lists of values, or keywords of Optuna's distributions of numbers, such as
+    ``{low: 4, high: 32, log: true}``; they become Optuna's distributions.
+
+    Raises:
+        ValueError: If something is wrong; the message names the first fault.
+        MissingPackageError: If Optuna is not installed.
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"search={given!r} must be a section: trials, and over what settings")
@@ -82,7 +86,7 @@ def _distribution(key: str, given: Any) -> Any:
 
 
 def extremes(distribution: Any) -> list[Any]:
-    """Return the values at the ends of a range, or all of a list."""
+    """Return the values at the ends of a range, or all values of a list."""
     if hasattr(distribution, "choices"):
         return [json.loads(choice) for choice in distribution.choices]
     return [distribution.low, distribution.high]
@@ -92,15 +96,17 @@ class Search:
     """Trials of a search, each a variant of the sweep with a run for every seed.
 
     Proposals depend only on the seed and on earlier results, so a stopped search resumes exactly if
-    runs are sequential.
+    runs are sequential. Raises ``ValueError`` if the folder holds another search and ``anew`` is
+    False, and ``MissingPackageError`` if Optuna is not installed.
 
     Args:
         config: The search.
         folder: Folder of the sweep, locked by this process.
-        metric: Metric to optimise; a trial is worth its mean over ``seeds``.
+        metric: Metric to optimise, of which the mean over ``seeds`` counts for a trial.
         seeds: Seeds of the runs.
-        make_jobs: Makes the jobs of a trial of its name and settings, or raises ``ValueError``.
-        anew: Discard an earlier search with other settings, which else raises ``ValueError``.
+        make_jobs: Function that makes the jobs of a trial from its name and settings; it raises
+            ``ValueError`` if settings do not go together.
+        anew: Discard an earlier search with other settings in the folder.
     """
 
     def __init__(
@@ -142,18 +148,18 @@ class Search:
 
     @property
     def jobs(self) -> list[Job]:
-        """Jobs of all trials so far, except those that failed."""
+        """Jobs of all trials so far, except failed trials."""
         return [job for number in sorted(self._of) for job in self._of[number]]
 
     def begin_anew(self) -> None:
-        """Discard all trials."""
+        """Discard all trials, to begin the search anew."""
         self._path.unlink()
         self._open()
         self._study.set_user_attr("asked", self._asked)
         self._of = {}
 
     def more(self) -> list[Job]:
-        """Report what has ended, and return the jobs of the next trial; none after the last."""
+        """Report ended trials, and return the jobs of the next trial; none after the last one."""
         self.tell()
         while len(self._study.trials) < self._config.trials:
             self._seed_sampler(len(self._study.trials))
@@ -212,7 +218,7 @@ class Search:
         )
 
     def _seed_sampler(self, number: int) -> None:
-        """Seed the sampler of one trial, by seed and number alone."""
+        """Seed the sampler for one trial, by the search's seed and the trial's number alone."""
         seed = np.random.SeedSequence([self._config.seed, number]).generate_state(1)[0]
         samplers = self._optuna.samplers
         if self._config.sampler == "random":
@@ -222,7 +228,7 @@ class Search:
             self._study.sampler = samplers.TPESampler(seed=int(seed), constant_liar=True)
 
     def _add(self, frozen: Any) -> None:
-        """Make the jobs of a trial, after drawing its missing settings."""
+        """Make the jobs of a trial, after sampling settings that it lacks."""
         self._seed_sampler(frozen.number)
         params = frozen.params
         if frozen.state.name == "RUNNING":  # what was drawn before is only read
@@ -242,5 +248,5 @@ class Search:
 
 
 def trial_name(number: int) -> str:
-    """Return the name of a trial as a variant."""
+    """Return the name of the variant that a trial is."""
     return f"trial-{number:03d}"

@@ -1,4 +1,4 @@
-"""``comera sweep FILE``: variants of one run, over seeds, compared with one of them."""
+"""Train variants of a run over seeds, and compare them (``comera sweep FILE``)."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 @dataclass(frozen=True)
 class Sweep:
-    """Content of a sweep file."""
+    """The content of a sweep file."""
 
     out: Path
     seeds: tuple[int, ...]
@@ -52,8 +52,11 @@ class Sweep:
 def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     """Read a sweep file and check all of it, down to the settings of each variant.
 
-    ``changes`` are settings by dotted names that override those of every variant. Raises
-    ``ValueError`` for the first thing that is wrong, ``FileNotFoundError`` without file or base.
+    ``changes`` are settings by dotted names that every variant gets, whatever the file says.
+
+    Raises:
+        ValueError: If something is wrong; the message names the variant and the first fault.
+        FileNotFoundError: If the file or its base does not exist.
     """
     content = read_yaml(path)
     if not {"base", "variants", "search"} & content.keys() and "train" in content:
@@ -132,7 +135,7 @@ def _check_variants(given: Any) -> None:
 
 
 def variant_of(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of a variant; raises ``ValueError`` if they do not go together."""
+    """Return the settings of a variant; raise ``ValueError`` if they do not go together."""
     try:
         config = parse_settings(RunConfig, merged(base, _overrides(name, given)))
         config.check()
@@ -142,7 +145,7 @@ def variant_of(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> Run
 
 
 def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return what a variant and those it extends change in the base."""
+    """Return the changes to the base by a variant and by the variants it extends."""
     if name in inner:
         raise ValueError(f"extends goes round in a circle: {' -> '.join((*inner, name))}")
     own = nested({key: value for key, value in (given[name] or {}).items() if key != "extends"})
@@ -154,7 +157,7 @@ def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...] = ())
 
 
 def _read_metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
-    """Return the requested metric, if every variant's task has it; by default the first of them."""
+    """Return the requested metric, which every variant's task must have; by default the first."""
     measured = {name: TASKS[config.task].better for name, config in variants.items()}
     first, *others = measured.values()
     shared = [metric for metric in first if all(metric in found for found in others)]
@@ -170,7 +173,7 @@ def _read_metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
 
 
 def _read_search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) -> SearchConfig:
-    """Parse the section ``search``, and check the ends of each domain one at a time."""
+    """Parse the section ``search``, and check settings at the ends of each domain."""
     search = read_search(given)
     if search.extends is not None:
         _check_named(search.extends, variants, "search.extends=")
@@ -207,7 +210,7 @@ def sweep(
         jobs: Number of runs that are trained at a time (default: one on this machine, as many as
             the queue takes elsewhere).
         launcher: Where runs are started: as processes here, through submitit (Slurm), or by Ray;
-            settings of the latter are the sections submitit and ray of the file.
+            the sections submitit and ray of the file have settings of these.
         overwrite: Restart runs whose folders hold other settings or data; the others stay.
     """
     folder = Path(out) if out else None
@@ -230,8 +233,8 @@ def run_sweep(
     ``VARIANT/seed-K``, not to train this time. Returns 0, 1 if a run failed, 130 after Ctrl-C.
 
     Raises:
-        ValueError: If the file is wrong, or a folder holds a run with other settings or of other
-            data. Nothing has been trained then.
+        ValueError: If the file is wrong, or a folder holds a run with other settings or data.
+            Nothing has been trained then.
         FileNotFoundError: If the file, its base, data of a started run or all data are missing.
         FolderInUseError: If another sweep writes to the folder; a RuntimeError.
         MissingPackageError: If the launcher's package is not installed.
@@ -307,7 +310,7 @@ def run_sweep(
 
 
 def _check_data(jobs: Sequence[Job]) -> None:
-    """Raise ``FileNotFoundError`` if every run lacks data; else those runs fail."""
+    """Raise ``FileNotFoundError`` if all runs lack data; if some do, mark these as failed."""
     problems: dict[str, None] = {}
     for config in [job.config for job in jobs if job.state == "waiting"]:
         if missing := missing_data(config):
@@ -339,7 +342,7 @@ def make_jobs(sweep: Sweep) -> list[Job]:
 
 
 def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
-    """Leave out runs and whole variants; raises ``ValueError`` for a word that is neither."""
+    """Return the jobs without skipped runs and variants; ``ValueError`` for an unknown word."""
     names = {job: (job.variant, f"{job.variant}/seed-{job.seed}") for job in jobs}
     known = list(dict.fromkeys(name for both in zip(*names.values(), strict=True) for name in both))
     for word in skip:
@@ -358,7 +361,7 @@ def _check_model(name: str, config: RunConfig) -> None:
 
 
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
-    """Print the table and write its files if anything has ended, then print what failed."""
+    """Print and write the comparison if a run has ended, then print which runs failed."""
     finished = [job for job in jobs if job.state == "finished"]
     runs = [sweep_report.read_trained(job.variant, job.seed, job.folder) for job in finished]
     failed = [
@@ -387,7 +390,7 @@ def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
 def show_progress(
     jobs: Sequence[Job], metric: str, console: Console, expected: int
 ) -> Iterator[Callable[[], None]]:
-    """Show a bar for all jobs and for each that runs, and a line for each that ends.
+    """Show a bar for all jobs, a bar for each running job, and a line for each ended one.
 
     Yields a function that updates them; jobs may be added, up to the expected number.
     """

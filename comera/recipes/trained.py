@@ -1,4 +1,4 @@
-"""Finished runs and sweeps as Python objects."""
+"""Load finished runs and sweeps as Python objects."""
 
 import contextlib
 import io
@@ -41,7 +41,7 @@ class TrainedRun:
 
     Attributes:
         folder: Folder of the run.
-        config: Its settings.
+        config: Settings of the run.
         model: The trained model, in evaluation mode.
         vocabulary: Its ``tokenizer`` or ``categories``.
         result: Its figures: ``metrics`` of the last evaluation, ``test`` where there is such data,
@@ -66,9 +66,9 @@ class TrainedRun:
 
     @property
     def metrics(self) -> "pd.DataFrame":
-        """The log of training, a row a step: ``loss``, ``eval/...``, ``lr``, ``size``, ...
+        """The log of training, a row for each step: ``loss``, ``eval/...``, ``lr``, ``size``, ...
 
-        NaN where nothing was logged. Ranks and other nested values are left out. Needs pandas.
+        NaN if nothing was logged. Ranks and other nested values are left out. Needs pandas.
         """
         with needed_by("metrics"):
             import pandas as pd
@@ -99,7 +99,7 @@ def load_run(
     Args:
         folder: Folder of a finished run, such as ``runs/quickstart``.
         twin: Load the dense twin instead, if one was trained.
-        device: Where the model is to be.
+        device: Device of the model.
 
     Raises:
         FileNotFoundError: If the folder holds no run, or no twin.
@@ -135,7 +135,7 @@ def load_run(
 
 
 def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Iterator[dict[str, Any]]:
-    """Yield a prediction for each line, or an ``error`` that names one that is not as expected.
+    """Yield a prediction for each line, or an ``error`` if the form of a line is wrong.
 
     Lines are ``premise<TAB>hypothesis`` for sentence pairs, text with ``[MASK]`` in it for masked
     words, the beginning of a text for a causal model, which adds ``new_tokens``, or a row of a
@@ -165,11 +165,12 @@ _FORMS = {
 
 
 def export(run: TrainedRun, path: Path) -> str:
-    """Write the model of a run in the format of a suffix; returns a sentence about the file.
+    """Write the model of a run to a file, in the format of its suffix.
 
-    ``.pt2`` and ``.onnx`` hold the compressed model, its cores contracted, and take any number of
-    rows; ``.safetensors`` holds the weights of the dense model by their names. Raises
-    ``ValueError`` for another suffix, ``MissingPackageError`` without ONNX.
+    ``.pt2`` and ``.onnx`` hold the compressed model with contracted cores, for any number of rows;
+    ``.safetensors`` holds the weights of the dense model by name. Returns a sentence about the
+    file. Raises ``ValueError`` for another suffix, and ``MissingPackageError`` if ONNX is needed
+    and missing.
     """
     if path.suffix not in _FORMS:
         known = ", ".join(f"{suffix} ({form})" for suffix, form in _FORMS.items())
@@ -199,7 +200,7 @@ def export(run: TrainedRun, path: Path) -> str:
 
 
 class _Positional(nn.Module):
-    """A model with its tensor inputs alone; ``padded`` keeps its default."""
+    """A model that takes only its tensor inputs, by position; ``padded`` keeps its default."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -233,19 +234,19 @@ _ALWAYS = ("variant", "seed", "params", "steps", "seconds")
 
 
 def load_sweep(folder: str | Path) -> "pd.DataFrame":
-    """Load the figures of a sweep as a data frame, one row a finished run.
+    """Load the figures of a sweep as a data frame, with a row for each finished run.
 
     Columns are ``variant``, ``seed``, ``params`` of the whole model after training, ``steps``,
     ``seconds`` in training steps, and the figures of the last evaluation, such as ``accuracy``, and
-    on test data, such as ``test/accuracy``; NaN where a run has no such figure. ``attrs`` of the
-    frame hold ``metric`` and ``reference`` of the sweep.
+    on test data, such as ``test/accuracy``; NaN if a run has no such figure. ``attrs`` of the frame
+    hold ``metric`` and ``reference`` of the sweep.
 
     Args:
-        folder: Folder of the sweep; that of a single run is read by :func:`~comera.load_run`.
+        folder: Folder of the sweep; for a single run use :func:`~comera.load_run`.
 
     Raises:
         FileNotFoundError: If the folder holds no figures of a sweep.
-        ValueError: If its ``results.json`` is damaged, or another program's.
+        ValueError: If ``results.json`` is damaged, or from another program.
         MissingPackageError: Without pandas, which ``comera[cli]`` brings; an ImportError.
 
     Example::

@@ -1,1 +1,1 @@
-"""Tables and plots: what a model weighs, how a run went."""
+"""Make tables and plots of a model's size, predicted cost, memory and measured losses."""

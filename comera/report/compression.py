@@ -1,4 +1,4 @@
-"""Size and predicted cost of a tensorised model, layer by layer."""
+"""Report size and predicted cost of a tensorised model, layer by layer."""
 
 import math
 from dataclasses import dataclass, replace
@@ -34,19 +34,20 @@ class LayerReport:
     """One tensor-train layer.
 
     Attributes:
-        name: As in ``named_modules``.
+        name: Name as in ``named_modules``.
         kind: Class name.
-        start_ranks: Bonds when the layer was made.
-        ranks: Bonds whose gates are live now.
-        dense_params: Entries of the weight it stands for; the bias is not counted.
+        start_ranks: Ranks when the layer was made.
+        ranks: Ranks now, without pruned ones.
+        dense_params: Entries of the dense weight, without the bias.
         params: Entries of cores, gates and dense rows as they are stored.
-        live_params: Entries of the cores that would remain if it were truncated now.
-        frozen_params: Entries after :func:`comera.freeze_`: two factors at the live ranks, or a
-            dense weight where that has fewer; dense rows included.
+        live_params: Entries of the cores that would remain after truncation now.
+        frozen_params: Entries after :func:`comera.freeze_`: of two factors without pruned ranks, or
+            of a dense weight if that has fewer; with dense rows.
         bytes: Bytes of ``params``.
-        operations: Predicted multiply-adds of a forward and backward pass at the live ranks;
+        operations: Predicted multiply-adds of a forward and backward pass at ``ranks``;
             ``dense_operations`` are those of the dense layer.
-        saved_bytes: Predicted bytes kept from the forward to the backward pass, likewise.
+        saved_bytes: Predicted bytes kept from the forward to the backward pass;
+            ``dense_saved_bytes`` are those of the dense layer.
     """
 
     name: str
@@ -71,17 +72,16 @@ class CompressionReport(Report):
     The table fits the terminal and names hidden columns; :meth:`to_pandas` has them all.
 
     Attributes:
-        layers: One :class:`LayerReport` a tensor-train layer.
-        tokens: Rows of the batch that operations and activations are predicted for.
+        layers: A :class:`LayerReport` for each tensor-train layer.
+        tokens: Rows of the batch for which operations and activations are predicted.
         params: Parameters of the whole model, shared ones counted once.
         bytes: Bytes of these parameters.
-        frozen_bytes: The same after :func:`comera.freeze_`, if it makes no layer dense for speed.
-        dense_bytes: The same with all its layers dense.
-        dense_params: Parameters of the model with all its layers dense.
+        frozen_bytes: Bytes after :func:`comera.freeze_`, if it makes no layer dense for speed.
+        dense_bytes: Bytes of the parameters if all layers were dense.
+        dense_params: Parameters of the model if all layers were dense.
         tt_params: Stored parameters of the tensor-train layers: cores, gates and dense rows.
-        live_params: Entries their cores would keep if they were truncated now, the size that rank
-            learning counts.
-        tt_dense_params: Entries of the dense weights they stand for.
+        live_params: Entries of the cores after truncation now: the size that rank learning counts.
+        tt_dense_params: Entries of the tensor-train layers' dense weights.
     """
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
@@ -101,20 +101,20 @@ class CompressionReport(Report):
 
     @property
     def compression(self) -> float:
-        """Parameters of the dense model, divided by those of this one."""
+        """Parameters of the dense model divided by those of this model."""
         return self.dense_params / max(1, self.params)
 
     @property
     def layer_compression(self) -> float:
-        """Compression of tensor-train layers alone."""
+        """Parameters of the dense weights divided by those of the tensor-train layers alone."""
         return self.tt_dense_params / max(1, self.tt_params) if self.layers else 1.0
 
     def to_pandas(self) -> "pd.DataFrame":
-        """Return one row a layer, columns as in :class:`LayerReport`. Needs pandas."""
+        """Return a data frame with a row for each :class:`LayerReport`. Needs pandas."""
         return data_frame(self.layers)
 
     def summary(self) -> str:
-        """Return lines of totals."""
+        """Return lines with the totals of the model."""
         layers = f"{len(self.layers)} tensor-train layer{'s' * (len(self.layers) != 1)}"
         return (
             f"whole model: {self.params:,} parameters ({show_bytes(self.bytes)}), "
@@ -127,7 +127,7 @@ class CompressionReport(Report):
         )
 
     def tables(self) -> list[Table]:
-        """Return one row a layer."""
+        """Return a table with a row for each layer."""
         rows = []
         for layer in self.layers:
             start, live = (" ".join(map(str, ranks)) for ranks in (layer.start_ranks, layer.ranks))
@@ -159,7 +159,7 @@ def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionRepor
 
     Args:
         model: Any model; without tensor-train layers only the totals are filled.
-        tokens: Rows of the batch to predict operations and activation memory for.
+        tokens: Rows of the batch for which operations and activation memory are predicted.
 
     Raises:
         ValueError: If ``tokens`` is below one.
@@ -170,7 +170,7 @@ def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionRepor
 
 
 def planned_work(layer: TensorTrainModule, tokens: int, together: int = 1) -> Layer | Lookup | None:
-    """Return a layer at a batch as the planner takes it; None for the hot rows of a table."""
+    """Describe a layer at a batch to the planner; return None for the hot rows of a table."""
     if isinstance(layer, CompressedLinear):
         return layer.at(tokens, together=together)
     if isinstance(layer, TTTable):

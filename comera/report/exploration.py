@@ -1,4 +1,4 @@
-"""The points of an explored model: their table, Pareto front and plot."""
+"""Show the points of an explored model: their table, Pareto front and plot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,23 +28,23 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Point:
-    """A model at one setting; None where something is not known.
+    """A model at one setting; attributes that are not known are None.
 
     Attributes:
         setting: ``budget=0.8``, ``order=1, compression=4``, or ``dense``.
         layer: The only layer that was made smaller, as in ``named_modules``, or ``whole model``.
         order: Modes that each side of a weight is split into.
-        ranks: Bonds of the layers, where they all have the same; else the smallest and the largest
-            of all, or one number where these are equal.
+        ranks: Ranks of the layers if all have the same; else the smallest and the largest of all,
+            or one number if these are equal.
         ratio: How many times fewer parameters the whole model has than the dense one.
         params: Parameters of the whole model.
-        bytes: Their bytes.
-        error: Relative Frobenius error of the weights that were replaced, all together: 0 is exact,
-            1 as far off as zeros. It does not depend on data.
+        bytes: Bytes of these parameters.
+        error: Relative Frobenius error of all replaced weights together: 0 is exact, 1 as far off
+            as zeros. It does not depend on data.
         predicted_loss: Rise of the loss that the calibration data predict, to second order.
         loss: The result of ``evaluate``.
-        predicted_seconds: Of the replaced layers, forward and backward, as by ``comera.plan``.
-        predicted_ratio: The same in units of the dense layers'.
+        predicted_seconds: Time of the replaced layers, forward and backward, by ``comera.plan``.
+        predicted_ratio: This time divided by that of the dense layers.
         measured_seconds: Time of the call of ``evaluate``.
         note: Why there is no loss; or what was logged while the model was made smaller.
     """
@@ -66,7 +66,7 @@ class Point:
 
     @property
     def kind(self) -> str:
-        """What the point is drawn as: dense, by data, or a tensor train of an order."""
+        """Kind of point in the plot: dense, by data, or a tensor train of an order."""
         if self.setting == "dense":
             return "dense"
         how = "compress_" if self.setting.startswith("budget") else f"order {self.order}"
@@ -81,18 +81,18 @@ class Exploration(Report):
 
     Attributes:
         points: One for each setting, the dense model first.
-        planned: Number of points of an exploration that was not interrupted.
+        planned: Number of points that were to be measured; more than there are after Ctrl-C.
     """
 
     points: tuple[Point, ...]
     planned: int
 
     def to_pandas(self) -> "pd.DataFrame":
-        """Return one row a point, columns as in :class:`Point`. Needs pandas."""
+        """Return a data frame with a row for each :class:`Point`. Needs pandas."""
         return data_frame(self.points)
 
     def pareto(self) -> "Exploration":
-        """Return the Pareto front by parameters and loss, with the first of equal points."""
+        """Return the Pareto front by parameters and loss; of equal points only the first."""
         best: list[Point] = []
         for point in sorted(self._measured, key=lambda point: (point.params, point.loss)):
             if not best or _loss(point) < _loss(best[-1]):
@@ -100,17 +100,17 @@ class Exploration(Report):
         return replace(self, points=tuple(point for point in self.points if point in best))
 
     def plot(self, library: Literal["plotly", "matplotlib"] | None = None) -> Any:
-        """Draw losses over sizes, and the line of :meth:`pareto` through the best of them.
+        """Draw losses over sizes, and a line through the points of :meth:`pareto`.
 
         Args:
             library: ``"plotly"`` draws a picture that shows a point's setting under the pointer and
-                can be zoomed, ``"matplotlib"`` a still one. If None, plotly where it is installed.
+                can be zoomed, ``"matplotlib"`` a still picture. If None, plotly if installed.
 
         Returns:
             A figure of that library.
 
         Raises:
-            ValueError: If ``library`` is another one, or no point has a loss.
+            ValueError: If ``library`` is neither of the two, or no point has a loss.
             MissingPackageError: If the library is not installed.
         """
         if library not in (None, "plotly", "matplotlib"):
@@ -138,7 +138,7 @@ class Exploration(Report):
         return figure
 
     def tables(self) -> list[Table]:
-        """Return one row a point; points of :meth:`pareto` have a star."""
+        """Return a table with a row for each point; points of :meth:`pareto` have a star."""
         best = self.pareto().points
         rows = [
             (
@@ -162,7 +162,7 @@ class Exploration(Report):
         return [Table("explored", _HEADER, rows, left=(0, 1, 3), names=1, spare=spare)]
 
     def summary(self) -> str:
-        """Return lines of totals, and why points failed."""
+        """Return lines that count the points and say why points failed."""
         failed = [point for point in self.points if point.loss is None]
         text = (
             f"{len(self._measured)} of {self.planned} points have a loss"

@@ -1,4 +1,4 @@
-"""A trained model measured at many sizes, on copies of it."""
+"""Measure a trained model at many sizes, on copies of it."""
 
 import copy
 import dataclasses
@@ -58,39 +58,39 @@ def explore(
 ) -> Exploration:
     """Measure a trained model at many sizes, each on a copy of it; the model is not changed.
 
-    Budgets are spent as by :func:`~comera.compress_`, reading the calibration data once.
-    Configurations convert the model as :func:`~comera.tensorize_` with ``init="svd"``, tables
-    included unless ``target_modules`` excludes them. Ctrl-C returns what was measured so far. An
-    error at one point, such as a budget out of reach, becomes its note.
+    For each budget :func:`~comera.compress_` makes a copy smaller; the calibration data are read
+    once. For each configuration :func:`~comera.tensorize_` does so with ``init="svd"``, tables
+    included unless ``target_modules`` excludes them. Ctrl-C returns the points measured so far. An
+    error at a point, such as a budget out of reach, becomes the point's note.
 
     Args:
         model: Any trained model.
-        evaluate: Takes a model and returns its loss on data of your choice, in the mode that it
-            puts the model into; lower is better. It is called once a point, without gradients.
+        evaluate: Function that puts a model into a mode of your choice and returns its loss on data
+            of your choice; lower is better. It is called once for each point, without gradients.
         calibration: Batches as for :func:`~comera.compress_`, or the result of
-            :func:`~comera.sensitivity`, which then had ``loss_fn`` and the layers.
-        budgets: For :func:`~comera.compress_`: shares of parameters, or bytes with a unit. Seven
-            from 0.9 to 0.3 if None and there is calibration data.
+            :func:`~comera.sensitivity`, to which ``loss_fn`` and the layers were then given.
+        budgets: For :func:`~comera.compress_`: shares of parameters, or bytes with a unit. If None
+            and there is calibration data, seven shares from 0.9 to 0.3.
         configs: For :func:`~comera.tensorize_`. If None and there is no calibration data, orders 1
-            to 3 at 2, 4 and 8 times fewer parameters a layer. An ``init`` of None is ``"svd"``
-            here; :func:`~comera.tensorize_` needs it to make the same.
-        each_layer: Also make each targeted layer smaller alone; budgets, shares then, are of that
-            layer. A model of many layers then has many points.
+            to 3 at 2, 4 and 8 times fewer parameters a layer. ``init`` is ``"svd"`` even if None;
+            give it to :func:`~comera.tensorize_` to make the same model.
+        each_layer: Whether to make each targeted layer smaller alone, too; a budget is then a share
+            of that layer. A model of many layers gets many points.
         loss_fn: As for :func:`~comera.compress_`.
-        target_modules: The same, and of the configurations where ``configs`` is None.
-        exclude_modules: Likewise.
-        tokens: Rows of the batch that times are predicted for.
-        keep: A JSON file for the points, written after each. A call that finds it measures only
-            points that are missing or failed. Calibration is not in it: for that, give the result
-            of ``sensitivity(..., keep=...)``.
-        progress: Whether to show a bar.
+        target_modules: As for :func:`~comera.compress_`; also used if ``configs`` is None.
+        exclude_modules: Layers to leave out, likewise.
+        tokens: Rows of the batch for which times are predicted.
+        keep: A JSON file for the points, written after each. If it exists, only points that are
+            missing or failed are measured. It does not hold the calibration: to keep that, give
+            the result of ``sensitivity(..., keep=...)``.
+        progress: Whether to show a progress bar.
 
     Returns:
         A point for each setting, with table, Pareto front and plot.
 
     Raises:
         ValueError: If there is nothing to try, a setting is wrong, ``evaluate`` gives no finite
-            number for the dense model, or the file is of another model or of other ``tokens``.
+            number for the dense model, or the file belongs to another model or other ``tokens``.
         TypeError: If an argument is of the wrong kind.
 
     Example::
@@ -163,7 +163,7 @@ def explore(
 
 
 class _Kept:
-    """The points measured so far, in a file if ``keep`` names one."""
+    """The points measured so far, also written to the file ``keep`` if given."""
 
     def __init__(self, keep: str | Path | None, model: nn.Module, tokens: int) -> None:
         self.path = None if keep is None else Path(keep)
@@ -205,7 +205,7 @@ class _Kept:
 
 
 def _measure(model: nn.Module, point: Point, make: Make, evaluate: Evaluate, tokens: int) -> Point:
-    """Measure one point on a copy; an error or logged messages become its note."""
+    """Measure one point on a copy of the model; an error or logged messages become its note."""
     small = copy.deepcopy(model)
     notes: list[str] = []
 
@@ -262,7 +262,7 @@ def _facts(model: nn.Module, small: nn.Module, tokens: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _error(model: nn.Module, layers: Mapping[str, CompressedLinear | TTTable]) -> float | None:
-    """Return the relative error of replaced weights; experts in one parameter are skipped."""
+    """Return the relative error of replaced weights, without experts that share a parameter."""
     off = whole = 0.0
     for name, layer in layers.items():
         try:
@@ -275,7 +275,7 @@ def _error(model: nn.Module, layers: Mapping[str, CompressedLinear | TTTable]) -
 
 
 def _targets_of(model: nn.Module, found: Sensitivity) -> str | list[str]:
-    """Return ``target_modules`` that select the layers of a sensitivity."""
+    """Return ``target_modules`` that select just the layers in ``found``."""
     names = [layer.name for layer in found.layers]
     for targets in ("all-linear", "all"):
         with suppress(ValueError):  # there are none of this kind
@@ -292,9 +292,9 @@ def _tries(
     configs: Sequence[TTConfig],
     each_layer: bool,
 ) -> list[tuple[str, str, Make]]:
-    """List the settings in words, the layer of each, and the function that makes it.
+    """List the points to measure: setting in words, layer, and function that changes a copy.
 
-    ``which`` names the layers of budgets that are not for all.
+    ``which`` is a text to add to budgets if they are not for all layers.
     """
     tries: list[tuple[str, str, Make]] = []
     if found is not None:
@@ -329,7 +329,7 @@ def _converted(config: TTConfig, model: nn.Module) -> None:
 
 
 def _in_words(config: TTConfig) -> str:
-    """Return the settings that identify a point: the order and those unlike the defaults."""
+    """Return the text that identifies a point: the order, and settings unlike the defaults."""
     if config.linear_format == "btt":  # which has no order
         return _settings(config).removeprefix(", ")
     return f"order={config.order}{_settings(dataclasses.replace(config, order=3))}"

@@ -1,11 +1,10 @@
-"""The memory of a model and its optimizer, counted before training.
+"""Count the memory of a model and its optimizer before training.
 
-The optimizer's own step is run on copies of the parameters on torch's meta device.
+To do so, the optimizer's own step runs on copies of the parameters on torch's meta device.
 """
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,9 @@ from comera.planning.printing import Report, Table, show_bytes
 
 
 def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
-    """Count the bytes of every parameter's state, or of what its first step will make.
+    """Count the bytes of every parameter's optimizer state, now or after the first step.
 
-    Raises ``ValueError`` if the step does not run without numbers; count the state later then.
+    Raises ``ValueError`` if the step does not run without numbers; then count after a real step.
     """
     counted = _bytes(optimizer)
     params = list(counted)
@@ -66,7 +65,7 @@ def _bytes(optimizer: Optimizer) -> dict[Tensor, int]:
 
 
 class _EveryNumberIsOne(TorchDispatchMode):
-    """Mode that returns 1 for ``.item()`` on meta tensors, so that a step runs without data."""
+    """Mode in which ``.item()`` of meta tensors returns 1, so that a step runs without data."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
@@ -76,14 +75,14 @@ class _EveryNumberIsOne(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """Parameters that belong together.
+    """Memory of the parameters in one group.
 
     Attributes:
         name: Name of the optimizer's group, such as ``cores``; or ``not trained``, for frozen
             parameters and buffers.
-        entries: Numbers in them; all others are bytes.
-        gradients: Between the backward pass and the step.
-        state: The optimizer's, from its first step on.
+        entries: Number of entries in the parameters; all other attributes are bytes.
+        gradients: Bytes of gradients, between the backward pass and the step.
+        state: Bytes of the optimizer state, from the first step on.
     """
 
     name: str
@@ -94,7 +93,7 @@ class GroupMemory:
 
     @property
     def total(self) -> int:
-        """All bytes together."""
+        """The sum of all bytes."""
         return self.weights + self.gradients + self.state
 
 
@@ -104,7 +103,7 @@ class MemoryReport(Report):
 
     Attributes:
         optimizer: Class name of the optimizer.
-        groups: One entry for each parameter group, in the order of the optimizer's.
+        groups: One entry for each parameter group, in the optimizer's order.
         title: Title of the table.
     """
 
@@ -114,7 +113,7 @@ class MemoryReport(Report):
 
     @property
     def total(self) -> GroupMemory:
-        """All groups together."""
+        """The sum of all groups."""
         sums = (
             sum(getattr(group, key) for group in self.groups)
             for key in ("entries", "weights", "gradients", "state")
@@ -122,7 +121,7 @@ class MemoryReport(Report):
         return GroupMemory("total", *sums)
 
     def tables(self) -> list[Table]:
-        """Return one table of bytes, the total last."""
+        """Return a table of bytes with a row for each group and the total."""
         header = ("parameters", "entries", "weights", "gradients", "optimizer state", "together")
         rows = [
             (one.name, *(f"{n:,}" for n in (one.entries, one.weights, one.gradients, one.state)),
@@ -132,7 +131,7 @@ class MemoryReport(Report):
         return [Table(f"{self.title}, bytes", header, rows, total=True)]
 
     def summary(self) -> str:
-        """Return the total in words."""
+        """Return a line with the total."""
         total = self.total
         share = f", {total.state / total.weights:.2f}x the weights" if total.weights else ""
         return (
@@ -149,15 +148,14 @@ def memory_report(
     Activations, temporary tensors of a step and unused memory of the allocator are not counted.
 
     Args:
-        model: The model, on any device, ``meta`` too.
-        optimizer: The optimizer of its parameters; state that is there already is counted. Groups
-            of one name share a line. With updates in backward the gradients listed are never alive
-            all at once.
+        model: The model, on any device, even ``meta``.
+        optimizer: The optimizer of its parameters; state that exists already is counted. Groups of
+            one name share a line. With updates in backward, gradients never exist all at once.
         title: Title of the table.
 
     Raises:
-        ValueError: If the optimizer's step does not run there and has not been run for real.
-        TypeError: If ``model`` is no module, or ``optimizer`` none.
+        ValueError: If the optimizer's step does not run on ``meta`` and has not run for real.
+        TypeError: If ``model`` is no module, or ``optimizer`` no optimizer.
 
     Example::
 
@@ -174,18 +172,17 @@ def memory_report(
     rest = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor not in states]
     if rest:
         members.setdefault("not trained", []).extend(dict.fromkeys(rest))
-    groups = tuple(_memory(name, tensors, states) for name, tensors in members.items())
+    groups = tuple(
+        GroupMemory(
+            name,
+            entries=sum(tensor.numel() for tensor in tensors),
+            weights=sum(map(stored_bytes, tensors)),
+            gradients=sum(stored_bytes(tensor) for tensor in tensors if tensor.requires_grad),
+            state=sum(states.get(tensor, 0) for tensor in tensors),
+        )
+        for name, tensors in members.items()
+    )
     kind = type(optimizer).__name__
     if type(optimizer) is GaLore:
         kind += f" around {type(optimizer.inner).__name__}"
     return MemoryReport(kind, groups, title)
-
-
-def _memory(name: str, tensors: Sequence[Tensor], states: dict[Tensor, int]) -> GroupMemory:
-    return GroupMemory(
-        name,
-        entries=sum(tensor.numel() for tensor in tensors),
-        weights=sum(map(stored_bytes, tensors)),
-        gradients=sum(stored_bytes(tensor) for tensor in tensors if tensor.requires_grad),
-        state=sum(states.get(tensor, 0) for tensor in tensors),
-    )

@@ -1,4 +1,4 @@
-"""The plans of all layers of a model: the way each runs, and its cost beside dense."""
+"""Plan all layers of a model: how each layer runs, and its cost compared with a dense layer."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of
 from comera.planning.linear_ways import Layer
 from comera.planning.machine import Machine
-from comera.planning.planner import Plan, plan_layer, suggest
+from comera.planning.planner import Plan, plan_layer
 from comera.planning.printing import Report, Table, show_bytes, show_seconds
 from comera.report.compression import CompressionReport, planned_work
 
@@ -27,12 +27,12 @@ _KEPT_HEADER = ("layers", "kept, each", "dense keeps", "kept, all of them", "den
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The plan of layers that are alike.
+    """A plan, and the layers that have it.
 
     Attributes:
         names: Names of the layers, as in ``named_modules``.
-        plan: The plan that each of them has.
-        suggestion: A change that would be faster than dense, where this is not; else empty.
+        plan: The plan, which holds for each of these layers.
+        suggestion: A change that would be faster than dense, if the layer is not; else empty.
     """
 
     names: tuple[str, ...]
@@ -53,8 +53,7 @@ class ModelPlan(Report):
         layers: One entry for each kind of layer.
         tokens: Rows of the batch.
         machine: The machine on which times are predicted.
-        report: Sizes and ranks of the model that a configuration would make; None for a model whose
-            layers are tensor trains already.
+        report: Sizes and ranks of the model that a configuration would make; None without one.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -69,7 +68,7 @@ class ModelPlan(Report):
 
     @property
     def dense_seconds(self) -> float:
-        """Predicted time of the dense layers in their place."""
+        """Predicted time if these layers were dense, forward and backward."""
         return sum(len(layer.names) * layer.plan.dense.seconds for layer in self.layers)
 
     @property
@@ -85,20 +84,20 @@ class ModelPlan(Report):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that layers keep for backward, without parameters; fused layers keep less."""
+        """Bytes that these layers keep for backward, without parameters; fused ones keep less."""
         return sum(len(layer.names) * layer.plan.chosen.saved_bytes for layer in self.layers)
 
     @property
     def dense_kept(self) -> int:
-        """Bytes that the dense layers keep."""
+        """Bytes that the dense layers would keep for backward."""
         return sum(len(layer.names) * layer.plan.dense.saved_bytes for layer in self.layers)
 
     def tables(self) -> list[Table]:
-        """Return a table of times, without columns that are empty, and one of bytes kept."""
+        """Return a table of times, without empty columns, and a table of bytes kept."""
         rows = [
             (
                 layer.shown_names,
-                layer.plan.title,
+                str(layer.plan.layer),
                 layer.plan.chosen.name,
                 show_seconds(layer.plan.chosen.seconds),
                 f"{layer.plan.time_ratio:.2f}x",
@@ -136,7 +135,7 @@ class ModelPlan(Report):
         return [times, Table(title, _KEPT_HEADER, kept, names=0, total=True)]
 
     def summary(self) -> str:
-        """Return the sizes of the model that a configuration would make, and the total times."""
+        """Return lines with the total times and, for a configuration, the sizes of its model."""
         if not self.layers:
             return "no tensor-train layer"
         eager = self.eager
@@ -164,25 +163,25 @@ def _winner(ours: float, dense: float) -> str:
 def plan(
     model: nn.Module, config: TTConfig | None = None, *, tokens: int = 4096
 ) -> Plan | ModelPlan:
-    """Predict which way each tensor-train layer runs at a batch, and what it costs beside dense.
+    """Predict how each tensor-train layer runs at a batch, and its cost compared with dense.
 
     Args:
         model: One tensor-train layer, for a table of every contraction, or a model, for one line
             for each kind of layer. With ``config`` a dense model, which is not changed.
-        config: How :func:`~comera.tensorize_` would convert the model. Nothing is allocated;
-            layers that would stay dense are named on the ``comera`` logger.
+        config: How :func:`~comera.tensorize_` would convert the model. Nothing is allocated; the
+            ``comera`` logger names layers that would stay dense.
         tokens: Rows of the batch: all dimensions of the input but the last, multiplied. For
             embeddings the number of indices.
 
     Returns:
         A :class:`~comera.planning.planner.Plan` of the layer, or a :class:`ModelPlan`. Times are
-        predicted for the device the parameters are on, from the numbers that ``comera calibrate``
-        measured or from rough defaults.
+        predicted for the device of the parameters, from speeds that ``comera calibrate`` measured
+        or from rough defaults.
 
     Raises:
         ValueError: If ``tokens`` is below one, ``model`` holds no tensor-train layer, or ``config``
             does not fit it.
-        TypeError: If ``config`` is something else.
+        TypeError: If ``config`` is no :class:`~comera.TTConfig`.
 
     Example::
 
@@ -216,20 +215,19 @@ def plan(
         work = planned_work(layer, tokens, len(members))
         if work is None:  # hot rows: a gather and one product, which have no order
             continue
-        mine = layer.planner_setting() | setting
-        layer_plan = plan_layer(work, **mine)
+        layer_plan = plan_layer(work, **layer.planner_setting() | setting)
         if isinstance(model, TensorTrainModule):
             return layer_plan
         instead = ""
         if layer_plan.time_ratio > 1 and isinstance(work, Layer):
-            better = suggest(work, **mine)
+            better = layer_plan.suggestion
             instead = "dense" if better is None else f"{better.change}: {better.time_ratio:.2f}x"
         made.append(LayerPlan(names, layer_plan, instead))
     return ModelPlan(tuple(made), tokens, made[0].plan.machine, report)
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """Copy a model to the ``meta`` device with its ties."""
+    """Return a copy of a model on the ``meta`` device, with its tied weights."""
     held: dict[int, Any] = {}
     for module in model.modules():
         for param in module._parameters.values():

@@ -1,1 +1,1 @@
-"""Models saved in folders and loaded from them."""
+"""Save models in folders, and load them."""

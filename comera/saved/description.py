@@ -1,7 +1,7 @@
-"""Descriptions of models as JSON, and models rebuilt from descriptions and tensors.
+"""Describe models as JSON, and rebuild them from descriptions and tensors.
 
-A registry has the classes of layers by the names that files use. A layer describes itself by
-``config()``, and its class rebuilds it by ``from_config()``.
+A registry maps names in files to classes of layers. A layer describes itself by ``config()``, and
+its class rebuilds it by ``from_config()``.
 """
 
 import json
@@ -18,9 +18,9 @@ from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import as_torch, split_names
 from comera.nn.linear import TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
-from comera.nn.swap import swap_layers_
+from comera.nn.swap import rename_tied_weights_, swap_layers_
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TableHead, TiedTTLinear, rename_tied_weights_
+from comera.nn.tied import TableHead, TiedTTLinear
 from comera.serving.freeze import refuses_training
 from comera.serving.layers import FactoredHead, FactoredTable, ThinLinear
 
@@ -47,12 +47,13 @@ _DAMAGE = (
 
 
 def register_kind(name: str, layer_class: type[nn.Module]) -> None:
-    """Register a class of layers, and its name in files, for ``save_model`` and ``load_model``.
+    """Register a class of layers under a name in files, for ``save_model`` and ``load_model``.
 
-    Its method ``config()`` returns a dict for JSON. Its class method ``from_config(config, lead)``
-    makes a layer on the ``meta`` device; ``lead`` is the layer whose parameters it shares, or None.
-    Subclasses of comera's layers inherit both, and extend them for other arguments. The name stays
-    the same as long as files are to be read; one of another class raises ``ValueError``.
+    The layer's method ``config()`` returns a dict for JSON. The class method
+    ``from_config(config, lead)`` makes a layer on the ``meta`` device; ``lead`` is the layer whose
+    parameters it shares, or None. Subclasses of comera's layers inherit both methods, and extend
+    them for other arguments. Do not change the name while files with it are to be read. Raises
+    ``ValueError`` if another class has the name.
     """
     known = _CLASSES.setdefault(name, layer_class)
     if known is not layer_class:
@@ -60,9 +61,9 @@ def register_kind(name: str, layer_class: type[nn.Module]) -> None:
 
 
 def _kind_of(layer: nn.Module) -> str | None:
-    """Return the name of a layer's class in files; None for a layer that needs no description.
+    """Return the name under which a layer's class is registered; None if it needs no description.
 
-    Raises ``ValueError`` for an unregistered class, derived from one that needs a description.
+    Raises ``ValueError`` if the class is not registered but derives from one that is.
     """
     for name, layer_class in _CLASSES.items():
         if type(layer) is layer_class:
@@ -78,12 +79,12 @@ def _kind_of(layer: nn.Module) -> str | None:
 def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]:
     """Describe a model, compressed or not, so that its layers can be rebuilt without any setting.
 
-    Returns a dict that JSON can hold: ``layers`` by name; the later names of tied tensors by the
-    first one (``tied``); the names of ``frozen`` parameters, of experts that were taken apart
-    (``split_experts``) and of models given to :func:`~comera.freeze_` (``served``); of the dense
-    model its class and, from transformers, its configuration, as text; and ``config`` for people
-    (``tensorized``). Raises ``ValueError`` if a layer's class is not registered, or a layer works
-    on the parameters of a layer outside the model.
+    Returns a dict that JSON can hold: ``layers`` by name; for each later name of a tied tensor its
+    first name (``tied``); the names of ``frozen`` parameters, of experts that were split
+    (``split_experts``) and of modules given to :func:`~comera.freeze_` (``served``); the class of
+    the dense model and, from transformers, its configuration (``model``); and ``config``, for
+    people (``tensorized``). Raises ``ValueError`` if a layer's class is not registered, or a layer
+    shares the parameters of a layer outside the model.
     """
 
     def path_of(thing: Any) -> str:
@@ -134,7 +135,7 @@ def describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _layers(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield layers that need a description by their first names, outermost only."""
+    """Yield the outermost layers that need a description, each with its first name."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -147,7 +148,7 @@ def _layers(module: nn.Module, name: str = "", seen: set[int] | None = None) -> 
 
 
 def _tied_names(model: nn.Module, layers: Mapping[str, Entry]) -> dict[str, str]:
-    """Map later names of each tensor of the state dict to the first, which owns its parameters."""
+    """Map each later name of a tensor in the state dict to the first name, that of its owner."""
     inside = tuple(f"{name}.".lstrip(".") for name, entry in layers.items() if "works_on" in entry)
     state = {n: x for n, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     first: dict[int, str] = {}
@@ -157,7 +158,7 @@ def _tied_names(model: nn.Module, layers: Mapping[str, Entry]) -> dict[str, str]
 
 
 def check_description(described: Any, where: str) -> dict[str, Any]:
-    """Return a description that this version can read; else a ``ValueError`` names ``where``."""
+    """Check and return a description; ``ValueError``, naming ``where``, if it is unreadable."""
     if not isinstance(described, dict) or described.get("format") != FORMAT:
         raise ValueError(f"{where} is no description of a model by comera.save_model")
     version = described.get("version")
@@ -182,24 +183,37 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
     return described
 
 
-def rebuild_(model: nn.Module, layers: Mapping[str, Entry]) -> nn.Module:
+def rebuild_(
+    model: nn.Module,
+    layers: Mapping[str, Entry],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> nn.Module:
     """Replace layers of a dense model by ``layers`` of :func:`describe`, in place.
 
-    The model, possibly on ``meta``, is as it was before it was compressed. Returns it, or the layer
-    that replaces it; new layers are on ``meta``. Raises ``ValueError`` if an entry is damaged, or
-    there is no such layer to replace; the message names it, and the model is unchanged.
+    The model, possibly on ``meta``, is made like the dense model before compression. Returns the
+    model, or the layer that replaces it; new layers are on ``meta``. Raises ``ValueError`` with a
+    name if an entry is damaged, there is no such layer to replace, or the tensors of the result
+    would not have these ``shapes`` by name; the model is then unchanged.
     """
-    made = build_layers(layers)
-    check_places(model, made)
-    return put_in_place_(model, made)
+    made = _build_layers(layers)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    _check_places(modules, made)
+    replacements = {id(modules[name]): new for name, new in made.items()}
+    if shapes is not None:
+        _check_tensors(model, modules, replacements, shapes)
+    for name, new in made.items():
+        new.train(modules[name].training)
+    model = swap_layers_(model, replacements, biases=False)
+    rename_tied_weights_(model)
+    return model
 
 
-def build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
+def _build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
     """Make all layers of a description by name, on the ``meta`` device."""
     made: dict[str, nn.Module] = {}
 
     def build(name: str, above: tuple[str, ...] = ()) -> nn.Module:
-        """Make a layer, after the one whose parameters it works on."""
+        """Make a layer, after the layer whose parameters it shares, if any."""
         if name in made:
             return made[name]
         entry = layers[name]
@@ -224,9 +238,8 @@ def build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
     return {name: build(name) for name in layers}
 
 
-def check_places(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
-    """Raise ``ValueError`` unless a model has a layer of equal size for each new one."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+def _check_places(modules: Mapping[str, nn.Module], made: Mapping[str, nn.Module]) -> None:
+    """Raise ``ValueError`` unless a model's modules have a layer of equal size for each new one."""
     taken: dict[int, str] = {}
     for name, new in made.items():
         old = modules.get(name)
@@ -264,26 +277,17 @@ def _size(layer: Any) -> tuple[int, ...] | None:
     return None if weight is None else tuple(weight.shape)
 
 
-def put_in_place_(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
-    """Put new layers into a model by name, see :func:`check_places`."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name, new in made.items():
-        new.train(modules[name].training)
-    model = swap_layers_(
-        model, {id(modules[name]): new for name, new in made.items()}, biases=False
-    )
-    rename_tied_weights_(model)
-    return model
-
-
-def check_tensors(
-    model: nn.Module, made: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]
+def _check_tensors(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    replacements: Mapping[int, nn.Module],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Raise ``ValueError`` unless the model, with layers replaced, has these tensor shapes."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    new_at = {id(modules[name]): new for name, new in made.items()}
     inside = {
-        f"{n}.".lstrip("."): new_at[id(old)] for n, old in modules.items() if id(old) in new_at
+        f"{name}.".lstrip("."): replacements[id(old)]
+        for name, old in modules.items()
+        if id(old) in replacements
     }
     state = {
         key: value
@@ -312,9 +316,10 @@ def fill_(
     tied: Mapping[str, str],
     frozen: Iterable[str],
 ) -> None:
-    """Assign a whole state dict to a model as new parameters, dtypes included, in place.
+    """Assign a whole state dict to a model as new parameters with its dtypes, in place.
 
-    ``tied``: first name of each tied tensor by the later names; only ``frozen`` ones do not train.
+    ``tied`` has the first name of each tied tensor by its later names; all parameters but those
+    named in ``frozen`` get ``requires_grad``.
     """
     model.load_state_dict(dict(tensors), strict=True, assign=True)
     for name, first in tied.items():

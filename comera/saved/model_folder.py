@@ -22,15 +22,7 @@ from comera.nn.forms import experts_apart
 from comera.nn.module import check_unsharded, dtype_name
 from comera.nn.targets import TTConfig
 from comera.params import Undisturbed
-from comera.saved.description import (
-    build_layers,
-    check_description,
-    check_places,
-    check_tensors,
-    describe,
-    fill_,
-    put_in_place_,
-)
+from comera.saved.description import check_description, describe, fill_, rebuild_
 from comera.saved.shards import bytes_of, write_tensors
 from comera.serving.freeze import refuse_training_
 
@@ -48,20 +40,20 @@ def save_model(model: nn.Module, folder: str | Path, *, config: TTConfig | None 
     The files hold no code. An interrupted save leaves the earlier files.
 
     Args:
-        model: Saved are its state dict, and of its tensor-train layers their kinds, modes, ranks,
-            ties and hot rows. A DistributedDataParallel or compiled model is saved as the model
-            inside.
-        folder: Made if need be; other files in it stay.
+        model: The model. Its state dict is saved, and kinds, modes, ranks, ties and hot rows of its
+            tensor-train layers. Of a DistributedDataParallel or compiled model, the model inside is
+            saved.
+        folder: The folder, made if it does not exist; other files in it stay.
         config: How the model was compressed, kept in ``comera.json`` for people.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: If the files cannot hold a layer or a part of the state: no tensor, a sharded
-            one or one on the ``meta`` device.
+        ValueError: If the files cannot hold a layer or a part of the state: anything but a tensor,
+            or a tensor that is sharded or on the ``meta`` device.
         RuntimeError: If another thread trains the model meanwhile; earlier files stay.
-        OSError: If the disk is full; the message has the path and the way out.
+        OSError: If the disk is full; the message has the path and a remedy.
 
     Example::
 
@@ -80,7 +72,7 @@ def save_model(model: nn.Module, folder: str | Path, *, config: TTConfig | None 
 def save_state(
     model: nn.Module, state: Mapping[str, Any], folder: str | Path, config: TTConfig | None = None
 ) -> Path:
-    """Save a model as :func:`save_model` does, with a state dict gathered from processes."""
+    """Save a model as :func:`save_model` does, but with the given, gathered, state dict."""
     folder = Path(folder).expanduser()
     described = describe(model, config)
     watched = Undisturbed(state)
@@ -113,8 +105,8 @@ def write_folder(
 ) -> None:
     """Write the files of a model, with one tensor at a time in memory.
 
-    ``described`` is the description, ``tensors`` have the dtypes and shapes by name, ``read``
-    returns the tensor of a name on the CPU, twice for each. ``check`` runs before the files appear.
+    ``described`` is the description; ``tensors`` have dtypes and shapes by name. ``read`` returns
+    the tensor of a name on the CPU, twice for each. ``check`` runs before files appear.
     """
     described["tensors"] = {name: _note_of(read(name)) for name in tensors}
     text = json.dumps(described, indent=1)
@@ -142,27 +134,24 @@ def load_model(
     *,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """Load the model that :func:`save_model` has saved, equal bit for bit.
+    """Load a model that :func:`save_model` has saved, bit for bit.
 
     Shapes, ranks and ties come from the folder. Nothing in it is run or imported.
 
     Args:
         folder: The folder of the model.
-        model: The dense model, as the saved one was before it was compressed, or a function or
-            class that makes it. Its numbers do not matter: it may be on the ``meta`` device. It is
-            changed in place.
-        device: Device of the result; by default that of the model given, the CPU if that is
-            ``meta``.
+        model: The dense model, made like the saved model before compression, or a function or class
+            that makes it. Its numbers do not matter: it may be on ``meta``. It is changed in place.
+        device: Device of the result; by default the given model's, or the CPU instead of ``meta``.
 
     Returns:
         The model; if it was itself a tensor-train layer, that layer. Parameters are trained or
-        frozen as when they were saved; training or evaluation mode is that of the model given.
+        frozen as when they were saved; training or evaluation mode is that of the given model.
 
     Raises:
         FileNotFoundError: If there is no such folder, or no model in it.
-        ValueError: If a file is damaged, of another program or of a later version, or the model
-            given differs from the saved one: the message has the place. The model is then
-            unchanged.
+        ValueError: If a file is damaged, of another program or of a later version, or the given
+            model differs from the saved one; the message says where. The model is then unchanged.
         TypeError: If ``model`` is neither a module nor makes one, or is given first.
 
     Example::
@@ -190,10 +179,8 @@ def load_model(
     here = next((param.device for param in model.parameters() if not param.is_meta), "cpu")
     where = torch.device(here if device is None else device)
     with experts_apart(model, described["split_experts"]):
-        layers = build_layers(described["layers"])
-        check_places(model, layers)
-        check_tensors(model, layers, {name: tuple(t.shape) for name, t in tensors.items()})
-    model = put_in_place_(model, layers)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        model = rebuild_(model, described["layers"], shapes)
     fill_(model, tensors, tied, described["frozen"])
     for name in described["served"]:
         refuse_training_(model.get_submodule(name))
@@ -222,7 +209,7 @@ def push_to_hub(
 
     Args:
         model: A model for :func:`~comera.save_model`.
-        repo_id: ``"user/name"``; the repository is made if it is not there.
+        repo_id: ``"user/name"``; the repository is made if it does not exist.
         config: How the model was compressed, kept in ``comera.json`` for people.
         private: Whether a new repository is private; by default the setting of the account.
         token: Token of the account; by default the one that ``hf auth login`` has stored.
@@ -249,7 +236,7 @@ def push_to_hub(
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a model's description and its tensors, after checking checksums."""
+    """Return a model's description and its tensors, after a check of their checksums."""
     path = folder / WEIGHTS
     if not path.is_file():
         there = "is no folder" if not folder.is_dir() else f"holds no {WEIGHTS}"
@@ -273,7 +260,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _description(folder: Path, header: Mapping[str, str]) -> dict[str, Any]:
-    """Return the description in the header of the weights, else that of the file."""
+    """Return the description in the header of the tensor file, or else in ``comera.json``."""
     path, beside = folder / WEIGHTS, folder / DESCRIPTION
     if _KEY not in header and not beside.is_file():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Folders of weights read tensor by tensor, and files of weights written so."""
+"""Read folders of weights, and write files of weights, one tensor at a time."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -24,10 +24,10 @@ _DTYPES = {
 
 
 class Shards:
-    """The tensors of a folder, read one at a time; ``file_of`` is the file of each.
+    """The tensors of a folder, read one at a time; ``file_of`` has the file of each tensor.
 
     The folder holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files in it,
-    as Hugging Face lays them out. Raises ``FileNotFoundError`` if there is neither, or a file of
+    as Hugging Face lays them out. Raises ``FileNotFoundError`` if there is neither, or if a file of
     the index is missing, and ``ValueError`` if the index or a file is damaged.
     """
 
@@ -66,7 +66,7 @@ class Shards:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Read one tensor into its own memory; ``ValueError`` if the file is damaged or lacks it."""
+    """Read one tensor into its own memory; ``ValueError`` if it is missing or the file damaged."""
     with _opened(path) as file:
         try:
             return file.get_tensor(name).clone()  # a tensor mapped from a file ends with it
@@ -96,9 +96,9 @@ def write_tensors(
 ) -> None:
     """Write a file of safetensors, with one tensor at a time in memory.
 
-    Equal tensors make equal bytes. ``tensors`` have the dtypes and shapes by name, possibly on the
-    ``meta`` device; ``read`` returns the tensor of a name, on the CPU. Raises ``ValueError`` if
-    safetensors has no such dtype, and ``OSError`` if the disk is full.
+    Equal tensors give equal bytes. ``tensors`` have the dtypes and shapes by name, possibly on the
+    ``meta`` device; ``read`` returns the tensor of a name on the CPU. Raises ``ValueError`` if
+    safetensors lacks a dtype, and ``OSError`` if the disk is full.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0

@@ -1,1 +1,1 @@
-"""Compressed models for inference: contracted once, or made of torch's layers alone."""
+"""Prepare compressed models for inference: contract them once, or use only torch's layers."""

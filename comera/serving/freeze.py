@@ -1,4 +1,4 @@
-"""Contract the cores of a model once, for frozen models and for models of torch's layers."""
+"""Contract the cores of a model once, to freeze it or to convert it to torch's own layers."""
 
 import contextlib
 import logging
@@ -40,15 +40,16 @@ def freeze_(
 ) -> nn.Module:
     """Contract every tensor-train layer once, in place, for inference.
 
-    A linear layer becomes two thin ones and a table two small ones, or a dense one if that takes
-    less memory. A linear layer also becomes dense if that is over a tenth faster at ``batch``, as
-    measured. All have a ``weight``. A :class:`~comera.BTTLinear` stays. The model is then in
-    evaluation mode, and training steps raise; save it before to train it again.
+    A linear layer becomes two thin linear layers and a table two small tables, or either becomes
+    one dense layer if that takes less memory. A linear layer also becomes dense if that measures
+    over a tenth faster at ``batch``. All new layers have a ``weight``. A :class:`~comera.BTTLinear`
+    stays. The model is then in evaluation mode, and training steps raise; save it first to train it
+    further.
 
     Args:
         model: The model.
-        batch: Rows of the input of a linear layer in a typical pass: 1 for generating text one
-            token at a time, batch size times length for other models.
+        batch: Rows of a linear layer's input in a typical pass: 1 for text generated one token at a
+            time, batch size times length for other models.
         quantize: ``"int8"`` quantizes the weights of all linear layers to eight bits by torchao; a
             configuration of torchao selects another format.
 
@@ -94,8 +95,8 @@ def freeze_(
 def frozen(model: nn.Module, *, batch: int = 1) -> Iterator[nn.Module]:
     """Freeze a model inside the context, in evaluation mode, and restore its layers afterwards.
 
-    Writes to parameters take effect afterwards. ``batch`` is that of :func:`freeze_`. Yields the
-    model, or the layer that replaces it.
+    Writes to parameters inside take effect afterwards. ``batch`` is that of :func:`freeze_`. Yields
+    the model, or the layer that replaces it.
 
     Example::
 
@@ -119,11 +120,12 @@ def frozen(model: nn.Module, *, batch: int = 1) -> Iterator[nn.Module]:
 def to_plain_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by layers of torch alone, in place.
 
-    A linear layer becomes an ``nn.Sequential`` of two thin ``nn.Linear``, a 1 x 1 convolution two
-    such, and a table a ``torch.fx.GraphModule`` on two small ``nn.Embedding``; each becomes one
-    dense layer where that is smaller. A :class:`~comera.BTTLinear` stays and is logged. Ties and
-    frozen weights are kept. The model computes the same, to rounding, and can be trained further.
-    ``torch.export``, ONNX, ``torch.jit.trace`` and AOTInductor make programs that need no comera.
+    A linear layer becomes an ``nn.Sequential`` of two thin ``nn.Linear``, a 1 x 1 convolution one
+    of two thin convolutions, and a table a ``torch.fx.GraphModule`` on two small ``nn.Embedding``;
+    each becomes one dense layer if that is smaller. A :class:`~comera.BTTLinear` stays and is
+    logged. Ties and frozen weights are kept. The model computes the same, to rounding, and can be
+    trained further. ``torch.export``, ONNX, ``torch.jit.trace`` and AOTInductor then need no
+    comera.
 
     Returns the model, or the layer that replaces it. Raises ``ValueError`` if a layer is sharded.
 
@@ -182,13 +184,13 @@ def _refuse_training(model: nn.Module, _: Any) -> None:
 
 
 def refuse_training_(model: nn.Module) -> None:
-    """Add a hook that raises when a frozen model is called in training mode with gradients on."""
+    """Hook a frozen model to raise an error if called in training mode with gradients enabled."""
     if not refuses_training(model):
         model.register_forward_pre_hook(_refuse_training)
 
 
 def refuses_training(model: nn.Module) -> bool:
-    """Return whether a module was frozen."""
+    """Return whether a module was given to :func:`freeze_`."""
     return _refuse_training in model._forward_pre_hooks.values()
 
 
@@ -197,8 +199,9 @@ def _contracted(
 ) -> dict[int, nn.Module]:
     """Make the contracted layers of a model, by the ``id`` of the layers they replace.
 
-    They are fast for ``batch`` rows, smallest for None. ``keep_forms``: dense layers of other
-    packages, such as Conv1D of transformers, keep their class; else they are ``nn.Linear``.
+    They are chosen to be fast for ``batch`` rows, or smallest if that is None. With ``keep_forms``
+    layers that become dense get their registered class, such as Conv1D of transformers, otherwise
+    ``nn.Linear``.
     """
     try:
         enough = batch is None or whole_number(batch) >= 1
@@ -211,7 +214,7 @@ def _contracted(
     made: dict[int, nn.Module] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, (TTTable, TTLinear, TiedTTLinear)):
-            made[id(layer)] = contraction.of(name, layer)
+            made[id(layer)] = contraction.of(name, layer).train(layer.training)
     where = "" if batch is None else f" at batch={batch}, as measured"
     log.info(
         "contracted %d layers; dense%s: %s",
@@ -221,7 +224,7 @@ def _contracted(
 
 
 class _Contraction:
-    """Maker of contracted layers, shared where cores are; ``dense`` lists those made dense."""
+    """Makes contracted layers, which share parameters if cores do; ``dense`` lists dense ones."""
 
     def __init__(self, batch: int | None, keep_forms: bool) -> None:
         self.dense: list[str] = []
@@ -230,37 +233,31 @@ class _Contraction:
         self._gains: dict[object, float] = {}
 
     def of(self, name: str, layer: Any) -> nn.Module:
-        """Return the contracted layer for a layer, without gradients."""
+        """Return the contracted layer, without gradients, that replaces ``layer``."""
         if isinstance(layer, TTTable):
             return self._table(layer)
         if isinstance(layer, TiedTTLinear):
             table: Any = self._table(layer.embedding)
             if not isinstance(table, FactoredTable):
-                return _linear(table.weight, layer.bias).train(layer.training)
+                return _linear(table.weight, layer.bias)
             bias = None if layer.bias is None else _kept(layer.bias)
-            thin: Any = FactoredHead(table, bias).train(layer.training)
+            thin: Any = FactoredHead(table, bias)
         else:
-            thin = self._thin(layer)
+            key = id(layer.cores)
+            if key not in self._shared:
+                self._shared[key] = [_kept(factor.T) for factor in thin_factors(layer)]
+            left, right = self._shared[key]
+            form = layer.dense_form if _is_pointwise(layer) else None
+            first, second = _linear(left), _linear(right, layer.bias)
+            thin = ThinLinear(from_torch(first, form), from_torch(second, form), form)
         if self._gain_of_dense(thin, layer) <= _WORTH_ITS_MEMORY:
             return thin
         self.dense.append(name)
         return self._dense(layer)
 
-    def _thin(self, layer: TTLinear) -> ThinLinear:
-        if id(layer.cores) not in self._shared:
-            self._shared[id(layer.cores)] = [_kept(factor.T) for factor in thin_factors(layer)]
-        left, right = self._shared[id(layer.cores)]
-        form = layer.dense_form if _is_pointwise(layer) else None
-        first, second = (
-            from_torch(_linear(left), form),
-            from_torch(_linear(right, layer.bias), form),
-        )
-        return ThinLinear(first, second, form).train(layer.training)
-
     def _dense(self, layer: TTLinear | TiedTTLinear) -> nn.Module:
         if isinstance(layer, TiedTTLinear):
-            weight = _kept(layer.embedding.dense_weight())
-            return _linear(weight, layer.bias).train(layer.training)
+            return _linear(_kept(layer.embedding.dense_weight()), layer.bias)
         dense: Any = layer.to_dense()
         dense.weight = self._shared.setdefault(("dense", id(layer.cores)), dense.weight)
         if self._keep_forms or _is_pointwise(layer):
@@ -269,7 +266,7 @@ class _Contraction:
 
     @torch.no_grad()
     def _table(self, table: TTTable) -> nn.Module:
-        """Contract a table to two factors, or to all rows if that is smaller."""
+        """Contract a table to two factors, or to the dense table if that is smaller."""
         if id(table) in self._shared:
             return self._shared[id(table)]
         left, right = table_factors(table)
@@ -287,13 +284,14 @@ class _Contraction:
                 more |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
             sizes = table.num_embeddings, table.embedding_dim
             new = FactoredTable(*sizes, left, right, **more, padding_idx=table.padding_idx)
-            new.share_(self._shared.setdefault(id(table.cores), new))
-            new.train(table.training)
+            lead = self._shared.setdefault(id(table.cores), new)
+            for part in ("left", "right", "hot", "basis", "row_order"):
+                setattr(new, part, getattr(lead, part))
         self._shared[id(table)] = new
         return new
 
     def _gain_of_dense(self, thin: Any, layer: TTLinear | TiedTTLinear) -> float:
-        """Return how many times faster the dense layer is; infinite if it is smaller."""
+        """Return how many times faster than ``thin`` a dense layer is; infinite if smaller."""
         numbers = sum(
             param.numel() for name, param in thin.named_parameters() if "bias" not in name
         )
@@ -329,7 +327,7 @@ def _kept(tensor: Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def time_ratio(one: nn.Module, other: nn.Module, x: Tensor) -> float:
-    """Measure how many times longer one module takes for an input than another, in turns."""
+    """Measure how many times as long as ``other`` the module ``one`` takes, in turns."""
     from torch.utils.benchmark import Timer
 
     threads = torch.get_num_threads()
@@ -343,7 +341,7 @@ def time_ratio(one: nn.Module, other: nn.Module, x: Tensor) -> float:
 
 
 def _plain(layer: Any) -> nn.Module:
-    """Return torch's layers for a contracted one, on the same parameters."""
+    """Convert a contracted layer to torch's layers on the same parameters."""
     if isinstance(layer, ThinLinear):
         new: Any = nn.Sequential(*layer)
     elif isinstance(layer, (FactoredTable, FactoredHead)):

@@ -1,4 +1,4 @@
-"""Contracted layers that torch lacks, made of torch's: two thin linear layers, factored tables.
+"""Define contracted layers, made of torch's layers: two thin linear layers, factored tables.
 
 Cores are contracted in float64, without their pruned ranks.
 """
@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from comera.nn.dense_weight import read_only
 from comera.nn.forms import as_torch, from_torch
 from comera.nn.linear import TTLinear
-from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, whole_numbers
+from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, is_open, whole_numbers
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TableHead
-from comera.ops.cores import is_open
 
 _WRITTEN = (
     "the weight of this {0} is the product of two factors, so that an edit in place would change "
@@ -28,7 +27,7 @@ _WRITTEN = (
 class ThinLinear(nn.Sequential):
     """A linear layer as two thin ones, ``(in, rank)`` and ``(rank, out)``; the second has the bias.
 
-    ``dense_form`` names the class of both, if it is one of :func:`~comera.register_layer`.
+    ``dense_form`` names the class of both, if it is one given to :func:`~comera.register_layer`.
     """
 
     def __init__(self, first: nn.Module, second: nn.Module, dense_form: str | None = None) -> None:
@@ -49,7 +48,7 @@ class ThinLinear(nn.Sequential):
         return self[1].bias
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that :meth:`from_config` rebuilds the layer from."""
+        """Return the settings from which :meth:`from_config` rebuilds the layer."""
         return {
             "in_features": self.in_features,
             "out_features": self.out_features,
@@ -83,9 +82,9 @@ class FactoredTable(nn.Module):
         hot: The first rows, ``(hot_rows, embedding_dim)``, or with a basis ``(hot_rows, K)``.
         basis: ``(K, embedding_dim)``.
         padding_idx: A row that reads as zeros.
-        row_order: ``(num_embeddings,)``, the row of each index.
-        step: Instead: index ``i`` is at row ``i * step`` modulo the number of rows.
-        mode: ``"sum"``, ``"mean"`` or ``"max"`` of bags; None for lookups.
+        row_order: ``(num_embeddings,)``, the row at which each index is kept.
+        step: Without ``row_order``, index ``i`` is kept at row ``i * step`` modulo the rows.
+        mode: ``"sum"``, ``"mean"`` or ``"max"`` of bags; None for lookups of single rows.
         include_last_offset: Whether the last offset is the end of the last bag.
     """
 
@@ -120,12 +119,6 @@ class FactoredTable(nn.Module):
         self.hot_rows = 0 if hot is None else hot.shape[0]
         self.register_buffer("row_order", row_order)
 
-    def share_(self, lead: "FactoredTable") -> None:
-        """Share the factors and hot rows of another table of the same sizes."""
-        self.left, self.right = lead.left, lead.right
-        self.hot, self.basis = lead.hot, lead.basis
-        self.row_order = lead.row_order
-
     @property
     def weight(self) -> Tensor:
         """The dense ``(num_embeddings, embedding_dim)`` table, read-only."""
@@ -136,7 +129,7 @@ class FactoredTable(nn.Module):
         )
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that :meth:`from_config` rebuilds the table from."""
+        """Return the settings from which :meth:`from_config` rebuilds the table."""
         hot, basis = None if self.hot is None else self.hot.weight, self.basis
         return {
             **{key: getattr(self, key) for key in self._SETTINGS},
@@ -189,7 +182,7 @@ class FactoredTable(nn.Module):
         return torch.where(count > 0, bags, 0)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
+        """Look up rows, ``(*indices.shape, embedding_dim)``; the padding row is not set to zero."""
         outside = (indices < 0) | (indices >= self.num_embeddings)
         places = self._kept_at(torch.where(outside, 0, indices))
         # an index out of range is also past the end of the left factor, and raises there
@@ -241,7 +234,7 @@ class FactoredTable(nn.Module):
 
 
 class FactoredHead(TableHead):
-    """Output layer on a factored table, which is not formed."""
+    """Output layer on a factored table; the dense table is never formed."""
 
     _table_class = FactoredTable
 
@@ -256,7 +249,7 @@ class FactoredHead(TableHead):
 
 @torch.no_grad()
 def thin_factors(layer: TTLinear | HotRows) -> tuple[Tensor, Tensor]:
-    """Return A ``(in, R)`` and B ``(R, out)`` of ``x @ A @ B``, in the dtype of the cores."""
+    """Return the factors A ``(in, R)`` and B ``(R, out)`` of a layer, in the dtype of the cores."""
     split, dtype = layer.shape.split, layer.cores[0].dtype
     # as the cores of a table whose columns are of width one
     cores = [core.unsqueeze(2) for core in _open_cores(layer)]
@@ -269,7 +262,7 @@ def thin_factors(layer: TTLinear | HotRows) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def table_factors(table: TTTable) -> tuple[Tensor, Tensor]:
-    """Return ``left (V, P, R)`` and ``right (W, R, Q)`` of the rows that are not hot."""
+    """Return the factors ``left (V, P, R)`` and ``right (W, R, Q)`` of rows that are not hot."""
     split, dtype = table.shape.split, table.cores[0].dtype
     cores = _open_cores(table)
     left, right = _joined(cores[:split]).squeeze(0), _joined(cores[split:]).squeeze(-1)
@@ -277,7 +270,7 @@ def table_factors(table: TTTable) -> tuple[Tensor, Tensor]:
 
 
 def _open_cores(layer: TensorTrainModule) -> list[Tensor]:
-    """Return the cores in float64, with gates multiplied in and pruned ranks cut."""
+    """Return the cores in float64, multiplied by the gates and without pruned ranks."""
     cores = [core.detach().double() for core in layer.cores]
     for k, gate in enumerate(layer.gates):
         keep = is_open(gate, layer.prune_below).nonzero().flatten()

@@ -1,1 +1,1 @@
-"""Change a model and its optimizer in place during training; parameters stay the same."""
+"""Change a model and its optimizer during training; parameters stay the same objects."""

@@ -1,7 +1,7 @@
-"""Canonical form of tensor trains: the ranks of a bond are singular vectors of the weight.
+"""Bring tensor trains into canonical form: the ranks of a bond are the weight's singular vectors.
 
-In canonical form no choice of as many ranks loses less of the weight (docs/experiments.md). After
-Vidal (quant-ph/0301063) and Oseledets (SIAM J. Sci. Comput. 33 (2011), algorithm 2).
+In canonical form, keeping a bond's first ranks loses least of the weight (docs/experiments.md).
+After Vidal (quant-ph/0301063) and Oseledets (SIAM J. Sci. Comput. 33 (2011), algorithm 2).
 """
 
 from collections.abc import Sequence
@@ -29,19 +29,19 @@ def canonicalize_(
     *,
     process_group: "ProcessGroup | None" = None,
 ) -> None:
-    """Make the ranks of every bond its singular vectors, in place; the function does not change.
+    """Bring all tensor trains into canonical form, in place; the model's function does not change.
 
-    Ranks are sorted, the largest first. Cores become orthonormal towards the middle bond, times a
-    factor that keeps the proportions of their norms, so that learning rates still suit them. Gates
-    are absorbed and become ones. Ranks of norm zero are closed, except one a bond. A layer with a
-    frozen core or gate stays as it is.
+    The ranks of every bond become its singular vectors, largest first. Cores become orthonormal
+    towards the middle bond, times a factor that keeps the proportions of their norms, so that
+    learning rates still suit them. Gates are multiplied into cores and set to one. Ranks of norm
+    zero are pruned, except one for each bond. A layer with a frozen core or gate stays as it is.
 
     Args:
-        model: Its tensor-train layers are brought into canonical form.
-        optimizer: Its state of cores and gates is reset, as are gradients. Averages of weights that
-            are kept elsewhere must be reset too.
-        process_group: Processes that hold the same model and call this together: all take the
-            result of the first one.
+        model: The model with the tensor-train layers.
+        optimizer: The optimizer, whose state of cores and gates is reset, as are gradients.
+            Averages of weights that are kept elsewhere must be reset too.
+        process_group: Processes that hold the same model and call this together: all get the first
+            one's result.
 
     Raises:
         ValueError: If the optimizer is an LBFGS that has stepped, or a tensor train is sharded, as
@@ -60,7 +60,7 @@ def canonicalize_(
 
 
 def _canonicalize_layer(layer: TensorTrainModule) -> bool:
-    """Bring one layer into canonical form; False for a weight that is zero or not finite."""
+    """Bring one layer into canonical form; return False if its weight is zero or not finite."""
     if 0 in layer.ranks:
         return False
     # On the CPU in float64: it happens once in a run, and not every device has float64.
@@ -89,9 +89,9 @@ def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[T
 
     Args:
         cores: ``(left bond, mode, right bond)`` each, at least two.
-        split: Cores before it become orthonormal over everything but their right bond, the others
-            over everything but their left bond, times a factor each; both sides of the bond between
-            them get the roots of its singular values.
+        split: Number of cores that become orthonormal over everything but their right bond; the
+            others become so over everything but their left bond. Each is then scaled; both sides of
+            the bond between the two parts get the roots of its singular values.
 
     Returns:
         The cores, and for each bond its singular values, largest first. Bonds are no wider than
@@ -117,7 +117,7 @@ def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[T
 
 
 def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same product with cores orthonormal towards the right, and the rest."""
+    """Return cores of the same product, orthonormal towards the right, and a last remainder."""
     done, rest = [], cores[0].new_ones(1, 1)
     for core in cores:
         core = (rest @ core.flatten(1)).reshape(-1, *core.shape[1:])
@@ -127,7 +127,7 @@ def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Rotate inner bonds to singular vectors; return cores, and singular values from the right."""
+    """Rotate inner bonds to singular vectors; return cores and, from the right, singular values."""
     cores, found = list(cores), []
     for k in range(len(cores) - 1, 0, -1):
         u, s, _ = torch.linalg.svd((cores[k] * s).flatten(1), full_matrices=False)

@@ -1,4 +1,4 @@
-"""Hot rows of a table: the most frequent rows, apart from its tensor train."""
+"""Change the hot rows of a table, which are kept beside its tensor train."""
 
 from dataclasses import replace
 
@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.extras import listed
-from comera.nn.module import check_model
+from comera.nn.module import check_model, set_data_
 from comera.nn.table import HotRows, TTTable
 from comera.optim.state_layout import AnyOptimizer, pack_state_, unpack_state_, unwrap_separable
-from comera.params import set_data_
 from comera.surgery.truncate import AVERAGES, FIRST_MOMENTS, follows, wrappers_of
 
 
@@ -19,10 +18,10 @@ from comera.surgery.truncate import AVERAGES, FIRST_MOMENTS, follows, wrappers_o
 def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | None = None) -> int:
     """Make the most frequent indices the hot rows of a table, in place and at any time of training.
 
-    An index that becomes hot keeps its row, exactly or, with a ``hot_rank``, projected on the
-    basis. It swaps places with an index that becomes cold, whose row is then the tensor train's
-    there. All other rows and the optimizer state of rows that stay hot do not change. In the state
-    of new hot rows second moments are means over all rows, ASGD's average is the row, and the rest
+    An index that becomes hot keeps its row exactly or, with a ``hot_rank``, projected on the basis.
+    It swaps places with an index that becomes cold and then reads the tensor train's row at that
+    place. All other rows and the optimizer state of rows that stay hot do not change. In the state
+    of new hot rows, second moments are means over all rows, ASGD's average is the row, and the rest
     is zero.
 
     Averages of weights, as of ``torch.optim.swa_utils.AveragedModel``, must be made again. Every
@@ -32,7 +31,7 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
         table: A table with hot rows. A ``row_order`` is stored with it: four bytes for each row.
         counts: ``(num_embeddings,)``, how often each index was read. Among equal counts hot rows
             stay hot.
-        optimizer: That of the table, if it has taken a step.
+        optimizer: The optimizer of the table, if it has taken a step.
 
     Returns:
         How many indices became hot.
@@ -41,7 +40,7 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
         ValueError: If the table has no hot rows, there is not one count for each index, the
             optimizer is an LBFGS that has stepped, or processes of a ``DistributedDataParallel``
             around the table would choose different rows. Nothing is changed.
-        TypeError: If it is no table.
+        TypeError: If ``table`` is no table.
 
     Example::
 
@@ -107,7 +106,7 @@ def _coordinates(hot: HotRows, rows: Tensor) -> Tensor:
 def _set_rows_(
     param: nn.Parameter, dim: int, places: Tensor, rows: Tensor, optimizer: Optimizer | None
 ) -> None:
-    """Set rows of a parameter and their state, with steps as long as other rows'."""
+    """Set rows of a parameter, and their optimizer state, so that their steps are not longer."""
     moved = param.data.movedim(dim, 0)
     moved[places] = rows.to(param.dtype).view(len(places), *moved.shape[1:])
     if param.grad is not None:
@@ -131,13 +130,13 @@ def _set_rows_(
 
 @torch.no_grad()
 def append_rows_(table: TTTable, rows: Tensor) -> None:
-    """Append rows to a table and the tables tied to it, in place; before their optimizer is made.
+    """Append rows to a table and the tables tied to it, in place; call it before making optimizers.
 
-    New rows are hot ones; earlier rows are read as before, bit for bit.
+    The new rows are hot rows; earlier rows are read as before, bit for bit.
 
     Args:
         table: The table. A ``row_order``, four bytes for each row, is stored with it.
-        rows: ``(more, embedding_dim)``; with a ``hot_rank`` their projections on the basis stay.
+        rows: The new rows ``(more, embedding_dim)``; a ``hot_rank`` projects them on the basis.
 
     Raises:
         ValueError: If the rows have another width, or all ranks of the table's basis were cut.

@@ -1,9 +1,8 @@
-"""Pruned ranks cut out of a model for good, with the optimizer's state and the DDP wrapper."""
+"""Cut pruned ranks out of a model for good, with the optimizer's state and DDP wrappers."""
 
 import gc
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
-from comera.ops.cores import is_open
+from comera.nn.module import (
+    TensorTrainModule,
+    check_unsharded,
+    is_open,
+    set_data_,
+    tensor_trains,
+)
 from comera.optim.state_layout import (
     AnyOptimizer,
     group_of,
@@ -21,13 +25,13 @@ from comera.optim.state_layout import (
     unpack_state_,
     unwrap_separable,
 )
-from comera.params import set_data_
+from comera.shapes import check_min_rank
 
 log = logging.getLogger("comera")
 
 
 def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
-    """Find every ``DistributedDataParallel`` around a tensor-train layer; takes milliseconds."""
+    """Return every ``DistributedDataParallel`` around a tensor-train layer; takes milliseconds."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     layers = {id(layer) for layer in tensor_trains(model).values()}
@@ -79,11 +83,11 @@ def slice_state_(
     """Select rows of a parameter, of its gradient and of its optimizer state, in place.
 
     Args:
-        param: Becomes ``param[keep] * scale``; it stays the same object.
+        param: The parameter, which becomes ``param[keep] * scale`` and stays the same object.
         keep: The indices that stay, by dimension, int64 on the parameter's device.
-        scale: Factor applied after the cut, broadcast against it. A gradient is divided by it, a
-            second moment by its square, and an average of the parameter multiplied. Where it is
-            zero they become zero.
+        scale: Factor of the parameter after the cut, broadcast to its shape. A gradient is divided
+            by the scale, a second moment by its square, and an average of the parameter multiplied.
+            Where the scale is zero they become zero.
         optimizer: The optimizer whose state for ``param`` is cut too.
 
     Raises:
@@ -119,14 +123,14 @@ def slice_state_(
 
 
 def _power_of_gradient(key: str, state: Mapping[str, object]) -> int:
-    """Return 1 for state measured like a gradient, 2 like its square, -1 like the parameter."""
+    """Return the power of the gradient that state scales with: 1 or 2; -1 if as the parameter."""
     if key == "momentum_buffer" and "square_avg" in state:
         return 0  # RMSprop's momentum sums steps, already divided by the size of the gradient
     return 2 * (key in _GOES_WITH_SQUARE) + (key in _GOES_WITH_GRADIENT) - (key in AVERAGES)
 
 
 def follows(tensor: Tensor, shape: torch.Size) -> bool:
-    """Return whether a tensor has the dimensions of a parameter, some of them of size one."""
+    """Return whether a tensor has the shape of a parameter, up to dimensions of size one."""
     return tensor.dim() == len(shape) and all(
         mine in (1, theirs) for mine, theirs in zip(tensor.shape, shape, strict=True)
     )
@@ -149,7 +153,7 @@ def _check_follows(what: str, tensor: Tensor, shape: torch.Size) -> None:
 
 
 def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Tensor]) -> Tensor:
-    """Select kept entries along every dimension of the parameter's size."""
+    """Select the kept entries along each dimension in which a tensor has the parameter's size."""
     _check_follows(what, tensor, old_shape)
     for dim, indices in keep.items():
         if tensor.shape[dim] == old_shape[dim]:
@@ -195,11 +199,11 @@ def truncate_(
     ``DistributedDataParallel`` is renewed for the new shapes; all its processes make the same cut.
 
     Args:
-        model: Its tensor-train layers are truncated.
+        model: The model with the tensor-train layers.
         optimizer: The optimizer whose state is cut too.
-        min_rank: 1 leaves a bond whose ranks are all pruned its largest one, at zero; 0 lets such
-            a layer vanish and leave its bias.
-        absorb: Multiply the gates into the cores and set them to one. False keeps their values.
+        min_rank: If all ranks of a bond are pruned, 1 keeps the largest, at zero; 0 cuts all ranks
+            of the layer, of which only the bias is left.
+        absorb: Multiply the gates into the cores and set the gates to one. False keeps the gates.
 
     Returns:
         Ranks before and after, by name of the layer.
@@ -238,7 +242,7 @@ def truncate_(
 
 @torch.no_grad()
 def kept_ranks(layer: TensorTrainModule, min_rank: int) -> list[Tensor]:
-    """Return the indices that :func:`truncate_` leaves of each bond; none once one has vanished."""
+    """Return the ranks that :func:`truncate_` keeps of each bond; none if the layer vanishes."""
     keeps = [torch.nonzero(is_open(gate, layer.prune_below)).flatten() for gate in layer.gates]
     if all(map(len, keeps)):
         return keeps
@@ -251,7 +255,7 @@ def kept_ranks(layer: TensorTrainModule, min_rank: int) -> list[Tensor]:
 def _truncate_layer(
     layer: TensorTrainModule, optimizer: Optimizer | None, min_rank: int, absorb: bool
 ) -> None:
-    """Cut cores along both bonds, and gates, with gradients and state."""
+    """Cut a layer's cores along both bonds, and its gates, with gradients and optimizer state."""
     keeps = kept_ranks(layer, min_rank)
     gates = list(layer.gates)
     open_gates = [torch.where(is_open(gate, layer.prune_below), gate, 0) for gate in gates]
@@ -276,8 +280,8 @@ def check_can_be_cut(
     """Return the optimizer that holds the state of layers.
 
     Raises:
-        ValueError: If its state cannot be cut with the ranks. State that an optimizer packs in a
-            way of its own is not checked.
+        ValueError: If the state cannot be cut with the ranks. State that an optimizer packs in its
+            own way is not checked.
     """
     unwrapped = unwrap_separable(optimizer)
     if unwrapped is not None and not packs_state(unwrapped):
@@ -293,7 +297,7 @@ def _cores_and_gates(named: Mapping[str, TensorTrainModule]) -> list[Tensor]:
 
 
 def check_finite(named: Mapping[str, TensorTrainModule]) -> None:
-    """Raise ``ValueError`` for layers with non-finite values: a NaN gate counts as closed."""
+    """Raise ``ValueError`` for layers with non-finite values: a NaN gate would seem pruned."""
     for name, layer in named.items():
         for what, params in (("cores", layer.cores), ("gates", layer.gates)):
             if not all(bool(param.isfinite().all()) for param in params):
@@ -306,9 +310,3 @@ def not_finite(name: str, what: str) -> ValueError:
         f"the {what} of {name or 'the layer'} hold numbers that are not finite: there is no "
         "telling its ranks apart. Go back to a checkpoint from before"
     )
-
-
-def check_min_rank(min_rank: Any) -> None:
-    """Raise ``ValueError`` unless it is 0 or 1."""
-    if min_rank not in (0, 1):
-        raise ValueError(f"min_rank={min_rank!r} must be 0 (layers may vanish) or 1")

@@ -1,1 +1,1 @@
-"""Training: one step, the loop around it, its checkpoints and logs."""
+"""Train models: one step, the loop around it, checkpoints and logs."""

@@ -1,8 +1,8 @@
-"""A training step that runs as one CUDA graph as soon as it repeats itself.
+"""Run a training step as one CUDA graph as soon as it repeats itself.
 
 The first steps run eagerly on the stream that is captured later. Once nothing has changed for a few
-steps, the step is recorded and then replayed; a change drops the recording and starts over. Batches
-that differ only in a plain value have a recording for each of the last few values.
+steps, the step is recorded and then replayed; a change drops the recording, and steps run eagerly
+again. Batches that differ only in a plain value have a recording for each of the last few values.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _VARIANTS = 2
 
 
 class _Course(enum.IntEnum):
-    """Ways to run a batch; processes take the least of theirs."""
+    """Ways to run a batch; all processes take the lowest that any of them can."""
 
     FALL_BACK = 0
     EAGER = 1
@@ -63,8 +63,8 @@ class _Kept(NamedTuple):
 class StepDescription:
     """Report on a training step: whether it is ``captured`` as one CUDA graph, and why.
 
-    ``captures`` is the number of graphs captured so far, ``replays`` the steps of all of them,
-    ``contents`` the nodes, kernels by name and bytes of the present one.
+    ``captures`` is the number of graphs captured so far, ``replays`` the steps that replayed one,
+    ``contents`` the nodes, kernels by name and bytes of the present graph.
     """
 
     captured: bool
@@ -92,13 +92,14 @@ class StepDescription:
 
 
 class Capture:
-    """Runs an update, by replaying it if possible.
+    """Runs the update of a training step, by replaying a CUDA graph of it if possible.
 
     Args:
-        update: The whole update for a batch; returns its loss. Nothing of it may depend on values.
-        host: The other state that a recording depends on.
-        warm_up: Steps alike before one is recorded.
-        together: Decisions of all processes, which make the same calls.
+        update: Function that updates on a batch and returns its loss, without code on the host that
+            depends on values of tensors.
+        host: State besides the batch that a recording depends on.
+        warm_up: Number of equal steps in a row before one is recorded.
+        together: Makes decisions common to all processes, which make the same calls.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Capture:
             self._fall_back(why_not)
 
     def __call__(self, batch: Any) -> Tensor:
-        """Run one update; return its loss, a tensor of the caller's own."""
+        """Run one update; return its loss, a tensor that later updates do not change."""
         try:
             return self._run(batch)
         except BaseException:  # the step is not one of those that were alike
@@ -159,7 +160,7 @@ class Capture:
             return self._update(batch)
 
     def _possible(self, state: dict[str, Any], batch: Any) -> tuple[_Course, str | None]:
-        """Return the best course that this process can take, and why it must fall back."""
+        """Return the best way that this process can run, and the reason if it must fall back."""
         like = signature(batch)
         if state != self._state:
             self.free()
@@ -189,7 +190,7 @@ class Capture:
         return next((kept for kept in self._kept if kept.static.signature == like), None)
 
     def describe(self) -> StepDescription:
-        """Describe how the update runs now, and count the recordings."""
+        """Return how the update runs now, and how many graphs were recorded."""
         counts = self._captures, self._replays
         if self.why_not is not None:
             return StepDescription(False, self.why_not, *counts)
@@ -212,7 +213,7 @@ class Capture:
         return kept.recording.output.clone()
 
     def _compare(self, state: dict[str, Any], like: Signature, batch: Any) -> None:
-        """Count equal steps in a row, and warn if there never are any."""
+        """Count equal steps in a row; warn if a batch differs, or if steps keep changing."""
         changed = {name for name in state if state[name] != self._state.get(name)}
         if self._last is not None and like != self._last:
             changed.add("the batch")
@@ -239,7 +240,7 @@ class Capture:
             )  # fmt: skip
 
     def _record(self, state: dict[str, Any], batch: Any) -> str | None:
-        """Record the update if all processes can; return why this one could not."""
+        """Record the update if all processes can; return why this process could not, or None."""
         static = StaticBatch(batch)
         variants = [
             kept

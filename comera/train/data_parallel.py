@@ -1,4 +1,4 @@
-"""Training step for data parallelism: every process trains on its own batches."""
+"""Support data-parallel training steps, in which every process trains on its own batches."""
 
 import os
 from contextlib import AbstractContextManager
@@ -20,7 +20,7 @@ _FIRST_CAPTURABLE_NCCL = (2, 9, 6)
 class DataParallel:
     """The ``DistributedDataParallel`` of a training step.
 
-    Its buffers are rebuilt when truncation changes sizes, or a graph the stream.
+    Its buffers are rebuilt when truncation changes sizes, or a CUDA graph changes the stream.
     """
 
     def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
@@ -30,15 +30,15 @@ class DataParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Return the processes that train the model."""
+        """Return the group of the processes that train the model."""
         return self._model.process_group
 
     def held_back(self) -> AbstractContextManager[None]:
-        """Postpone averaging of gradients to a backward pass outside of this context."""
+        """Postpone the averaging of gradients to the next backward pass outside of the context."""
         return self._model.no_sync()
 
     def prepare_(self) -> None:
-        """Rebuild the buffers if a size or the stream has changed; all processes call this."""
+        """Rebuild DDP's buffers if sizes or the stream have changed; all processes call this."""
         present = self._present()
         if self._made_for != present:
             renew_(self._model)
@@ -48,7 +48,7 @@ class DataParallel:
             self.times_renewed += 1
 
     def forget(self) -> None:
-        """Rebuild the buffers before the next step, as after a backward pass that broke off."""
+        """Have the next step rebuild DDP's buffers, as after an interrupted backward pass."""
         self._made_for = None
 
     def why_not_capturable(self, device: torch.device) -> str | None:
@@ -110,7 +110,7 @@ def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
 
 
 class Alone:
-    """Decisions of a process that has no others to ask."""
+    """Common decisions of processes, for a process that is alone."""
 
     speaks = True
     """Whether this process logs what all have decided."""
@@ -156,7 +156,7 @@ class Together(Alone):
 
 
 def decisions_of(group: dist.ProcessGroup | None) -> Alone:
-    """Return an object for joint decisions of a group; all its processes must call this."""
+    """Return the object for common decisions of a group; all its processes must call this."""
     if group is None or dist.get_world_size(group) == 1:
         return Alone()
     return Together(group)

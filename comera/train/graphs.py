@@ -1,4 +1,4 @@
-"""CUDA graphs: the work of a function on a GPU, recorded once and replayed with one call."""
+"""Record the work of a function on a GPU as a CUDA graph, and replay it with one call."""
 
 import collections
 import contextlib
@@ -14,10 +14,10 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 @dataclass(frozen=True)
 class Contents:
-    """``nodes`` by kind and ``kernels`` by name of a recording; None where they cannot be counted.
+    """Number of ``nodes`` by kind and ``kernels`` by name in a recording; None if not countable.
 
-    ``pool_bytes``: memory of the recording, and of those beside it. ``peak_bytes``: that memory and
-    all tensors outside of it; None where it is not known.
+    ``pool_bytes`` is the memory of the recording and of those that share its pool. ``peak_bytes``
+    is that memory and all tensors outside of it, or None if not known.
     """
 
     nodes: dict[str, int] | None
@@ -26,16 +26,11 @@ class Contents:
     peak_bytes: int | None = None
 
 
-def graphs_on(device: torch.device) -> "CudaGraphs | None":
-    """Return the recorder of a device; None where there is none."""
-    return CudaGraphs(device) if device.type == "cuda" else None
-
-
 class CudaGraphs:
-    """Recorder of a GPU.
+    """Records work on a GPU as CUDA graphs.
 
-    All work runs on one stream, as autograd's accumulators stay on their first one. Graphs of one
-    step share a memory pool, freed with the last of them.
+    All work runs on one stream, as autograd's accumulators stay on the stream they first ran on.
+    Graphs of one step share a memory pool, which is freed with the last of them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +39,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """Enter the stream on which functions run before they are recorded, and as they are."""
+        """Enter the stream on which functions are recorded, and have to run before that."""
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         try:
@@ -56,10 +51,10 @@ class CudaGraphs:
     def record(
         self, run: Callable[[], Tensor], beside: "CudaRecording | None" = None
     ) -> "CudaRecording":
-        """Record the work of a function on the GPU, which does not run it; replays do.
+        """Record the work of a function on the GPU, which runs only in replays.
 
-        The recording ``beside`` shares its memory pool: never replay both at once. Raises any error
-        of the function, or the reason why it cannot be recorded.
+        The new recording shares the memory pool of ``beside``: never replay both at once. Raises
+        any error of the function, or the reason why it cannot be recorded.
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool()
@@ -93,7 +88,7 @@ class CudaGraphs:
 
 
 class CudaRecording:
-    """A recorded function, to be replayed until it is freed; ``output`` is that of each replay."""
+    """A recorded function, which can be replayed until freed; each replay writes ``output``."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor, device: torch.device) -> None:
         self._graph, self.output, self._device = graph, output, device
@@ -106,7 +101,7 @@ class CudaRecording:
         self._graph.replay()
 
     def free(self) -> None:
-        """Free the memory of the recording, which ends its use."""
+        """Free the memory of the recording; it cannot be replayed afterwards."""
         torch.cuda.synchronize(self._device)  # a replay may still be under way
         self._graph.reset()
         del self.output
@@ -168,14 +163,14 @@ class StaticBatch:
         self.signature = signature(batch)
 
     def fill_(self, batch: Any) -> None:
-        """Copy the tensors of a batch of equal signature, without waiting."""
+        """Copy the tensors of a batch with equal signature into this one, without waiting."""
         for mine, given in zip(self._leaves, tree_flatten(batch)[0], strict=True):
             if isinstance(mine, Tensor):
                 mine.copy_(given, non_blocking=True)
 
 
 def signature(batch: Any) -> Signature:
-    """Return structure, plain values, and each tensor's shape, dtype and device."""
+    """Return a batch's structure, its plain values, and each tensor's shape, dtype and device."""
     leaves, spec = tree_flatten(batch)
     return spec, tuple(_kind(value) for value in leaves)
 
@@ -212,7 +207,7 @@ def difference(before: Signature, now: Signature, batch: Any) -> str:
 
 
 def is_variant(now: Signature, before: Signature) -> bool:
-    """Return whether batches differ in plain values alone."""
+    """Return whether two batches differ at most in plain values."""
     (old_spec, old), (new_spec, new) = before, now
     return old_spec == new_spec and all(
         mine == theirs or Tensor not in (mine[0], theirs[0])
@@ -221,7 +216,7 @@ def is_variant(now: Signature, before: Signature) -> bool:
 
 
 def is_shorter(now: Signature, before: Signature) -> bool:
-    """Return whether a batch only has fewer rows, as at the end of a data set."""
+    """Return whether a batch differs only by fewer rows, as at the end of a data set."""
     (old_spec, old), (new_spec, new) = before, now
     if old_spec != new_spec:
         return False

@@ -1,4 +1,4 @@
-"""The state that a recorded training step has fixed: addresses, and all settings on the host."""
+"""Describe the state that a recorded training step fixes: addresses, and settings on the host."""
 
 import operator
 import random
@@ -20,7 +20,7 @@ class HostState:
         self._step = step
 
     def why_not_capturable(self, device: torch.device) -> str | None:
-        """Return why the step cannot be a graph, if already known."""
+        """Return why the step cannot be a CUDA graph; None if no reason is known yet."""
         parallel = self._step.parallel
         problem = None if parallel is None else parallel.why_not_capturable(device)
         if problem is not None:
@@ -33,7 +33,7 @@ class HostState:
         return why_not_capturable(self._step.optimizer)
 
     def identity(self) -> dict[str, Any]:
-        """Return the state that a recording depends on; sets the optimizer up for graphs."""
+        """Set the optimizer up for graphs, and return the state that a recording depends on."""
         step, optimizer = self._step, self._step.optimizer
         assert isinstance(optimizer, Optimizer)
         modules = list(step.model.modules())
@@ -83,7 +83,7 @@ class HostState:
         }
 
     def hold(self) -> Callable[[], None]:
-        """Return a function that restores the host state after a step."""
+        """Return a function that restores the present host state, after a failed recording."""
         optimizer, ranks, parallel = self._step.optimizer, self._step.ranks, self._step.parallel
         assert isinstance(optimizer, Optimizer)
         states = {param: dict(state) for param, state in optimizer.state.items()}
@@ -105,7 +105,7 @@ class HostState:
 
 
 class _Objects(list[Any]):
-    """A list of objects compared by identity, which it keeps alive."""
+    """A list of objects that is compared by their identity, and keeps them alive."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -121,7 +121,7 @@ class _Objects(list[Any]):
 
 
 def why_not_capturable(optimizer: AnyOptimizer) -> str | None:
-    """Return why a graph cannot hold the optimizer's step; None if it can."""
+    """Return why a CUDA graph cannot hold the optimizer's step; None if it can."""
     name = type(optimizer).__name__
     why = getattr(optimizer, "not_capturable", None)
     if why is not None:
@@ -168,7 +168,7 @@ def make_capturable_(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def host_random_state() -> dict[str, Any]:
-    """Return the random states of torch on the CPU, Python and NumPy, tensors and plain values."""
+    """Return the random states of torch's CPU, Python and NumPy as tensors and plain values."""
     state: Any = np.random.get_state()  # noqa: NPY002
     kind, keys, position, has_gauss, gauss = state
     return {
@@ -194,7 +194,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore the result of :func:`random_state`, there or on a machine without a GPU."""
+    """Restore the result of :func:`random_state`, also on a machine without a GPU."""
     set_host_random_state(state)
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,4 +1,4 @@
-"""The log of a run: seconds of its steps, speed, JSON lines, TensorBoard curves, progress bar."""
+"""Log a run: seconds of its steps, speed, JSON lines, TensorBoard curves, progress bar."""
 
 import collections
 import contextlib
@@ -40,7 +40,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Count the seconds inside; none if it raises."""
+        """Add the seconds that the context takes, unless it raises an error."""
         if self._device.type != "cuda":
             began = time.perf_counter()
             yield
@@ -74,10 +74,10 @@ class StepClock:
 
 
 class Pace:
-    """Shows steps a second since the last call, and the peak of memory.
+    """Shows steps a second since the last call, and peak memory.
 
-    ``per_step`` is the size of a step, of all processes, and its unit: say ``(4096, "tokens")``.
-    ``steps`` were done before the first that counts, in ``seconds``.
+    ``per_step`` is the size of a step in all processes, and its unit: say ``(4096, "tokens")``.
+    ``steps`` is the number of steps done before, which took ``seconds``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Pace:
         self._steps, self._seconds = steps, seconds
 
     def show(self, steps: int, seconds: float) -> str:
-        """Return speeds and memory as text, after so many steps and seconds of steps in all."""
+        """Return speeds since the last call and peak memory as text, given totals so far."""
         new, took = steps - self._steps, seconds - self._seconds
         self._steps, self._seconds = steps, seconds
         parts = []
@@ -127,7 +127,7 @@ _KEY = "not_finite"
 def to_json(facts: dict[str, Any], indent: int | None = None) -> str:
     """Return facts as JSON, with null for numbers that are not finite.
 
-    These are listed under ``not_finite``:
+    The numbers that are not finite are listed under ``not_finite``:
     ``{"metrics": {"auc": null}, "not_finite": {"metrics.auc": "nan"}}``.
     """
     odd: dict[str, str] = {}
@@ -167,7 +167,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class SilentLog:
-    """Writes nothing: the log of all processes except the first."""
+    """A log that writes nothing, for all processes except the first."""
 
     def write(self, step: int, **values: Any) -> None: ...
 
@@ -175,7 +175,7 @@ class SilentLog:
 
 
 class RunLog(SilentLog):
-    """``metrics.jsonl`` and TensorBoard files of a run; drops lines after ``resume_step``."""
+    """Log of a run, ``metrics.jsonl`` and TensorBoard files; drops lines after ``resume_step``."""
 
     def __init__(self, folder: Path, resume_step: int = 0, tensorboard: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
@@ -200,7 +200,7 @@ class RunLog(SilentLog):
             self._board = SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1)
 
     def write(self, step: int, **values: Any) -> None:
-        """Append one line, and numbers to TensorBoard."""
+        """Append a line to ``metrics.jsonl``, and write its numbers to TensorBoard."""
         line = {"step": step, "time": round(time.time(), 3), **values}
         self._file.write(to_json(line) + "\n")
         self._file.flush()
@@ -236,7 +236,7 @@ def _parsed(path: Path) -> list[dict[str, Any]]:
 
 
 def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
-    """Return the last step that logged ``key``, and the value; None if there is none."""
+    """Return the last step that logged ``key``, and the value; None if no step did."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return None
@@ -254,7 +254,7 @@ def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
 
 
 class _FiguresColumn(TextColumn):
-    """The latest figures on one line, cut to the room beside other columns."""
+    """Column of a progress bar with the latest figures, cut to the free width."""
 
     def __init__(self) -> None:
         # Narrowed before the others, whose columns cannot be broken.
@@ -268,14 +268,14 @@ class _FiguresColumn(TextColumn):
 
 
 class _TimeColumn(TimeRemainingColumn):
-    """The time left, or that taken once the task is finished."""
+    """Column of a progress bar with the time left or, once finished, taken."""
 
     def render(self, task: Task) -> Text:
         return Text.assemble(super().render(task), " taken" if task.finished else " left")
 
 
 class PlainLines:
-    """Prints a line at intervals, in place of a bar, where output is a file."""
+    """Prints a line at intervals in place of a progress bar, if output goes to a file."""
 
     EVERY = 10.0
     """Seconds between two lines at least."""
@@ -296,7 +296,7 @@ class PlainLines:
 
 
 def progress_bar(disable: bool = False, console: Console | None = None) -> Progress:
-    """Return a bar with the step count, the latest figures and the time left or taken."""
+    """Return a progress bar with step count, latest figures, and time left or taken."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(20),

@@ -1,4 +1,4 @@
-"""The training loop: evaluate, log, save, resume, stop cleanly."""
+"""Run the training loop: evaluate, log, save, resume, stop cleanly."""
 
 import contextlib
 import logging
@@ -27,12 +27,12 @@ Evaluate = Callable[[nn.Module], dict[str, float]]
 
 @dataclass
 class LoopResult:
-    """End of a run.
+    """Result of a training run.
 
     Attributes:
-        steps: Optimizer steps in all, earlier sessions included.
-        seconds: Time of training steps, without evaluation and saving; on a GPU the time it worked.
-        interrupted: Whether it was stopped by a signal; it is then saved and can be resumed.
+        steps: Optimizer steps in all, including earlier sessions.
+        seconds: Time of training steps, without evaluation and saving; on a GPU the GPU's time.
+        interrupted: Whether a signal stopped the run, which is then saved and can be resumed.
         metrics: Result of the last evaluation.
         ranks: Result of ``finish_`` of rank learning, if it ran.
     """
@@ -47,7 +47,7 @@ class LoopResult:
 class RunUnderWay:
     """A session of a run: its ``result`` so far, the ``clock`` of its steps and its checkpoints.
 
-    ``log`` receives the figures; it is to be set before the first of them.
+    ``log`` receives the figures; set it before training.
     """
 
     log: RunLog | SilentLog
@@ -81,7 +81,7 @@ class RunUnderWay:
         self._total, self._count = extra["unlogged"]
 
     def save(self) -> None:
-        """Write a checkpoint, unless that of this step is written."""
+        """Write a checkpoint, unless this step has one already."""
         if self._step.steps_done == self._saved_at:
             return
         extra = {
@@ -94,7 +94,7 @@ class RunUnderWay:
         self._saved_at = self._step.steps_done
 
     def train_on(self, batch: Any) -> None:
-        """Train for one step; save the state before it if the loss is known not to be finite."""
+        """Train for one step; on ``NonFiniteLossError``, save the unchanged state and raise it."""
         try:
             with self.clock.step():
                 loss = self._step(batch)
@@ -131,7 +131,7 @@ class RunUnderWay:
         return mean
 
     def cut_ranks_(self, *, at_end: bool) -> None:
-        """Cut the ranks where rank learning ends, or ``at_end`` of the run."""
+        """Cut the ranks if rank learning is due, or ``at_end`` of the run in any case."""
         step, ranks = self._step, self._step.ranks
         if ranks is not None and (ranks.due or (at_end and ranks.forced is None)):
             self.result.ranks = ranks.finish_(step.optimizer)
@@ -184,36 +184,37 @@ def train(
 ) -> LoopResult:
     """Train for ``steps`` optimizer steps, from the start or from the last checkpoint.
 
-    When the rank schedule ends, ranks and optimizer state are cut, and the remaining steps train
-    the small model. Ctrl-C, SIGTERM or a closed terminal ends it after the step and a checkpoint;
-    a second Ctrl-C stops at once.
+    When rank learning ends, ranks and optimizer state are cut, and the remaining steps train the
+    small model. Ctrl-C, SIGTERM or a closed terminal ends training after the present step and a
+    checkpoint; a second Ctrl-C stops at once.
 
     Args:
         step: The training step.
-        get_batch: Makes a batch from the number of the step, counted from 0, and nothing else, so
-            that a resumed run sees the same batches.
+        get_batch: Function that makes a batch from the number of the step, counted from 0, and
+            nothing else, so that a resumed run sees the same batches.
         steps: Optimizer steps in all.
-        seconds: End before that, at the first line of the log with so many seconds in training
-            steps; None for no limit.
-        folder: Receives ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/``.
-        evaluate: Called with the model in evaluation mode; returns named figures.
+        seconds: Limit of the time in training steps, at which training ends with the next line of
+            the log; None for no limit.
+        folder: Folder for ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/``.
+        evaluate: Function that returns named figures of the model, given in evaluation mode.
         eval_every: Steps between evaluations; 0 for only one at the end.
         save_every: Steps between checkpoints; 0 for only one at the end.
-        log_every: Steps whose mean loss makes one line of the log.
-        resume: Resume from the last sound checkpoint, if there is one; False deletes checkpoints.
-        chain: The checkpoints; None for the last two, lossless, in ``folder``.
+        log_every: Steps between lines of the log, which have the mean loss.
+        resume: Whether to resume from the last sound checkpoint, if any; False deletes checkpoints.
+        chain: The chain of checkpoints; None keeps the last two, lossless, in ``folder``.
         title: Shown beside the progress bar.
-        per_step: Size of a step, of all processes, and its unit, for the speed that the progress
+        per_step: Size of a step in all processes, and its unit, for the speed that the progress
             bar shows: say ``(4096, "tokens")``.
         quiet: Whether to show no progress bar.
         tensorboard: Whether to write TensorBoard files.
-        processes: Those that train the model together, all of which call this; None for this one
-            alone. The first one writes the folder and reads its checkpoints for all; all of them
-            stop after the same step. Random numbers, such as dropout's, then follow from torch's
-            seed, the number of the step and that of the process.
+        processes: The processes that train the model together and all call this; None for a single
+            process. The first one writes the folder and reads its checkpoints for all; all stop
+            after the same step. Random numbers, such as dropout's, then follow from torch's seed,
+            the number of the step and that of the process.
 
     Raises:
-        NonFiniteLossError: If the loss is not finite; the state before is saved, the step named.
+        NonFiniteLossError: If the loss is not finite; it names the step, and the state before is
+            saved.
         FolderInUseError: If another process trains into the folder; a RuntimeError.
     """
     if chain is None:

@@ -1,4 +1,4 @@
-"""Processes that train one model together, and the signals that stop them."""
+"""Coordinate processes that train one model together, and handle signals that stop them."""
 
 import contextlib
 import gc
@@ -22,19 +22,19 @@ _CPU = torch.device("cpu")
 
 
 class OtherProcessError(RuntimeError):
-    """Another process has failed; the message says which one, and why."""
+    """Raised if another process has failed; the message says which one, and why."""
 
 
 @dataclass(frozen=True)
 class Processes:
     """The processes that train one model; by default this one alone.
 
-    They agree over the CPU, so that nothing waits for a GPU, by the same calls in the same order.
+    They make the same calls in the same order, and communicate over the CPU, not waiting for a GPU.
 
     Attributes:
         rank: The number of this process, counted from 0.
         count: Number of processes.
-        local_rank: Its number among those of its machine.
+        local_rank: The number of this process among those of its machine.
         group: The process group; None for a process that no launcher started.
     """
 
@@ -49,7 +49,7 @@ class Processes:
         return self.rank == 0
 
     def share_of(self, batch: Any) -> Any:
-        """Return every ``count``-th row of a batch, so that parts do not depend on ``count``."""
+        """Return this process' rows of a batch: every ``count``-th row from its number on."""
         if self.count == 1:
             return batch
 
@@ -61,7 +61,7 @@ class Processes:
         return tree_map(own, batch)
 
     def draw_(self, seed: int, step: int) -> None:
-        """Seed torch's random state from a step and the process, if there are several."""
+        """Seed torch's random state from seed, step and process, if there are several processes."""
         if self.count > 1:
             words = np.random.SeedSequence([seed % 2**64, step, self.rank]).generate_state(1, "u8")
             torch.manual_seed(int(words[0]) >> 1)
@@ -89,7 +89,7 @@ class Processes:
     def from_first(self, call: Callable[[], _T]) -> _T:
         """Call a function in the first process; return its result, on the CPU, in every process.
 
-        Its error is raised in the first process, ``OtherProcessError`` in the others.
+        If the function fails, the first process raises its error, the others ``OtherProcessError``.
         """
         if self.count == 1:
             return call()
@@ -100,9 +100,9 @@ class Processes:
         return found[0][0]  # type: ignore[return-value]
 
     def together(self, call: Callable[[], _T]) -> _T:
-        """Call a function in every process; if it raises in any, all of them raise.
+        """Call a function in every process; if it fails in any, all of them raise an error.
 
-        The first to fail raises its own error, the others ``OtherProcessError``.
+        The first process that fails raises its own error, the others ``OtherProcessError``.
         """
         if self.count == 1:
             return call()
@@ -111,8 +111,9 @@ class Processes:
         return outcome  # type: ignore[return-value]
 
     def in_turn(self, call: Callable[[], _T]) -> _T:
-        """Call a function in the first process of each machine, then in the others; raises as
-        :meth:`together` does. So one of them fills a cache that the others read.
+        """Call a function in the first process of each machine, then in the others.
+
+        So the first process can fill a cache that the others read. Errors as in :meth:`together`.
         """
         if self.count == 1:
             return call()
@@ -122,7 +123,7 @@ class Processes:
         return outcome if leads else others  # type: ignore[return-value]
 
     def wait(self) -> None:
-        """Wait until every process calls this."""
+        """Wait until every process has called this."""
         self.any(False)
 
     def _all_gathered(self, mine: _T) -> list[_T]:
@@ -171,10 +172,10 @@ def rank_started(environment: Mapping[str, str]) -> int:
 def joined(cuda: bool, minutes: float) -> Iterator[Processes]:
     """Join the processes that torchrun has started, over gloo, and over NCCL between GPUs.
 
-    ``cuda``: each takes the GPU of its local number; ``minutes``: how long a process waits for the
-    others. Raises ``ConnectionError`` if inside the connection to another process is lost, and
-    ``ValueError`` if this machine has fewer GPUs than processes, or processes of several machines
-    have been started again and could not find each other.
+    With ``cuda`` each process takes the GPU of its local number; ``minutes`` is how long a process
+    waits for the others. Raises ``ConnectionError`` if the connection to another process is lost
+    inside the context, and ``ValueError`` if this machine has fewer GPUs than processes, or
+    processes of several machines were started again and could not find each other.
     """
     local_rank = int(os.environ.get("LOCAL_RANK") or 0)
     if cuda:

@@ -1,8 +1,8 @@
-"""Warnings of a learning rate that is too high, before the loss is not finite.
+"""Warn of a learning rate that is too high, before the loss is NaN or infinite.
 
-Two signs come first: a step replaces a large part of a weight, and query and key grow together
-until attention looks at one position alone (the known failure of Muon: Kimi K2, arXiv 2507.20534,
-section 2.1). Shape suffixes: H = heads, E = head width, D = width of the input.
+Two signs come before that: a step replaces a large part of a weight, and query and key grow
+together until attention looks at one position alone (the known failure of Muon: Kimi K2, arXiv
+2507.20534, section 2.1). Shape suffixes: H = heads, E = head width, D = width of the input.
 """
 
 import logging
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.module import TensorTrainModule, is_sharded, tensor_trains
 from comera.optim.state_layout import AnyOptimizer
-from comera.params import is_sharded
 
 log = logging.getLogger("comera")
 
@@ -39,9 +38,9 @@ _NORMS = ("query_norm", "q_norm")
 class Seen:
     """Result of one check of the weights.
 
-    ``change`` is the largest relative change of a weight in a step, its cores' added up, or 0;
-    ``weight`` names it. ``score`` is the largest standard deviation of attention scores, or 0
-    without attention; ``attention`` names it.
+    ``change`` is the largest relative change of a weight in a step, for a layer the sum over its
+    cores, or 0; ``weight`` names that weight. ``score`` is the largest standard deviation of
+    attention scores, or 0 without attention; ``attention`` names that module.
     """
 
     change: float
@@ -53,9 +52,8 @@ class Seen:
 class RateWatch:
     """Checks the weights that an optimizer holds; warns once of each sign.
 
-    ``every`` is the number of steps between checks after the first ones, 0 for none at all;
-    ``warns`` whether to warn: of several processes one is enough. ``last`` is the result of the
-    last check, None before the first.
+    ``every`` is the number of steps between checks after the first checks, 0 for none at all;
+    ``warns`` is whether this process warns. ``last`` is the result of the last check, or None.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class RateWatch:
         return f" at a learning rate of {rate:.2g}{score}: if the data are sound, halve the rate"
 
     def before(self, step: int) -> None:
-        """Copy samples of the weights if step number ``step`` is checked."""
+        """Copy samples of the weights if step number ``step`` is to be checked."""
         self._before = None
         if self.every and (step in _FIRST or step % self.every == 0):
             self._before = {
@@ -87,7 +85,7 @@ class RateWatch:
             }
 
     def after(self, step: int) -> None:
-        """Compare with the copies, if there are any; waits for the device then."""
+        """Compare the weights with the copies, if there are any, which waits for the device."""
         if self._before is None:
             return
         seen = self.last = self._look(self._before)
@@ -123,7 +121,7 @@ class RateWatch:
         return Seen(change, weight, score, attention)
 
     def _weights(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
-        """Yield the cores of layers, and dense matrices, that the optimizer holds."""
+        """Yield the cores of each layer, and each dense matrix, in the optimizer, by name."""
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         cores: set[int] = set()
         for name, layer in tensor_trains(self.model).items():
@@ -148,7 +146,7 @@ def _some(param: Tensor) -> Tensor:
 
 
 def _changed(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Sum the relative changes of parameters in norm, 0 for one that was zero."""
+    """Return the sum of the parameters' relative changes in norm; one that was zero counts 0."""
     total = torch.zeros((), device=pairs[0][1].device)
     for param, before in pairs:
         if _some(param).shape != before.shape:  # cut meanwhile

@@ -1,7 +1,7 @@
-"""Checkpoints of a training step: everything that a resumed run depends on.
+"""Save and load checkpoints of a training step: everything that a resumed run depends on.
 
-:func:`save_checkpoint` writes whole states into a chain; :func:`save_parts` writes one state, each
-process its part, by ``torch.distributed.checkpoint``.
+:func:`save_checkpoint` writes whole states into a chain; by :func:`save_parts` each process writes
+its part of one state, in the format of ``torch.distributed.checkpoint``.
 """
 
 import json
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from comera.checkpoint.chain import Checkpoint, CheckpointChain
+from comera.checkpoint.contents import names_of_parameters
 from comera.checkpoint.skeleton import parsed, put_together, take_apart
-from comera.nn.module import tensor_trains
+from comera.nn.module import is_sharded, tensor_trains
 from comera.optim.state_layout import unwrap
-from comera.params import is_sharded
 from comera.train.data_parallel import unwrapped_model
 from comera.train.host_state import random_state, set_random_state
 from comera.train.sharded import (
-    has_shared_parts,
     shared_model_state,
     shared_optimizer_state,
     whole_state,
@@ -43,22 +42,19 @@ def save_checkpoint(
     """Add model, optimizer, schedules, rank learning and random states to a chain.
 
     Names and shapes are those of the model without ``DistributedDataParallel`` or ``fully_shard``,
-    so any number of processes can load the checkpoint. A lossless chain resumes exactly. ``extra``
-    are tensors and plain values of the caller. All processes call this, since each may hold a part
-    of the model; ``writes`` marks the one that writes.
+    so any number of processes can load the checkpoint. A run resumed from a lossless chain
+    continues exactly. ``extra`` are tensors and plain values of the caller. All processes call
+    this, since each may hold a part of the model; ``writes`` is True in the process that writes.
     """
     model, state = unwrapped_model(step.model), _state_besides(step, extra)
-    if not has_shared_parts(model):
+    if not any(map(is_sharded, model.parameters())):
         if writes:
             chain.save(step.steps_done, model, step.optimizer, state)
         return
     optimizer = unwrap(step.optimizer)
     parts = whole_state(model.state_dict()), whole_state(optimizer.state_dict())
     if writes:
-        names = {id(param): name for name, param in model.named_parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        by_number = {number: names[id(param)] for number, param in enumerate(params)}
-        chain.save(step.steps_done, *parts, state, by_number)
+        chain.save(step.steps_done, *parts, state, names_of_parameters(model, optimizer))
 
 
 def _state_besides(step: TrainStep, extra: dict[str, Any] | None) -> dict[str, Any]:
@@ -74,12 +70,12 @@ def _state_besides(step: TrainStep, extra: dict[str, Any] | None) -> dict[str, A
 def load_checkpoint(
     chain: CheckpointChain, step: TrainStep, at: int | Literal["latest"] = "latest"
 ) -> dict[str, Any]:
-    """Load a checkpoint into a training step, whose model takes its truncated ranks too.
+    """Load a checkpoint into a training step; the model also gets the saved ranks.
 
-    The step is over the same model, optimizer and rank settings; ``at`` is the number of steps
-    after which it was saved, ``latest`` the last sound checkpoint. Returns its ``extra``. Raises
-    ``FileNotFoundError`` if there is no such checkpoint, or none that is sound, and ``ValueError``
-    if it is damaged, not one of a training step, or one of another model.
+    The training step has the same model, optimizer and rank settings; ``at`` is the step at which
+    the checkpoint was saved, or ``latest`` for the last sound one. Returns its ``extra``. Raises
+    ``FileNotFoundError`` if there is no such or no sound checkpoint, and ``ValueError`` if it is
+    damaged, not from a training step, or from another model.
     """
     return restore_(step, chain.load(at), chain.folder)
 
@@ -106,7 +102,7 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
         more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
         raise ValueError(f"{path} belongs to another model: {'; '.join(differences[:4])}{more}")
     weights, moments = saved.model, saved.optimizer
-    if has_shared_parts(model):
+    if any(map(is_sharded, model.parameters())):
         weights = shared_model_state(model, weights)
         moments = shared_optimizer_state(unwrap(step.optimizer), moments)
     model.load_state_dict(weights)
@@ -124,7 +120,7 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
 
 
 def _layout(model: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of tensors, without the bonds and row orders that training changes."""
+    """Return the shapes of a model's tensors, without ranks and row orders, which may change."""
     layers = tensor_trains(model)
     bonds = {
         f"{layer}.{part}.{k}".lstrip(".")
@@ -147,12 +143,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = None) -> None:
-    """Write model, optimizer, schedules and rank learning, each process its part of them.
+    """Write model, optimizer, schedules and rank learning; each process writes its part.
 
-    For models that no process can hold whole. Every process calls this, with a shared folder for
-    this checkpoint alone. The format is torch's; any number of processes can load it, sharded or
-    not. ``extra`` of the first process is saved: tensors and plain values. Raises ``ValueError`` if
-    the folder holds a checkpoint already.
+    This is for models that no process can hold whole. Every process calls it, with a shared folder
+    for this checkpoint alone. The format is torch's; any number of processes can load it, sharded
+    or not. The first process' ``extra``, tensors and plain values, is saved. Raises ``ValueError``
+    if the folder holds a checkpoint already.
     """
     if (folder / _METADATA).exists():
         raise ValueError(f"{folder} holds a checkpoint: give each a folder of its own")
@@ -162,7 +158,7 @@ def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = Non
     shared: dict[int, tuple[Tensor, Tensor]] = {}
 
     def plain(leaf: Any) -> Any:
-        """Replace a sharded tensor, which cannot be taken apart, by one without data."""
+        """Replace a sharded tensor, which ``take_apart`` refuses, by an empty one."""
         if not isinstance(leaf, Tensor) or not is_sharded(leaf):
             return leaf
         like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
@@ -190,12 +186,12 @@ def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = Non
 
 
 def load_parts(folder: Path, step: TrainStep) -> dict[str, Any]:
-    """Load a checkpoint of :func:`save_parts`, each process its part; return its ``extra``.
+    """Load a checkpoint of :func:`save_parts`, of which each process reads its part.
 
-    The folder is shared by all processes; ``step`` is over the same model, optimizer and rank
-    settings, with any ranks, in any number of processes. Torch reads the metadata by pickle, which
-    can run code: load only what you trust. Raises ``FileNotFoundError`` if there is no whole
-    checkpoint, and ``ValueError`` if it is not one of :func:`save_parts`, or of another model.
+    All processes share the folder; ``step`` has the same model, optimizer and rank settings, with
+    any ranks, in any number of processes. Returns the saved ``extra``. Torch reads the metadata by
+    pickle, which can run code: load only what you trust. Raises ``FileNotFoundError`` if there is
+    no whole checkpoint, and ``ValueError`` if it is not from :func:`save_parts` or this model.
     """
     from torch.distributed import tensor as dtensor
 

@@ -1,4 +1,4 @@
-"""Models whose dense matrices are sharded among processes, while tensor trains stay whole.
+"""Shard the dense matrices of models among processes, while tensor trains stay whole.
 
 Shape suffixes: N = entries of all bags of a process, B = bags of a process, D = width, P =
 processes, R = rows that a process holds.
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from comera.nn.module import tensor_trains
+from comera.nn.module import is_sharded, tensor_trains
 from comera.optim.state_layout import AnyOptimizer
-from comera.params import is_sharded
 
 # Before torch 2.13 they had other names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,10 +31,10 @@ class RowShardedBag(nn.EmbeddingBag):
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Return sums or means ``(bags, width)``; all processes call this, with as many bags each.
+        """Return sums or means ``(bags, width)``; all processes call this with equally many bags.
 
         ``input`` are integers ``(bags, entries)``, or ``(N,)`` with ``offsets (bags,)``. Raises
-        ``ValueError`` for weights, missing offsets, or numbers of bags that differ, and
+        ``ValueError`` for per-sample weights, missing offsets, or unequal numbers of bags, and
         ``IndexError`` if an index is no row.
         """
         if per_sample_weights is not None:
@@ -119,8 +118,8 @@ def shard_dense_(model: nn.Module) -> nn.Module:
     Tensor trains, biases and norms stay whole in each process. Blocks of an ``nn.ModuleList``
     gather their matrices one after the other. Dense embedding bags become
     :class:`~comera.train.sharded.RowShardedBag`. Every process calls this, with equal weights,
-    before the optimizer is made. Raises ``ValueError`` if it has no dense matrices, or an embedding
-    bag that cannot be sharded.
+    before the optimizer is made. Raises ``ValueError`` if the model has no dense matrices, or has
+    an embedding bag that cannot be sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -166,11 +165,11 @@ def shard_dense_(model: nn.Module) -> nn.Module:
 
 
 class Sharded:
-    """Averages and norms of gradients for a model with sharded parameters.
+    """Averages and clips gradients of a model with sharded parameters.
 
-    Parameters are sharded by :func:`shard_dense_` or torch's ``parallelize_module``; gradients of
-    whole ones are averaged here. Raises ``ValueError`` if the optimizer cannot step parts of
-    matrices, or would step them together with whole ones.
+    Parameters are sharded by :func:`shard_dense_` or torch's ``parallelize_module``; this class
+    averages the gradients of whole parameters. Raises ``ValueError`` if the optimizer cannot step
+    parts of matrices, or would step sharded and whole parameters in one call.
     """
 
     def __init__(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
@@ -195,7 +194,7 @@ class Sharded:
 
     @torch.no_grad()
     def average_(self) -> None:
-        """Average gradients of whole parameters; shard whole gradients of sharded ones."""
+        """Average gradients of whole parameters; shard whole gradients of sharded parameters."""
         for param in filter(is_sharded, self._params):
             grad: Any = param.grad
             if grad is not None and grad.placements != param.placements:  # type: ignore[attr-defined]
@@ -210,7 +209,7 @@ class Sharded:
 
     @torch.no_grad()
     def clip_(self, largest: float) -> Tensor:
-        """Clip whole and sharded gradients to norm ``largest``; return the norm before."""
+        """Clip whole and sharded gradients to a common norm ``largest``; return their norm."""
         grads: list[Any] = [param.grad for param in self._params if param.grad is not None]
         shared = [grad.to_local() for grad in grads if is_sharded(grad)]
         whole = [grad for grad in grads if not is_sharded(grad)]
@@ -226,24 +225,19 @@ class Sharded:
         return norm
 
 
-def has_shared_parts(model: nn.Module) -> bool:
-    """Return whether any parameter of a model is sharded among processes."""
-    return any(map(is_sharded, model.parameters()))
-
-
 def whole_state(state: Any) -> Any:
-    """Return a state with whole tensors instead of sharded ones; every process calls this."""
+    """Return a state with whole tensors instead of sharded ones; all processes call this."""
     return tree_map(lambda leaf: leaf.full_tensor() if _is_shared(leaf) else leaf, state)
 
 
 def shared_model_state(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard a whole state as the tensors of a model are."""
+    """Shard a whole model state like the tensors of a model."""
     mine = model.state_dict()
     return {name: _shared_like(mine.get(name), value) for name, value in saved.items()}
 
 
 def shared_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard the whole state of an optimizer as its parameters are."""
+    """Shard a whole optimizer state like the parameters of an optimizer."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     like = dict(zip(numbers, params, strict=True))
@@ -255,7 +249,7 @@ def shared_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> di
 
 
 def _shared_like(like: Any, value: Any) -> Any:
-    """Shard a tensor like another of its shape; return anything else unchanged."""
+    """Shard a tensor like ``like`` if that is sharded and has its shape; else leave it."""
     from torch.distributed.tensor import distribute_tensor
 
     if not _is_shared(like) or not isinstance(value, Tensor) or value.shape != like.shape:

@@ -1,4 +1,4 @@
-"""One training step behind one call: forward, rank objective, backward, clipping, optimizer."""
+"""Run a training step by one call: forward, rank objective, backward, clipping, optimizer."""
 
 import itertools
 import logging
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.batched_contraction import BatchedContraction
-from comera.nn.module import check_model, check_unsharded
+from comera.nn.module import check_model, check_unsharded, is_sharded
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
 from comera.ops.linear.fp8 import why_not_fp8
@@ -27,43 +27,43 @@ from comera.rank.learning import RankLearning, check_holds_cores
 from comera.shapes import check_whole_numbers, is_number
 from comera.train.capture import WARM_UP, Capture, StepDescription
 from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, decisions_of, mean_over
-from comera.train.graphs import graphs_on
+from comera.train.graphs import CudaGraphs
 from comera.train.host_state import HostState
 from comera.train.rate_watch import EVERY, RateWatch
-from comera.train.sharded import Sharded, has_shared_parts
+from comera.train.sharded import Sharded
 
 log = logging.getLogger("comera")
 
 
 class NonFiniteLossError(RuntimeError):
-    """A loss or gradient is NaN or infinite; parameters are as they were before the step."""
+    """Raised if a loss or gradient is NaN or infinite; parameters are as before the step."""
 
 
 class TrainStep:
     """A training step as a callable: ``loss = step(batch)``.
 
     Args:
-        model: Put into training mode by whoever evaluates in between. It may be in a
+        model: The model, in training mode: put it back if you evaluate in between. It may be in a
             ``DistributedDataParallel``; then all processes make the same calls.
-        loss_fn: ``loss_fn(model, batch)`` returns a scalar, the mean over the batch.
-        optimizer: Steps once a call; in a :class:`~comera.OptimizerInBackward` it steps each
-            parameter in the last backward pass of a call.
+        loss_fn: Function ``loss_fn(model, batch)`` that returns a scalar, the batch's mean loss.
+        optimizer: The optimizer, which steps once in each call; in a
+            :class:`~comera.OptimizerInBackward`, in the last backward pass of a call.
         ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of the model, if
             ranks are learned.
-        accumulate: Split each batch along its first dimension into so many parts, whose gradients
-            are added up before the one optimizer step.
+        accumulate: Number of parts to split each batch into along its first dimension; their
+            gradients are added up before the optimizer's step.
         clip_norm: Largest norm of all gradients together.
         precision: Precision of the forward pass: ``"fp32"``; ``"bf16"`` for mixed precision, by
             ``torch.autocast``; or ``"fp8"``, in which tensor-train linears multiply in eight bits
-            and all else is as in ``"bf16"``. Where torch or the card cannot, it is ``"bf16"``, and
-            a warning says why.
-        scheduler: A learning-rate scheduler, stepped once a call.
+            and all else is as in ``"bf16"``. If torch or the GPU cannot do that, ``"bf16"`` is
+            used, and a warning says why.
+        scheduler: A learning-rate scheduler, which steps once in each call.
         compile: Run forward and loss through ``torch.compile``.
-        graph: Replay the step as one CUDA graph, from the fifth step on; by default on a GPU.
-            False runs every step eagerly, as a CPU does in any case.
-        watch: Steps between two checks of the weights, which wait for the device; 0 for none. They
-            warn once of a learning rate at which a step replaces a weight or attention scores grow
-            out of bounds, before the loss is NaN. The first checks are sooner.
+        graph: Whether to replay the step as one CUDA graph, from the fifth step on; by default on a
+            GPU. False runs every step eagerly, as a CPU does in any case.
+        watch: Steps between two checks of the weights, which wait for the device; 0 for none. The
+            checks warn once of a learning rate at which a step replaces a weight or attention
+            scores grow out of bounds, before the loss is NaN. The first checks come sooner.
 
     Attributes:
         autocast: Dtype of the forward pass, ``torch.bfloat16``; None in ``"fp32"``.
@@ -72,21 +72,21 @@ class TrainStep:
         watch: Checks the weights; ``watch.last`` is the result of the last check.
 
     Raises:
-        NonFiniteLossError: On the CPU, when the loss is not finite; nothing has been updated then.
-            With ``clip_norm``, also when a gradient is not. Without, and with per-layer updates
-            always, such a gradient is applied.
+        NonFiniteLossError: On the CPU, if the loss is not finite or, with ``clip_norm``, a gradient
+            is not; nothing has been updated then. Without ``clip_norm``, and always with per-layer
+            updates, such a gradient is applied.
         Exception: Any error of ``loss_fn``, backward or the optimizer, and Ctrl-C. Gradients are
-            dropped and rank learning is as before the call, so that the next one starts clean;
+            dropped and rank learning is as before the call, so that the next call starts clean;
             changes by the optimizer stay.
         TypeError: If an argument is of the wrong kind.
-        ValueError: If a setting is out of range, per-layer updates cannot go with it, or a tensor
+        ValueError: If a setting is out of range or does not go with per-layer updates, or a tensor
             train is sharded, as by ``fully_shard``.
 
     Note:
-        On a CPU under Linux freed memory is kept for the next tensors from here on, in the whole
-        process, unless :func:`~comera.reuse_freed_memory` was called.
+        On a CPU under Linux, making this object enables the cache of freed memory for the whole
+        process, see :func:`~comera.reuse_freed_memory`, unless a call has decided before.
 
-        A graph replays only the work of the GPU: hooks, prints and branches of ``loss_fn`` run
+        A graph replays only the work of the GPU: hooks, prints and branches of ``loss_fn`` run only
         while it is captured. A batch must be tensors on the model's device, and plain values. The
         graph is captured again when stage or ranks of rank learning, an optimizer setting, training
         mode or repeatedly the batch shape changes; a single short batch runs eagerly. The optimizer
@@ -151,7 +151,8 @@ class TrainStep:
         self.parallel: DataParallel | None = None
         self._group: ProcessGroup | None = None
         # None, or for a model whose dense matrices are shared out by fully_shard.
-        self._sharded = Sharded(model, optimizer) if has_shared_parts(model) else None
+        shared = any(map(is_sharded, model.parameters()))
+        self._sharded = Sharded(model, optimizer) if shared else None
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self.parallel = DataParallel(model)
             self._group = self.parallel.group
@@ -194,8 +195,8 @@ class TrainStep:
         """Train on one batch; return its mean loss over all processes.
 
         Args:
-            batch: A tensor, or tensors in nested lists, tuples and dicts; handed to ``loss_fn``
-                as it is, or in parts of equal structure when accumulating.
+            batch: A tensor, or tensors in nested lists, tuples and dicts; ``loss_fn`` gets it as it
+                is, or in parts of equal structure when accumulating.
 
         Returns:
             The loss before the update, detached and without the rank objective.
@@ -221,13 +222,13 @@ class TrainStep:
         return total
 
     def describe(self) -> StepDescription:
-        """Describe how the step runs: eagerly and why, or as which CUDA graph."""
+        """Return how the step runs: eagerly, and why, or as which CUDA graph."""
         if self._capture is not None:
             return self._capture.describe()
         return StepDescription(False, self._why_eager)
 
     def _update(self, batch: Any) -> Tensor:
-        """Run all work of the device; the host keeps no state between calls."""
+        """Run all work of a step on the device; a CUDA graph can hold it."""
         self._unreduced = False  # one that was broken off has been seen to
         if self.parallel is not None:
             self.parallel.prepare_()
@@ -315,7 +316,7 @@ class TrainStep:
         ]
 
     def _check_finite(self, what: str, value: Tensor) -> None:
-        """Raise ``NonFiniteLossError`` for a value on the CPU that is not finite."""
+        """Raise ``NonFiniteLossError`` if a value is on the CPU and not finite."""
         if may_read_values(value) and not bool(torch.isfinite(value)):
             raise NonFiniteLossError(
                 f"the {what} is {float(value)} at step {self.steps_done + 1},{self.watch.advice()}"
@@ -330,6 +331,11 @@ def _without_compiler_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")
         yield
+
+
+def graphs_on(device: torch.device) -> CudaGraphs | None:
+    """Return an object that records work on a device; None unless it is a GPU."""
+    return CudaGraphs(device) if device.type == "cuda" else None
 
 
 def _check_kinds(model: object, loss_fn: object, optimizer: Any) -> None:
@@ -354,7 +360,7 @@ def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
             "each in backward: leave clip_norm out and take an optimizer that bounds its own steps "
             "(comera.CAME, torch.optim.Adafactor), or give TrainStep the optimizer itself"
         )
-    if has_shared_parts(model):
+    if any(map(is_sharded, model.parameters())):
         raise ValueError(
             "OptimizerInBackward steps before the gradients of tensor trains, which every process "
             "holds whole, are averaged: give TrainStep the optimizer itself, or leave all of the "

@@ -21,7 +21,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(way_speed, "TRIALS", ())
     monkeypatch.setattr(way_speed, "ORDERED", ("cpu",))  # no card is needed
     yield tmp_path
-    machine._load.cache_clear()
+    machine.load_machine.cache_clear()
 
 
 def test_a_profile_is_measured_saved_and_used(quick):

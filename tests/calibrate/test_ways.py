@@ -29,7 +29,7 @@ def quick(monkeypatch, tmp_path):
     load_way_times.cache_clear()
     dispatch.forget_times()
     yield
-    machine._load.cache_clear()
+    machine.load_machine.cache_clear()
     load_way_times.cache_clear()
     dispatch.forget_times()
 

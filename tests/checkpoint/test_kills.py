@@ -6,7 +6,6 @@ Whatever the moment, all that was saved is there, and its loss as read is that o
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import comera
 from comera.checkpoint import archive
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn.module import tensor_trains
-from tests.processes import forking
+from tests.processes import killed
 
 KILLS = int(os.environ.get("COMERA_KILLS", "20"))
 """How often a training process is killed; 200 takes some minutes."""
@@ -161,7 +160,6 @@ def losses_as_read(training, folder, known):
 
 @pytest.mark.slow
 def test_killed_at_any_moment_all_that_was_saved_is_read_with_its_loss(tmp_path, capsys):
-    context = forking()
     rng = random.Random(0)
     training = Training()
     training.train_(10_000, 200)
@@ -170,20 +168,10 @@ def test_killed_at_any_moment_all_that_was_saved_is_read_with_its_loss(tmp_path,
     folder, known, deviations = Path(tmp_path / "run-0"), {}, {}
     folder.mkdir()
     for kill in range(KILLS):
-        receive, ready = context.Pipe(duplex=False)
         dies_at = rng.randrange(100_000) if kill % 2 else None
-        process = context.Process(target=run, args=(folder, warm, dies_at, ready))
-        process.start()
-        ready.close()
-        assert receive.recv() == "ready"
-        if dies_at is None:
-            time.sleep(rng.random() * 0.6)
-            process.kill()
-        process.join(60)
-        assert process.exitcode in (-signal.SIGKILL, 0)  # 0: the run ended before
-        process.close()
-        receive.close()
-
+        seconds = rng.random() * 0.6 if dies_at is None else None
+        code = killed(run, folder, warm, dies_at, after=seconds)
+        assert code in (-signal.SIGKILL, 0)  # 0: the run ended before
         found = losses_as_read(training, folder, known)
         for step, (read, logged) in found.items():
             deviations[kill, step] = abs(read / logged - 1)

@@ -40,15 +40,12 @@ def test_plain_values_keep_their_types():
     }
     again, tensors = round_trip(value)
     assert again == value
+    *infinite, nan = round_trip([math.inf, -math.inf, math.nan])[0]  # JSON has none of them
+    assert infinite == [math.inf, -math.inf]
+    assert math.isnan(nan)
     assert list(map(type, again["numbers"])) == list(map(type, value["numbers"]))
     assert isinstance(again["pairs"], tuple)
     assert not tensors
-
-
-def test_numbers_that_json_has_not():
-    again, _ = round_trip([math.inf, -math.inf, math.nan])
-    assert again[:2] == [math.inf, -math.inf]
-    assert math.isnan(again[2])
 
 
 def test_tensors_are_named_by_where_they_lie():
@@ -175,10 +172,3 @@ def test_what_cannot_be_approximated_is_kept_exactly_whatever_the_policy(tmp_pat
     saved = CheckpointChain(tmp_path).load().model
     assert torch.equal(saved["value"], value)
     assert saved["weight"].shape == (30, 30)
-
-
-def test_weights_beyond_the_range_of_float32_are_kept_exactly(tmp_path):
-    large = torch.randn(30, 30, dtype=torch.float64) * 1e200
-    with CheckpointChain(tmp_path) as chain:
-        chain.save(1, {"large": large})
-    assert torch.equal(CheckpointChain(tmp_path).load().model["large"], large)

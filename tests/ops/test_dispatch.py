@@ -222,8 +222,11 @@ def test_what_is_built_in_for_a_card_names_groups_and_is_what_the_papers_say():
 
     assert fastest("contract_cores", "float32", 72, 30) == "kernel"
     assert fastest("feed_forward", "bfloat16", 4096, 768, 3072, 32) == "kernel"
-    assert fastest("feed_forward", "bfloat16", 512, 768, 3072, 32) is None
-    assert fastest("feed_forward", "float32", 4096, 768, 3072, 32) is None
-    assert fastest("feed_forward", "bfloat16", 4096, 768, 3072, 40, "wide") is None
-    assert fastest("lookup", "bfloat16", 4096) is None
+    assert fastest("feed_forward", "float32", 4096, 768, 3072, 32) is None  # no kernel is exact
+    assert fastest("feed_forward", "float32", 512, 768, 3072, 32, "tf32") == "torch"
+    assert fastest("feed_forward", "bfloat16", 4096, 768, 3072, 40, "wide") == "kernel"
+    assert fastest("gated_feed_forward", "bfloat16", 4096, 2048, 32) == "kernel"
+    assert [fastest("lookup", "bfloat16", rows) for rows in (1024, 4096)] == ["torch", "kernel"]
+    eager = BUILT_IN.nearest("lookup", "float32", False, (1024, "a block a row"))
+    assert min(eager.seconds, key=eager.seconds.get) == "kernel"
     assert fastest("attention_space", "float32", 128, 32, 64) == "ranks"

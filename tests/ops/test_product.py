@@ -91,10 +91,11 @@ def test_other_dtypes_are_torchs_own(dtype):
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_affine_and_its_gradients(bias):
-    x, weight, row = (torch.randn(*s, requires_grad=True) for s in ((9, 4), (4, 5), (5,)))
+@pytest.mark.parametrize("out", [3, 5], ids=["narrower", "wider"])
+def test_affine_and_its_gradients(bias, out):
+    x, weight, row = (torch.randn(*s, requires_grad=True) for s in ((9, 4), (4, out), (out,)))
     wide = [t.detach().double().requires_grad_() for t in (x, weight, row)]
-    grad = torch.randn(9, 5)
+    grad = torch.randn(9, out)
     got, want = affine(x, weight, row if bias else None), wide[0] @ wide[1]
     want = want + wide[2] if bias else want
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
@@ -108,12 +109,14 @@ def test_affine_and_its_gradients(bias):
 
 @pytest.mark.usefixtures("library")
 def test_a_second_derivative_is_no_constant():
-    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
-    (first,) = torch.autograd.grad(affine(x, weight).square().sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), weight)
-    plain = (x @ weight).square().sum()
-    (first,) = torch.autograd.grad(plain, x, create_graph=True)
-    torch.testing.assert_close(second, torch.autograd.grad(first.sum(), weight)[0])
+    x, weight, row = (torch.randn(*s, requires_grad=True) for s in ((3, 4), (4, 5), (5,)))
+    for of in (x, weight, row):
+        (first,) = torch.autograd.grad(affine(x, weight, row).pow(3).sum(), of, create_graph=True)
+        second = torch.autograd.grad(first.square().sum(), (x, weight, row))
+        plain = (x @ weight + row).pow(3).sum()
+        (first,) = torch.autograd.grad(plain, of, create_graph=True)
+        want = torch.autograd.grad(first.square().sum(), (x, weight, row))
+        torch.testing.assert_close(second, want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -121,11 +124,11 @@ def test_a_second_derivative_is_no_constant():
 def test_compiled_it_is_one_node():
     torch._dynamo.reset()
     compiled = torch.compile(affine, fullgraph=True)
-    weight = torch.randn(4, 5, requires_grad=True)
+    weight, row = torch.randn(4, 5, requires_grad=True), torch.randn(5, requires_grad=True)
     for rows in (9, 7, 5):  # from the second on at any size
         x = torch.randn(rows, 4, requires_grad=True)
         grads = [
-            torch.autograd.grad(run(x, weight).square().sum(), (x, weight))
+            torch.autograd.grad(run(x, weight, row).square().sum(), (x, weight, row))
             for run in (compiled, affine)
         ]
         torch.testing.assert_close(*grads)

@@ -149,30 +149,6 @@ def test_weight_decay_is_that_of_the_inner_optimizer():
     assert torch.linalg.matrix_rank(before - param.detach()) == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", [GaLoreAdamW, GaLoreAdafactor])
-def test_resume_is_exact(kind, dtype):
-    a = make_model(dtype)
-    first = kind(groups(a))
-    train(a, first, 0, 17)
-    file = io.BytesIO()
-    torch.save((a.state_dict(), first.state_dict()), file)
-    train(a, first, 17, 30)
-    b = make_model(dtype)
-    second = kind(groups(b))
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
-    b.load_state_dict(weights)
-    second.load_state_dict(state)
-    train(b, second, 17, 30)
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        assert torch.equal(p, q)
-    for mine, theirs in zip(
-        *(o.state_dict()["state"].values() for o in (first, second)), strict=True
-    ):
-        assert {k: v.dtype for k, v in mine.items()} == {k: v.dtype for k, v in theirs.items()}
-
-
 @pytest.mark.slow
 def test_eight_bit_state_resumes_exactly(eight_bit):
     def make():
@@ -333,6 +309,7 @@ def test_a_half_tensorised_model_trains_truncates_and_goes_on(inner):
 @pytest.mark.parametrize(
     ("group", "message"),
     [
+        ({"params": [nn.Parameter(torch.randn(7))], "rank": 4}, r"shape \(7,\) is in .* rank=4"),
         ({"rank": 0}, "rank=0 must be a whole number of at least 1"),
         ({"rank": 4, "proj_type": "both"}, "proj_type='both' must be one of 'std'"),
         ({"rank": 4, "update_proj_gap": 0}, "update_proj_gap=0 must be"),
@@ -344,11 +321,6 @@ def test_a_half_tensorised_model_trains_truncates_and_goes_on(inner):
 def test_bad_groups(group, message):
     with pytest.raises(ValueError, match=message):
         GaLoreAdamW([{"params": [nn.Parameter(torch.randn(20, 30))], **group}])
-
-
-def test_a_vector_in_a_projected_group_is_named():
-    with pytest.raises(ValueError, match=r"shape \(7,\) is in a group with rank=4"):
-        GaLoreAdamW([{"params": [nn.Parameter(torch.randn(7))], "rank": 4}])
 
 
 def test_a_step_costs_little_more_than_adamws():
@@ -475,38 +447,6 @@ def kind(request):
     return KINDS[request.param]
 
 
-def copies(pair, deep=True):
-    """As a user would make them, model and optimizer together."""
-    if deep:
-        yield copy.deepcopy(pair)
-    yield pickle.loads(pickle.dumps(pair))
-    file = io.BytesIO()
-    torch.save(pair, file)
-    file.seek(0)
-    yield torch.load(file, weights_only=False)
-
-
-def check_copies(model, optimizer, steps, deep=True):
-    listed = list(copies((model, optimizer), deep))
-    train(model, optimizer, steps, steps + 8)
-    for other, theirs in listed:
-        held = {id(p) for group in theirs.param_groups for p in group["params"]}
-        assert held == {id(p) for p in other.parameters()}
-        train(other, theirs, steps, steps + 8)
-        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(mine, its)
-            assert mine is not its
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [0, 13])
-def test_copies_train_on_alike_and_apart(kind, steps):
-    model = make_model()
-    optimizer = kind(groups(model))
-    train(model, optimizer, 0, steps)
-    check_copies(model, optimizer, steps)
-
-
 def test_a_state_without_subspaces_is_refused(kind):
     """As torch.distributed.checkpoint reads one, into what a step without gradients has made."""
     model = make_model()
@@ -524,7 +464,10 @@ def test_copies_in_eight_bits(eight_bit):
     model = make_model()
     optimizer = eight_bit(groups(model))
     train(model, optimizer, 0, 5)
-    check_copies(model, optimizer, 5, deep=False)  # torchao's tensors have no deepcopy
+    other, theirs = pickle.loads(pickle.dumps((model, optimizer)))
+    train(model, optimizer, 5, 13)
+    train(other, theirs, 5, 13)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 def test_a_copy_beside_a_scheduler_is_its_own():

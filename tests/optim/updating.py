@@ -15,10 +15,10 @@ class Tied(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(40, 24)
         self.hidden = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
-        self.wide = nn.Linear(24, 48)
-        self.seldom = nn.Linear(48, 48)
-        self.norm = nn.LayerNorm(48)
-        self.narrow = nn.Linear(48, 24)
+        self.wide = nn.Linear(24, 96)
+        self.seldom = nn.Linear(96, 96)
+        self.norm = nn.LayerNorm(96)
+        self.narrow = nn.Linear(96, 24)
         self.checkpointed = checkpointed
 
     def body(self, x):

@@ -10,10 +10,10 @@ from comera.planning.way_times import load_way_times
 def own_cache(tmp_path, monkeypatch):
     """A cache folder without profiles, of which nothing is loaded before or after."""
     monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
-    for load in (machine._load, load_way_times):
+    for load in (machine.load_machine, load_way_times):
         load.cache_clear()
     yield tmp_path
-    for load in (machine._load, load_way_times):
+    for load in (machine.load_machine, load_way_times):
         load.cache_clear()
 
 

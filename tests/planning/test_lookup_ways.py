@@ -163,8 +163,6 @@ def test_a_dense_table_holds_its_gradient():
     made = torch_embedding(asked, CPU, "float32")
     assert made.peak_bytes >= 4 * 2 * 1000 * 8
     assert (made.operations, made.saved_bytes) == (0, 8 * 10)
-    forward = torch_embedding(replace(asked, train=False), CPU, "float32")
-    assert (forward.backward, forward.saved_bytes) == ((), 0)
 
 
 def test_a_vanished_table_is_zeros():

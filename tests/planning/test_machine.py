@@ -56,7 +56,6 @@ def test_a_missing_profile_is_said_once(kind, said):
 def test_this_computer_has_a_name(said):
     assert load_machine() == default_machine("cpu")
     assert machine.processor_name()
-    assert machine.usable_threads() >= 1
     assert len(said()) == 1
     assert load_machine("cuda") == default_machine("cuda")
 

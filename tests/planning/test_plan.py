@@ -54,15 +54,6 @@ def test_the_same_call_returns_the_same_plan_at_once():
     assert time.perf_counter() - began < 200 * 1e-3  # about 20 us; a busy machine takes longer
 
 
-def test_without_training_no_backward_pass_is_planned():
-    plan = plan_layer(Layer(ATTENTION, 4096, train=False), machine=CPU)
-    trained = plan_layer(Layer(ATTENTION, 4096), machine=CPU)
-    assert plan.chosen.backward == ()
-    assert plan.chosen.forward == trained.chosen.forward
-    assert plan.search.separate == plan.search.forward
-    assert "planned by itself" not in str(plan)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "cuda"])
 def test_every_dtype_can_be_planned(dtype, machine):
@@ -134,7 +125,6 @@ def test_a_table():
     assert max(len(line) for line in text.splitlines() if "│" in line) <= 80
     assert "30522 x 768, modes 16x4  20x4  10x8  10x6, ranks 32 32 32, 1500 distinct rows" in text
     assert plan is plan_layer(Lookup(TABLE, 4096, 1500, num_embeddings=30522), machine=CPU)
-    assert plan_layer(Lookup(TABLE, 4096, train=False), machine=CPU).chosen.backward == ()
 
 
 def test_as_many_rows_as_can_differ():

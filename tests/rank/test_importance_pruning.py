@@ -9,7 +9,6 @@ import torch
 
 import comera
 from comera.nn.module import tensor_trains
-from comera.rank.importance_pruning import ImportanceScores
 from comera.rank.prune import prune_to_
 from comera.train.step import NonFiniteLossError
 
@@ -67,12 +66,11 @@ def test_the_mean_square_of_gate_times_gradient(model, settings):
 
 def test_to_first_order_it_is_what_the_loss_would_lose(model, batch):
     gates = gates_of(model)
-    seen = ImportanceScores(tensor_trains(model))
-    seen.observe_()
+    seen = comera.ImportancePruning(model, 0.5, 9)
     loss = loss_fn(model, batch)
     loss.backward()
-    seen.follow_()
-    found = (seen.mean / 0.02).sqrt()
+    seen.follow_(loss)
+    found = (seen.state_dict()["importance"] / 0.02).sqrt()
     actual = []
     with torch.no_grad():
         for gate in gates:
@@ -204,17 +202,14 @@ def test_copies_observe_their_own_gates(copied):
 
 
 def test_a_gradient_that_is_not_finite_is_left_out(model, batch):
-    seen = ImportanceScores(tensor_trains(model))
-    for scale in (1.0, float("inf"), 1.0):
-        seen.observe_()
-        (loss_fn(model, batch) * scale).backward()
-        seen.follow_()
-    twin = ImportanceScores(tensor_trains(model))
-    for _ in range(2):
-        twin.observe_()
-        loss_fn(model, batch).backward()
-        twin.follow_()
-    assert_equal(seen.mean, twin.mean)
+    seen, twin = (comera.ImportancePruning(model, 0.5, 9) for _ in range(2))
+    for ranks, scales in ((seen, (1.0, float("inf"), 1.0)), (twin, (1.0, 1.0))):
+        ranks.discard_()
+        for scale in scales:
+            loss = loss_fn(model, batch) * scale
+            loss.backward()
+            ranks.follow_(loss)
+    assert_equal(seen.state_dict()["importance"], twin.state_dict()["importance"])
 
 
 @torch.no_grad()

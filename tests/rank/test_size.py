@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import comera
 from comera.nn.module import tensor_trains
-from comera.rank.size import SizeOfRanks
+from comera.rank.learning import SizeOfRanks
 
 
 def by_hand(model, relaxed: bool) -> torch.Tensor:

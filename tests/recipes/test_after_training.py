@@ -131,7 +131,7 @@ def test_what_is_no_finished_run_is_named(folder, tmp_path):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_an_evaluation_finds_what_was_noted(folder, name, capsys, caplog):
-    machine._load.cache_clear()
+    machine.load_machine.cache_clear()
     caplog.set_level(logging.INFO, logger="comera")
     assert main(["evaluate", f"runs/{name}"]) == 0
     rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]

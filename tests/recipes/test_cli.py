@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from comera.recipes import run_commands
-from comera.recipes.cli import main
+from comera.recipes import cli
+from comera.recipes.cli import FIRST, main, typed_settings
 from comera.recipes.parse import read_yaml
-from comera.recipes.run_commands import FIRST, typed_settings
 from comera.recipes.run_config import RunConfig
 from tests.texts import write_functions
 
@@ -162,9 +161,7 @@ def test_the_file_of_a_run_is_read_once(tmp_path, monkeypatch):
     path = tmp_path / "mine.yaml"
     path.write_text("masked_text: {}\ntrain: {steps: 3}\n")
     read = []
-    monkeypatch.setattr(
-        run_commands.parse, "read_yaml", lambda path: read.append(path) or read_yaml(path)
-    )
+    monkeypatch.setattr(cli, "read_yaml", lambda path: read.append(path) or read_yaml(path))
     assert typed_settings([str(path), "--seed=2"]).train.steps == 3
     assert read == [path]
 

@@ -81,8 +81,9 @@ def test_an_interrupt_that_nobody_caught_ends_in_one_line_too(tmp_path):
 def test_where_ctrl_c_is_ignored_it_stays_ignored(tmp_path):
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     (tmp_path / "run.py").write_text(
-        "import signal, comera._command as c\n"
-        f"{ignore}c.imports_are_done()\n"
+        "import signal, sys, comera.__main__\n"
+        f"{ignore}sys.argv[1:] = ['init']\n"
+        "assert comera.__main__.main() == 0\n"
         "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\n"
     )
     assert started(tmp_path, ["run.py"]).returncode == 0

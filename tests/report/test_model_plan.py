@@ -55,7 +55,7 @@ def test_live_precision_and_padding_reach_the_planner():
     layer = comera.TTLinear(250, 99, rank=4, dtype=torch.bfloat16)
     plan = comera.plan(layer, tokens=10)
     assert plan.dtype == "bfloat16"
-    assert "250 -> 99" in plan.title
+    assert "250 -> 99" in str(plan.layer)
 
 
 def test_bad_input_is_named():

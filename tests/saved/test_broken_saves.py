@@ -2,7 +2,6 @@
 
 import errno
 import signal
-import time
 from itertools import cycle
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 import comera
 from comera.saved import model_folder
-from tests.processes import forking
+from tests.processes import killed
 
 
 def _save_without_end(folder, ready):
@@ -27,15 +26,7 @@ def _save_without_end(folder, ready):
 @pytest.mark.slow
 def test_killed_at_any_time(tmp_path):
     for kill in range(6):
-        receive, ready = forking().Pipe(duplex=False)
-        process = forking().Process(target=_save_without_end, args=(tmp_path, ready))
-        process.start()
-        ready.close()
-        assert receive.recv() == "saved"
-        time.sleep(0.004 * kill)
-        process.kill()
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL
+        assert killed(_save_without_end, tmp_path, after=0.004 * kill) == -signal.SIGKILL
         loaded = comera.load_model(tmp_path, nn.Linear(64, 64))
         assert all((core == loaded.ranks[0]).all() for core in loaded.cores)
 

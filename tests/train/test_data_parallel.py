@@ -115,7 +115,7 @@ def chosen(rank):
     for number in range(6):
         step(rows_of(rank, number))
         single(get_batch(number))
-    before = step.ranks._scores.mean.clone(), single.ranks._scores.mean.clone()
+    before = [each.ranks.state_dict()["importance"].clone() for each in (step, single)]
     outcome = step.ranks.finish_(step.optimizer)
     layers = comera.compression_report(step.model).to_pandas()
     return before, outcome, layers["ranks"].tolist(), float(step(rows_of(rank, 7)))

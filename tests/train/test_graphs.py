@@ -16,7 +16,7 @@ import torch
 
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
-from comera.train.graphs import CudaGraphs, graphs_on
+from comera.train.graphs import CudaGraphs
 
 from .conftest import get_batch, loss_fn, make_step
 
@@ -99,8 +99,8 @@ def graphs(cuda):
 
 
 def test_a_recorder_for_gpus_alone(cuda):
-    assert isinstance(graphs_on(torch.device("cuda", 0)), CudaGraphs)
-    assert graphs_on(torch.device("cpu")) is None
+    assert isinstance(step_module.graphs_on(torch.device("cuda", 0)), CudaGraphs)
+    assert step_module.graphs_on(torch.device("cpu")) is None
 
 
 def test_nothing_of_the_steps_before_is_alive_when_a_capture_begins(cuda, graphs):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import comera
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.dlrm import DLRM
-from comera.params import is_sharded
+from comera.nn.module import is_sharded
 from comera.train.sharded import RowShardedBag, shard_dense_, whole_state
 from tests.processes import in_worlds, said
 

@@ -1,8 +1,8 @@
 """Decide whether an operator's kernel runs, or torch operations in its place.
 
-``COMERA_KERNELS=auto``, the default, takes kernels for tensors on a card where there is one for
-their dtype and its compiler is installed; ``ref`` never does, and ``emulate`` also runs them on a
-CPU, slowly, for tests.
+``COMERA_KERNELS=auto``, the default, runs kernels for tensors on a GPU if the kernels take their
+dtype and the compiler is installed; ``ref`` runs none, ``emulate`` runs them on a CPU too, for
+tests.
 """
 
 import functools
@@ -43,18 +43,18 @@ SETTING = os.environ.get("COMERA_KERNELS", "auto")
 
 
 class KernelWarning(UserWarning):
-    """Torch operations run where a kernel could have; warned once for each reason."""
+    """Warning that torch operations run in place of a kernel; given once for each reason."""
 
 
 def mode() -> str:
-    """Return which of ``MODES`` was set at import; raise ``ValueError`` for anything else."""
+    """Return ``COMERA_KERNELS`` as at import; raise ``ValueError`` if it is none of ``MODES``."""
     if SETTING not in MODES:
         raise ValueError(f"COMERA_KERNELS={SETTING!r} must be one of {', '.join(MODES)}")
     return SETTING
 
 
 def kernel_refuses(file: str, like: Tensor) -> str | None:
-    """Return why kernels of ``kernels/<file>.cu`` do not take tensors like this, or None."""
+    """Return why kernels of ``kernels/<file>.cu`` cannot run on tensors like this, or None."""
     if mode() == "ref" and (like.is_cuda or like.is_cpu):
         return REF
     if not like.is_cuda and not (like.is_cpu and mode() == "emulate"):
@@ -70,12 +70,12 @@ def kernel_refuses(file: str, like: Tensor) -> str | None:
 
 
 def off_card(file: str, like: Tensor) -> str | None:
-    """Return what :func:`kernel_refuses` does; None on a GPU, where sizes are checked first."""
+    """Return :func:`kernel_refuses` off a GPU; None on a GPU, where sizes are checked first."""
     return None if like.is_cuda else kernel_refuses(file, like)
 
 
 def warn_of(what: str, reason: str) -> None:
-    """Warn once that a kernel falls back to torch, unless the reason is expected."""
+    """Warn once that torch runs in place of the kernel ``what``, unless the reason is expected."""
     if reason not in _EXPECTED and mode() == "auto":
         _warn_once(what, reason)
 

@@ -1,10 +1,10 @@
-"""The kernels that contract chains: all layers of a model in one launch forward, two backward.
+"""Launch the kernels that contract chains: all layers in one launch forward, two backward.
 
-A kernel walks through a factor from its outer end to the middle bond (:class:`Walk`), as
-``kernels/contract.cuh`` describes. A factor lies on the card as a descriptor: addresses of cores
-and bias, sizes, and offsets of its gates and its output. Descriptors are written once, and again
-where a parameter has moved; the addresses of gates and outputs travel as arguments of the launch.
-Both can be captured.
+A kernel contracts the cores of a factor from the outer end to the middle bond (:class:`Walk`), as
+``kernels/contract.cuh`` describes. A descriptor on the card tells it about one factor: addresses of
+cores and bias, sizes, and offsets of gates and output. Descriptors are written once, and again when
+a parameter has moved; addresses of gates and outputs are arguments of the launch. CUDA graphs can
+capture the writing as well as the launch.
 """
 
 import ctypes
@@ -34,24 +34,24 @@ _STAGED, _STAGED_BACK = 12 * 1024, 16 * 1024
 
 
 class Walk:
-    """A factor as it is walked, from its outer end to the middle bond.
+    """How kernels contract one factor, core by core from its outer end to the middle bond.
 
     Args:
-        modes: One for each core.
-        bonds: One for each core, on its inner side.
-        right: Whether it is a right factor.
+        modes: Mode of each core.
+        bonds: Bond of each core, on the side towards the middle.
+        right: Whether this is the right factor.
 
     Attributes:
-        rows: Rows of the product of the first cores, up to each of them.
-        blocks: Blocks that share out the columns of the last core.
-        share: Numbers that a block leaves for the second backward launch.
-        room: Offsets in shared memory of the products of the first cores, and the end of their
-            room. Products alternate between both ends: each is needed for the next one only.
-        room_back: The same for the second backward launch, which needs all products. The gradient
-            of each takes the place of the next.
-        at_once: Number of values of each inner core's mode that are staged at once.
-        at_once_back: The same for the second backward launch, with a gradient beside them.
-        shared: Bytes of shared memory of a block: forward, then backward.
+        rows: Rows of the product of the cores up to each core.
+        blocks: Number of thread blocks that share the columns of the last core.
+        share: Numbers that a block writes for the second backward launch.
+        room: Offsets in shared memory of the partial products, and the end of their room. Partial
+            products alternate between both ends of it, as each is needed for the next one only.
+        room_back: Such offsets for the second backward launch, which keeps all partial products;
+            the gradient of each overwrites the next one.
+        at_once: How many values of each inner core's mode are loaded to shared memory at once.
+        at_once_back: Such counts for the second backward launch, which loads gradients as well.
+        shared: Bytes of shared memory of a block in the forward and the two backward launches.
     """
 
     def __init__(self, modes: tuple[int, ...], bonds: tuple[int, ...], right: bool) -> None:
@@ -84,7 +84,7 @@ class Walk:
         self.shared = tuple(described + 4 * each for each in numbers)  # type: ignore[assignment]
 
     def unfit(self) -> str | None:
-        """Return why no kernel walks it, or None."""
+        """Return why no kernel can contract this factor, or None."""
         if len(self.modes) > MOST_CORES:
             return f"a side of a tensor train has {len(self.modes)} cores, not 1 to {MOST_CORES}"
         widest = max((*self.bonds[:-1], 0))
@@ -100,28 +100,28 @@ class Walk:
         return None
 
     def _most(self, numbers: Callable[[int, int], int], most: int) -> list[int]:
-        """List how many values of each inner core's mode may be staged at once, at least one."""
+        """List how many values of each inner core's mode may be loaded at once, at least one."""
         return [
             max(m for m in range(1, mode + 1) if m == 1 or numbers(core, m) <= most)
             for core, mode in list(enumerate(self.modes))[1:-1]
         ]
 
     def staged(self, core: int, modes: int) -> int:
-        """Count the numbers of some values of a core's mode in shared memory."""
+        """Count the numbers in shared memory of a core's slices at ``modes`` values of its mode."""
         outer, inner = self.bonds[core - 1 : core + 1]
         if self.right:
             outer, inner = inner, outer
         return _up_to_four(outer * (modes * inner + self.right))
 
     def _beside(self, core: int, modes: int) -> int:
-        """Count the staged numbers and those of their gradient."""
+        """Count the numbers in shared memory for such slices together with their gradient."""
         spans = max(1, -(-self.bonds[core] // 32))
         grad = modes * self.rows[core - 1] * (32 * spans + 4)
         return self.staged(core, modes) + max(grad, 256)
 
 
 def walks(chains: Chains) -> tuple[Walk, Walk]:
-    """Return the walk through the cores of the left and of the right factor."""
+    """Return the :class:`Walk` of the left and of the right factor."""
     return _walks(tuple(chains.modes), tuple(chains.bonds), chains.split)
 
 
@@ -169,7 +169,7 @@ class _Bytes(ctypes.Structure):
 
 
 def unfit(groups: Sequence[Chains]) -> str | None:
-    """Return why kernels do not contract these chains on any card, or None."""
+    """Return why kernels cannot contract these chains on any card, or None."""
     like = groups[0].cores[0]
     for group in groups:
         if any(gate.dtype != torch.float32 for gate in group.gates):
@@ -188,7 +188,7 @@ def unfit(groups: Sequence[Chains]) -> str | None:
 
 
 def contract(groups: Sequence[Chains]) -> list[Tensor]:
-    """Contract as :func:`~comera.ops.contract_cores.contract_groups`."""
+    """Compute :func:`~comera.ops.contract_cores.contract_groups` by the kernel."""
     like, dtype = groups[0].cores[0], groups[0].factor_dtype
     groups = list(map(_contiguous, groups))
     shapes = [shape for group in groups for shape in group.factor_shapes]
@@ -203,7 +203,7 @@ def contract(groups: Sequence[Chains]) -> list[Tensor]:
 
 
 def contract_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return gradients of all cores, one after the other in one tensor, and those of all gates.
+    """Return the gradients of all cores in one flat tensor, and those of all gates in another.
 
     ``grads`` are gradients of the factors, two for each group.
     """
@@ -237,12 +237,12 @@ class _Plan:
     """Arguments of a launch.
 
     Attributes:
-        descriptors: One for each factor, on the card.
+        descriptors: Descriptors of all factors, on the card.
         blocks: For each block the number of its factor and, in the low 16 bits, of its columns.
         count: Number of factors.
-        groups: Numbers of the groups they belong to.
-        shared: Bytes of shared memory of a block: forward, then backward.
-        shares: Numbers that the first backward launch leaves for the second.
+        groups: Numbers of the groups of layers that the factors belong to.
+        shared: Bytes of shared memory of a block in the forward and the two backward launches.
+        shares: Numbers that the first backward launch writes for the second.
     """
 
     descriptors: Tensor
@@ -253,7 +253,7 @@ class _Plan:
     shares: int
 
     def addresses(self, factors: Sequence[Tensor]) -> _Factors:
-        """Collect the addresses of the groups' factors, or of gradients of these."""
+        """Return the addresses of the groups' factors, or of their gradients if these are given."""
         found = [factors[2 * g + right].data_ptr() for g in self.groups for right in (0, 1)]
         addresses = _Factors()
         addresses.of[: len(found)] = found
@@ -269,7 +269,7 @@ _captured: set[object] = set()  # keys of those that graphs hold
 def _plans(
     file: str, groups: Sequence[Chains], widths: Sequence[int], backward: bool
 ) -> list[_Plan]:
-    """Return the launches for some groups, described on the card before or now."""
+    """Return the launches that contract these groups; cached ones have descriptors already."""
     device = groups[0].cores[0].device
     tensors = [t for g in groups for of in (g.cores, g.biases) for t in of]
     # In numbers from the first gate: the same wherever all lie together.
@@ -302,7 +302,7 @@ def _plans(
 
 
 class _Draft:
-    """Descriptors of some layers, before they are on the card."""
+    """Descriptors of the layers of one launch, while they are collected on the host."""
 
     def __init__(self) -> None:
         self.descriptors: list[_Descriptor] = []
@@ -311,7 +311,7 @@ class _Draft:
         self.shares = 0
 
     def on_card(self, file: str, device: torch.device) -> _Plan:
-        """Write the descriptors to the card by launches, which a graph can capture."""
+        """Write the descriptors to the card: by kernels, so that a CUDA graph can capture it."""
         # Long ones first.
         numbers = sorted(range(len(self.walks)), key=lambda n: -self.walks[n].share)
         codes = [n << 16 | block for n in numbers for block in range(self.walks[n].blocks)]
@@ -334,7 +334,7 @@ class _Draft:
 def _drafts(
     groups: Sequence[Chains], widths: Sequence[int], gates: Sequence[int], backward: bool
 ) -> Iterator[_Draft]:
-    """Split groups into as many launches as they need: nearly always one."""
+    """Yield the descriptors of each launch that these groups need: nearly always one launch."""
     draft = _Draft()
     core_grad = gate_grad = first_gate = 0
     for number, (group, width) in enumerate(zip(groups, widths, strict=True)):
@@ -366,7 +366,7 @@ def _drafts(
 def _describe(
     one: Chains, walk: Walk, width: int, core_grad: int, gate_grad: int, gates_at: Sequence[int]
 ) -> _Descriptor:
-    """Describe a factor of one layer, with addresses of its gradients."""
+    """Return the descriptor of a factor of one layer, with the offsets of its gradients."""
     descriptor = _Descriptor(
         cores=len(walk.modes), right=walk.right, width=width, blocks=walk.blocks,
         threshold=one.threshold,
@@ -393,12 +393,12 @@ def _describe(
 
 
 def _first_gate(groups: Sequence[Chains]) -> Tensor | None:
-    """Return the gate that addresses of all gates are relative to."""
+    """Return the first gate, to which offsets of all gates are relative; None without gates."""
     return next((group.gates[0] for group in groups if group.gates), None)
 
 
 def _contiguous(group: Chains) -> Chains:
-    """Copy tensors that are not contiguous; copies live until the launch is enqueued."""
+    """Return the group with contiguous tensors; keep it until the launch is enqueued."""
     lists = group.cores, group.gates, group.biases
     if all(tensor.is_contiguous() for tensors in lists for tensor in tensors):
         return group

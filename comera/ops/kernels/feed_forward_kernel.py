@@ -1,7 +1,7 @@
-"""The kernels of feed-forwards, plain and gated, whose hidden activations are never stored.
+"""Launch the kernels of plain and gated feed-forwards, which never store hidden activations.
 
-Sources: ``kernels/feed_forward.cuh`` and ``kernels/feed_forward_gated.cuh``. They take bfloat16, or
-float32 where products may be of tf32, and bonds up to 48, gated ones up to 32.
+Sources: ``kernels/feed_forward.cuh`` and ``kernels/feed_forward_gated.cuh``. The kernels take
+bfloat16, or float32 if tf32 is allowed, and bonds up to 48 (up to 32 in gated feed-forwards).
 """
 
 import ctypes
@@ -34,7 +34,7 @@ _BLOCKS = 192
 def _unfit(
     ranks: Sequence[int], widths: Sequence[int], most: int, x: Tensor, *factors: Tensor
 ) -> str | None:
-    """Return why dtypes, bonds above ``most``, widths or an empty batch do not fit, or None."""
+    """Return why kernels refuse these dtypes, bonds (``most`` is the limit), widths or batch."""
     if x.dtype not in ENDINGS or any(factor.dtype != x.dtype for factor in factors):
         return UNLIKE
     if x.dtype == torch.float32 and not products_are_tf32(x):
@@ -49,26 +49,26 @@ def _unfit(
 
 
 def block_rows(x: Tensor) -> int:
-    """Return the rows of a block, more for large batches."""
+    """Return how many rows of the batch a thread block computes: more for large batches."""
     if x.shape[0] < 2048 and x.dtype != torch.float32:
         return 16
     return 32 if x.shape[0] <= 8192 else 64
 
 
 def tile_bytes(rows: int, columns: int, itemsize: int) -> int:
-    """Count bytes of a tile in shared memory: ``place`` in ``kernels/tiles.cuh``."""
+    """Count the bytes of a tile in shared memory; see ``place`` in ``kernels/tiles.cuh``."""
     row = columns * itemsize
     lines = rows // (_LINE // math.gcd(row, _LINE))
     return rows * row + (32 * (lines - lines // 4) if itemsize == 4 else 16 * lines)
 
 
 def stage_columns(itemsize: int) -> int:
-    """Return how many numbers along a sum, or hidden columns, a stage holds: those of 256 bytes."""
+    """Return how many columns of a factor a pipeline stage loads: as many as fill 256 bytes."""
     return 256 // itemsize
 
 
 def stage_bytes(itemsize: int, bond: int, rights: int) -> int:
-    """Count bytes of stages: of ``rights`` right factors and a left one."""
+    """Count bytes of all pipeline stages, for ``rights`` right factors and a left factor."""
     columns = stage_columns(itemsize)
     right, left = tile_bytes(bond, columns, itemsize), tile_bytes(columns, bond, itemsize)
     return STAGES * (rights * right + left)
@@ -101,7 +101,7 @@ def refuses(x: Tensor, factors: Sequence[Tensor], activation: str) -> str | None
 
 
 def _kernel(x: Tensor, factors: Sequence[Tensor], activation: str) -> tuple[str, int, int]:
-    """Return the source, the bond, padded, and the rows of a block."""
+    """Return the source file's name, the padded bond, and the rows that a block computes."""
     wide = max(factors[0].shape[1], factors[2].shape[1]) in WIDE_BONDS
     file = f"feed_forward_{activation}{ENDINGS[x.dtype]}{'_wide' if wide else ''}"
     return file, WIDE_BOND if wide else BOND, min(block_rows(x), 32) if wide else block_rows(x)
@@ -110,7 +110,7 @@ def _kernel(x: Tensor, factors: Sequence[Tensor], activation: str) -> tuple[str,
 def forward(
     x: Tensor, factors: Sequence[Tensor], bias: bool, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``y`` and ``x @ left`` of both layers, with columns of ones for a bias."""
+    """Return ``y``, and the ``x @ left`` of both layers; if ``bias``, with a column of ones."""
     file, bond, high = _kernel(x, factors, activation)
     left1, _, left2, right2 = factors
     y, t1, t2 = (x.new_empty(x.shape[0], factor.shape[1]) for factor in (right2, left1, left2))
@@ -125,7 +125,7 @@ def forward(
 def backward(
     x: Tensor, factors: Sequence[Tensor], grad_y: Tensor, t1: Tensor, t2: Tensor, activation: str
 ) -> list[Tensor]:
-    """Return gradients of the batch and of the factors."""
+    """Return the gradients of ``x`` and of the four factors."""
     file, bond, high = _kernel(x, factors, activation)
     sizes = _sizes(x, factors, False)
     l1, r1, l2, r2 = map(dense, factors)
@@ -152,10 +152,10 @@ def _sum_over_batch(
     bond: int,
     shared: int,
 ) -> None:
-    """Write gradients of hidden-width factors, summed over parts of the batch and then over parts.
+    """Write the gradients of the factors with the hidden width, in two launches.
 
-    The first of ``given`` has the rows of the batch, ``bond`` is padded, and ``shared`` counts
-    bytes of shared memory of the first kernel.
+    The first launch sums over each part of the batch, the second over the parts. The first of
+    ``given`` has the batch's rows; ``shared`` is the first launch's shared memory in bytes.
     """
     like, blocks = given[0], sizes.H // HIDDEN_BLOCK
     parts = min(-(-_BLOCKS // blocks), -(-like.shape[0] // HIDDEN_BLOCK))
@@ -178,7 +178,7 @@ def _sizes(x: Tensor, factors: Sequence[Tensor], bias: bool) -> _Sizes:
 
 @functools.cache
 def _shared(rows: int, itemsize: int, bond: int) -> int:
-    """Count bytes of shared memory: thin tiles, then the largest of the later stages."""
+    """Count the bytes of shared memory of a block: two thin tiles, and room for all stages."""
     columns, tile = stage_columns(itemsize), functools.partial(tile_bytes, itemsize=itemsize)
     thin, wide = tile(rows, bond), max(tile(columns, bond), tile(bond, columns))
     first = thin + STAGES * (tile(rows, columns) + wide)
@@ -193,7 +193,7 @@ class _GatedSizes(ctypes.Structure):
 
 
 def gated_refuses(given: Sequence[Tensor]) -> str | None:
-    """Return why no kernel computes a gated feed-forward of these, or None."""
+    """Return why no kernel computes :func:`gated_forward` of these tensors, or None."""
     t_gate, t_up, *_, left2 = given
     ranks = t_gate.shape[1], t_up.shape[1], left2.shape[1]
     reason = _unfit(ranks, left2.shape[:1], BOND, *given)
@@ -201,12 +201,12 @@ def gated_refuses(given: Sequence[Tensor]) -> str | None:
 
 
 def gated_file(like: Tensor) -> str:
-    """Return the source of the kernels for a dtype, without its suffix."""
+    """Return the name of the source file of the gated kernels for a dtype, without suffix."""
     return f"feed_forward_gated{ENDINGS[like.dtype]}"
 
 
 def _gated_rows(t_gate: Tensor) -> int:
-    """Return the rows of a block, fewer for the larger tiles of float32."""
+    """Return how many rows a block computes: fewer in float32, whose tiles are larger."""
     return min(block_rows(t_gate), 32) if t_gate.dtype == torch.float32 else block_rows(t_gate)
 
 
@@ -253,5 +253,5 @@ def _gated_sizes(given: Sequence[Tensor]) -> _GatedSizes:
 
 @functools.cache
 def _gated_shared(rows: int, itemsize: int) -> int:
-    """Count bytes of shared memory: three thin tiles, and the stages behind them."""
+    """Count the bytes of shared memory of a block: three thin tiles, and the stages."""
     return 3 * tile_bytes(rows, BOND, itemsize) + stage_bytes(itemsize, BOND, 2)

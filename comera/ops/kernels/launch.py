@@ -1,6 +1,6 @@
-"""Launch a kernel on the card of its tensors, or on a CPU in the emulation.
+"""Launch a kernel on the GPU of its tensors, or emulate it on a CPU.
 
-A card launches on torch's stream. The emulation compiles the same sources by g++ with
+On a GPU the launch goes to torch's stream. The emulation compiles the same sources by g++ with
 ``kernels/emulation.h``, for tests: threads of a block run one after the other.
 """
 
@@ -46,7 +46,7 @@ def launch(
         file: Name of the source, without its suffix.
         name: Name of the function.
         device: Device of the tensors.
-        grid: Blocks, in up to three dimensions; nothing is launched where there are none.
+        grid: Blocks, in up to three dimensions; zero blocks launch nothing.
         threads: Threads of each block.
         shared: Bytes of dynamic shared memory.
         arguments: Tensors and None as pointers, ``int`` and ``float``, structures by value.
@@ -88,7 +88,7 @@ _thread = threading.local()
 
 @functools.cache
 def function(file: str, name: str, device: int) -> Any:
-    """Compile and load a kernel at the first call; raise ``KernelError`` where that fails."""
+    """Return a loaded kernel, compiled at the first call; raise ``KernelError`` on failure."""
     driver, what = bindings("driver"), f"{name} of {file}.cu"
     with torch.cuda.device(device):
         _enter_context(device)
@@ -145,12 +145,12 @@ def start(
 
 
 def driver_version() -> int:
-    """Return the driver's newest CUDA version, 13000 for 13.0; ``RuntimeError`` without any."""
+    """Return the CUDA version of the driver, 13000 for 13.0; raise ``RuntimeError`` without one."""
     return checked(bindings("driver").cuDriverGetVersion(), "the driver's version")
 
 
 def _enter_context(device: int) -> None:
-    """Enter a device's context, which threads of backward passes may lack."""
+    """Make a device's CUDA context current: threads of backward passes may have none."""
     if getattr(_thread, "entered", None) == device:
         return
     torch.cuda.init()
@@ -179,7 +179,7 @@ _alone = threading.Lock()
 
 
 def find_gxx() -> str | None:
-    """Return the path of g++, or None."""
+    """Return the path of g++, or None if it is not installed."""
     return shutil.which("g++")
 
 
@@ -205,7 +205,7 @@ def emulate(
 
 @functools.cache
 def emulated(source: str, names: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile a source for the CPU and return its functions, callable."""
+    """Compile a source for the CPU and return it as a loaded library."""
     header = (folder() / EMULATION).read_text()
     exports = "\n".join(f"EXPORT({name})" for name in names)
     whole = f"#define COMERA_EMULATION\n{source}\n{exports}\n"

@@ -1,8 +1,8 @@
-"""The kernels that read rows of a table from its two factors, and sum the factors' gradients.
+"""Launch the kernels that read rows of a table from its factors, and sum the gradients.
 
-``kernels/ttm_lookup.cu`` takes rows and bags, hot rows and weights, a block of threads for each
-row. ``kernels/ttm_warps.cu`` takes rows alone, in 16 bits, and multiplies by the tensor cores, a
-warp a row. All sizes are fixed by the arguments, so that a CUDA graph can hold a lookup.
+``kernels/ttm_lookup.cu`` reads rows and bags, with hot rows and weights: a thread block computes
+each row. ``kernels/ttm_warps.cu`` reads only rows in 16 bits: a warp computes each row on the
+tensor cores. All sizes follow from the arguments' shapes, so that a CUDA graph can hold a lookup.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ class _Table(ctypes.Structure):
 
 
 def refuses(given: Lookup, *_: object) -> str | None:
-    """Return why kernels do not read the rows, or None."""
+    """Return why ``ttm_lookup.cu`` cannot read these rows, or None."""
     left_VPR, right_WRQ, *others = given[1:6]
     reason = kernel_refuses(_FILE, left_VPR)
     if reason is not None:
@@ -49,7 +49,7 @@ def refuses(given: Lookup, *_: object) -> str | None:
 
 
 def refuses_backward(given: Lookup, *_: object) -> str | None:
-    """Return why kernels do not sum the gradients, such as in a fixed order; or None."""
+    """Return why ``ttm_lookup.cu`` cannot sum gradients, such as deterministically; or None."""
     reason = refuses(given)
     if reason is None and torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and gradients would be added in no order"
@@ -57,7 +57,7 @@ def refuses_backward(given: Lookup, *_: object) -> str | None:
 
 
 def read(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
-    """Read as :func:`~comera.ops.table.lookup.lookup`; keys are not sorted."""
+    """Compute :func:`~comera.ops.table.lookup.lookup` by the kernel, without sorting the keys."""
     given = _laid_out(given)
     indices_N, left_VPR, right_WRQ, hot_HD, _, weights_N, offsets_B, *_ = given
     entries = indices_N.shape[0]
@@ -123,7 +123,7 @@ def grads_of(
 
 
 def _laid_out(given: Lookup) -> Lookup:
-    """Return a lookup as kernels read it: indices of int64, dense hot rows, no gaps in memory."""
+    """Return the lookup with int64 indices, dense hot rows and contiguous tensors, for kernels."""
     indices_N, left_VPR, right_WRQ, hot, basis, weights_N, offsets_B, *sizes = given
     if hot is not None and basis is not None:
         with without_autocast(hot):
@@ -139,7 +139,7 @@ def _table(given: Lookup) -> _Table:
 
 
 def _threads(given: Lookup) -> int:
-    """Count threads: one for each tile of four by four numbers of a row, in whole warps."""
+    """Count the threads for a row: one for each 4 x 4 tile of its numbers, in whole warps."""
     tiles = -(-given.left_VPR.shape[1] // 4) * -(-given.right_WRQ.shape[2] // 4)
     return min(_MOST_THREADS, max(32, -(-tiles // 32) * 32))
 
@@ -177,18 +177,18 @@ class _WarpTable(ctypes.Structure):
 
 
 def warps_take(dtype: torch.dtype) -> bool:
-    """Return whether warps read a dtype; the right factor is then transposed."""
+    """Return whether ``ttm_warps.cu`` reads a dtype; its right factor is stored transposed."""
     return dtype in DTYPES and dtype.itemsize == 2
 
 
 def warps_refuse(given: Lookup, *_: object) -> str | None:
-    """Return why no warp reads rows of such a table here, or None; see :func:`warps_unfit`."""
+    """Return why ``ttm_warps.cu`` cannot read these rows on this machine, or None."""
     like = given.left_VPR
     return off_card(_WARPS_FILE, like) or warps_unfit(given) or kernel_refuses(_WARPS_FILE, like)
 
 
 def warps_unfit(given: Lookup) -> str | None:
-    """Return why no warp reads rows of such a table on any card, or None."""
+    """Return why ``ttm_warps.cu`` cannot read these rows on any card, or None."""
     _, left_VPR, right_WRQ, *others, _, embedding_dim = given
     if any(other is not None for other in others):
         return BAGS
@@ -205,7 +205,7 @@ def warps_unfit(given: Lookup) -> str | None:
 
 
 def read_by_warps(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
-    """Read rows; return them, and keys and entries, which are not sorted."""
+    """Return the rows by ``ttm_warps.cu``, and their unsorted keys and entries, for backward."""
     indices_N, left_VPR = given.indices_N.long().contiguous(), given.left_VPR
     out = left_VPR.new_empty(indices_N.shape[0], given.embedding_dim)
     keys_N, order_N = torch.empty_like(indices_N), torch.empty_like(indices_N)
@@ -220,7 +220,7 @@ def read_by_warps(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grads_by_warps(given: Lookup, back: Sorted) -> tuple[Tensor, Tensor]:
-    """Return gradients of the left factor and of the transposed right one."""
+    """Return the gradients of both factors by ``ttm_warps.cu``, the right one transposed."""
     left_VPR, right_WRQ = given.left_VPR, given.right_WRQ
     indices_N, grad_ND = given.indices_N.long().contiguous(), back.grad_BD.to(left_VPR.dtype)
     entries, (V, P, R), (W, _, Q) = grad_ND.shape[0], left_VPR.shape, right_WRQ.shape

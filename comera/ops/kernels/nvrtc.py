@@ -17,7 +17,7 @@ OPTIONS = ("--std=c++17",)
 
 
 class KernelError(RuntimeError):
-    """A kernel cannot be compiled, loaded or launched; the message says which and why."""
+    """Raised if a kernel cannot be compiled, loaded or launched; it says which and why."""
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def nvrtc_version() -> tuple[int, int]:
 def cubin(file: str, arch: str) -> bytes:
     """Return the machine code of ``kernels/<file>.cu`` for an architecture such as ``"sm_90"``.
 
-    A ``KernelError`` names the compiler's log.
+    Raises ``KernelError`` with the path of the compiler's log.
     """
     path = cubin_path(file, arch)
     if path.is_file():
@@ -46,7 +46,7 @@ def cubin(file: str, arch: str) -> bytes:
 
 
 def cubin_path(file: str, arch: str) -> Path:
-    """Return the path of machine code: one for each source, option and compiler."""
+    """Return the cache file of machine code: one for each source, options and compiler."""
     key = repr((text(file), arch, OPTIONS, nvrtc_version()))
     digest = hashlib.sha256(key.encode()).hexdigest()[:20]
     return cubin_folder() / f"{file}-{arch}-{digest}.cubin"
@@ -57,7 +57,7 @@ def cubin_folder() -> Path:
 
 
 def compile_source(source: str, name: str, arch: str, *options: str) -> tuple[bytes | None, str]:
-    """Compile to machine code, None where that fails; return it and the compiler's log."""
+    """Compile a source; return the machine code, None on failure, and the compiler's log."""
     nvrtc = bindings("nvrtc")
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []), name)
     try:
@@ -76,7 +76,7 @@ def compile_source(source: str, name: str, arch: str, *options: str) -> tuple[by
 
 
 def bindings(name: str) -> Any:
-    """Import a module of cuda-bindings, ``"nvrtc"`` or ``"driver"``; KernelError without it."""
+    """Import ``nvrtc`` or ``driver`` of cuda-bindings; raise ``KernelError`` if not installed."""
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as problem:

@@ -28,8 +28,8 @@ def block_linear(
 
     Args:
         x_TI: ``(*, in)``, in at most a b.
-        left_1abcR: Gates multiplied in.
-        right_Rcad1: The other core.
+        left_1abcR: The first core, multiplied by the gates.
+        right_Rcad1: The second core.
         bias_O: ``(out_features,)`` or None.
         out_features: At most c d.
 
@@ -62,12 +62,12 @@ def block_linear(
 
 
 def _multiply(x_TI: Tensor, left_abK: Tensor, right_cSd: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Return ``(T, c d)``; S = a R and K = c R."""
+    """Compute both batched products: ``(T, c d)``, where S = a R and K = c R."""
     return _second_product(_shuffled(x_TI, left_abK, len(right_cSd)), right_cSd, bias_O)
 
 
 def _shuffled(x_TI: Tensor, left_abK: Tensor, c: int) -> Tensor:
-    """Return the first product as ``(c, S, T)``, shuffled by whole rows of tokens."""
+    """Compute the first batched product and shuffle it to ``(c, S, T)``, tokens innermost."""
     (a, b, width), tokens = left_abK.shape, x_TI.shape[0]
     rank = width // c
     first_aKT = torch.bmm(left_abK.transpose(1, 2), x_TI.t().unflatten(0, (a, b)))
@@ -134,16 +134,16 @@ def weight_to_blocks(
 def split_blocks(
     blocks_acbd: Tensor, rank: int, tolerance: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Approximate every block by its largest singular vectors: no blocks of that rank are nearer.
+    """Approximate every block by its largest singular vectors, the best at that rank.
 
-    Returns cores ``(1, a, b, c, R)`` and ``(R, c, a, d, 1)``, in float32 or wider, of about one
+    Returns cores ``(1, a, b, c, R)`` and ``(R, c, a, d, 1)``, in float32 or wider, of about equal
     norm. Raises ``ValueError`` if an entry is not finite.
 
     Args:
         blocks_acbd: ``(a, c, b, d)``.
         rank: The rank that each block gets, cut where a block is smaller.
-        tolerance: Instead of the rank: bound on the relative Frobenius error of all blocks
-            together, met by the smallest rank, at least one.
+        tolerance: Bound on the relative Frobenius error of all blocks together: the smallest rank,
+            at least one, that meets the bound replaces ``rank``.
     """
     wide = torch.promote_types(blocks_acbd.dtype, torch.float32)
     blocks = blocks_acbd.to(wide)

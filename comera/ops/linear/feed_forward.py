@@ -1,8 +1,8 @@
-"""Feed-forward parts of tensor-train layers, plain and gated, that keep no hidden activation.
+"""Compute plain and gated feed-forwards of tensor-train layers without storing hidden activations.
 
-Hidden activations exist for a few hundred rows at a time, which stay in the processor's cache, and
-are computed once more in the backward pass from the narrow ``x @ left``. One operator computes all
-of a plain part, and of a gated one the steps between the narrow products.
+Hidden activations exist for a few hundred rows at a time, which stay in the processor's cache. The
+backward pass computes them again from the narrow ``x @ left``. One operator computes a whole plain
+feed-forward; in a gated one, an operator computes the steps between the narrow products.
 
 Shape suffixes: B = batch, I = input width, F = hidden width, O = output width, R = padded bonds.
 """
@@ -45,7 +45,7 @@ def factorized_feed_forward_reference(
 
 
 def _plainly(x: Tensor, factors: Factors) -> Tensor:
-    """Multiply by a left and a right factor, and add a bias, one after the other."""
+    """Compute ``x @ left @ right``, plus the bias, product by product."""
     y = x @ factors.left @ factors.right
     return y + factors.right[-1] if factors.has_bias else y
 
@@ -70,7 +70,7 @@ def factorized_feed_forward(
 def _feed_forward(
     x_BI: Tensor, factors: Sequence[Tensor], bias: bool, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``y`` and ``x @ left`` of both layers, with columns of ones for a bias."""
+    """Return ``y``, and the ``x @ left`` of both layers; if ``bias``, with a column of ones."""
     y, t1, t2 = _FORWARD(x_BI.reshape(-1, x_BI.shape[-1]), factors, bias, activation)
     return y.reshape(*x_BI.shape[:-1], y.shape[1]), t1, t2
 
@@ -196,7 +196,7 @@ def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) 
     """Compute ``(silu(x @ W_gate) * (x @ W_up)) @ W_down`` of layers that all have a bias or none.
 
     The factors of ``gate`` and ``up`` are ``(I, R)`` and ``(R, F)``, those of ``down`` ``(F, R)``
-    and ``(R, O)``, as ``contract_cores`` makes them, each of an R of its own. The result,
+    and ``(R, O)``, as ``contract_cores`` makes them; each R may differ. The result,
     ``(*, O)``, can be differentiated any number of times.
     """
     x_BI, lefts, rights = autocast_together(
@@ -307,9 +307,9 @@ _gated_hidden.register_autograd(_back_gated, setup_context=_setup_gated)
 def _gradients_again(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor
 ) -> list[Tensor | None]:
-    """Return gradients that can be differentiated again, by autograd of a reference.
+    """Return gradients of ``function``, the plain reference, that can be differentiated again.
 
-    ``function`` is the reference. Inputs that need no gradient get None.
+    The gradient is None for inputs that need none.
     """
     # Of views: one input may depend on another, as the second pass through a layer's factors does
     # on the first, and the gradient by way of that one does not belong here.
@@ -320,7 +320,7 @@ def _gradients_again(
 
 
 def _pieces(x: Tensor, hidden: int, buffers: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield the rows of each piece of a batch, and tensors of the hidden width to compute it in."""
+    """Yield the rows of each piece of a batch, with buffers for the piece's hidden activations."""
     rows = _rows_at_a_time(x, hidden)
     wide = [x.new_empty(rows, hidden) for _ in range(buffers)]
     for start in range(0, x.shape[0], rows):
@@ -329,13 +329,13 @@ def _pieces(x: Tensor, hidden: int, buffers: int) -> Iterator[tuple[slice, list[
 
 
 def _dtype_of_sums(x: Tensor, hidden: int) -> torch.dtype:
-    """Return the dtype for sums over pieces: float32 or wider, or that of x for one piece."""
+    """Return the dtype of sums over pieces: x's for a single piece, else float32 or wider."""
     one = x.shape[0] > 0 and _rows_at_a_time(x, hidden) >= x.shape[0]
     return x.dtype if one else torch.promote_types(x.dtype, torch.float32)
 
 
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:
-    """Return how many rows run at once: on a CPU what fits the cache, at least 64; else all."""
+    """Return how many rows a piece has: all, but on a CPU those that fit the cache, at least 64."""
     rows = max(1, x.shape[0])
     if not is_on_cpu(x):
         return rows

@@ -1,4 +1,4 @@
-"""FP8 matrix products with one dynamic scale per matrix.
+"""Multiply matrices in fp8, with one dynamic scale per matrix.
 
 Values and weights are e4m3, up to 448; gradients are e5m2, up to 57344 (Micikevicius et al., FP8
 formats for deep learning, arXiv 2209.05433). The scale maps the largest entry of a matrix to the
@@ -36,17 +36,17 @@ class Fp8Matrix(NamedTuple):
 
     @property
     def T(self) -> "Fp8Matrix":
-        """Transposed, as a copy: products read rows only."""
+        """A transposed copy: products read both matrices row by row."""
         return Fp8Matrix(self.values.T.contiguous(), self.scale)
 
 
 def padded_to_step(size: int) -> int:
-    """Round up to a multiple of 16."""
+    """Round a size up to a multiple of 16."""
     return -(-size // _STEP) * _STEP
 
 
 def to_fp8(x_MN: Tensor, dtype: torch.dtype) -> Fp8Matrix:
-    """Quantize a matrix that is not empty to eight bits, ``VALUES`` or ``GRADIENTS``."""
+    """Quantize a non-empty matrix to fp8; ``dtype`` is ``VALUES`` or ``GRADIENTS``."""
     largest = torch.finfo(dtype).max
     # Above zero, so that a matrix of zeros stays one; NaN stays NaN.
     scale = (x_MN.abs().amax().float() / largest).clamp_min(torch.finfo(torch.float32).tiny)
@@ -60,7 +60,7 @@ def to_fp8(x_MN: Tensor, dtype: torch.dtype) -> Fp8Matrix:
 
 
 def fp8_product(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Tensor:
-    """Compute ``a @ b.T``, padding included: both are read row by row."""
+    """Compute ``a @ b.T`` with the padding; both matrices are read row by row."""
     # torch.nn.functional.scaled_mm is the public one; torch 2.11 does not have it on a CPU.
     return torch._scaled_mm(
         a_MK.values, b_NK.values.T, scale_a=a_MK.scale, scale_b=b_NK.scale, out_dtype=out_dtype
@@ -68,7 +68,7 @@ def fp8_product(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Ten
 
 
 def fp8_product_reference(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Tensor:
-    """Compute :func:`fp8_product` in a wider dtype."""
+    """Compute :func:`fp8_product` by an ordinary product in a wider dtype."""
     a, b = (x.values.double() * x.scale for x in (a_MK, b_NK))
     return (a @ b.T).to(out_dtype)
 
@@ -97,9 +97,9 @@ def why_not_fp8(device: torch.device) -> str | None:
 def fp8_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
-    """Compute ``x @ left @ right`` of each pair in eight bits, arguments as ``factorized_linears``.
+    """Compute ``factorized_linears`` of the same arguments with products in eight bits.
 
-    Returns ``(*, O)`` in the dtype of x for each pair. It can be differentiated once.
+    Returns ``(*, O)`` in the dtype of x for each pair, which can be differentiated once.
     """
     return _fp8_linears(x_BI, lefts, rights, bias)[: len(lefts)]
 
@@ -108,7 +108,7 @@ def fp8_linears(
 def _fp8_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
-    """Return every ``y``, then in eight bits x and ``t = x @ left``, left and right factors."""
+    """Return every ``y``; then, in eight bits for backward, x, all ``x @ left``, the factors."""
     with without_autocast(x_BI):
         batch, dtype = x_BI.shape[:-1], x_BI.dtype
         rows = math.prod(batch)

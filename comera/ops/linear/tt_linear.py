@@ -1,8 +1,8 @@
 """Multiply by matrices stored as tensor trains, without ever forming them.
 
 The input cores contract to a narrow ``(I, R)`` matrix and the output cores to ``(R, O)``; the batch
-meets only those two. Cost ``B * R * (I + O)`` instead of ``B * I * O``; autograd saves x, the
-narrow ``x @ left`` and the factors, nothing else (CoMERA, arXiv 2405.14377, section 4).
+meets only those two. That costs ``B * R * (I + O)`` instead of ``B * I * O``; autograd saves only
+x, the narrow ``x @ left`` and the factors (CoMERA, arXiv 2405.14377, section 4).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from comera.ops.product import NODE_FROM, affine
 class Factors(NamedTuple):
     """The factors ``(I, R)`` and ``(R, O)`` of a layer's weight, ``x @ left @ right``.
 
-    ``has_bias``: whether the last row of ``right`` is a bias, for which ``x @ left`` has a one.
+    ``has_bias``: whether the last row of ``right`` is the bias; ``x @ left`` then ends with a one.
     """
 
     left: Tensor
@@ -58,7 +58,7 @@ def factorized_linears(
 
 
 def times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
-    """Return all ``x @ left`` side by side, ones in the last column of each if there is a bias."""
+    """Return all ``x @ left`` side by side; if ``bias``, the last column of each is ones."""
     left = lefts[0] if len(lefts) == 1 else torch.cat(list(lefts), 1)
     if not bias:
         return affine(x, left)
@@ -99,7 +99,7 @@ def check_width(x_BI: Tensor, width: int) -> None:
 
 
 def reconstructed_linear(x_BI: Tensor, factors: Factors) -> Tensor:
-    """Compute one pair by the dense matrix: faster for large batches if ``R * (I + O) > I * O``."""
+    """Multiply by the dense matrix: faster for large batches if ``R * (I + O) > I * O``."""
     left_IR, right_RO, has_bias = factors
     check_width(x_BI, left_IR.shape[0])
     weight_IO = affine(left_IR, right_RO)  # a bias' row of right meets a column of zeros in left
@@ -124,7 +124,7 @@ _rows: dict[tuple[Any, ...], Tensor] = {}
 
 
 def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
-    """Return zeros with a one at the end of each of these widths; do not write to them."""
+    """Return one row with a block for each width: zeros, then a one. Cached: do not write to it."""
     is_cached, key = is_eager() and is_concrete(like), (*widths, like.dtype, like.device)
     row = _rows.get(key) if is_cached else None  # a captured graph may read an older one
     if row is not None:

@@ -1,14 +1,14 @@
-"""Rows of a table made from its two factors, each distinct one once, and their gradients.
+"""Compute the distinct rows of a table from its two factors, each once, and their gradients.
 
 A row of a tensor-train table is a slice of the left factor times a slice of the right one. Entries
-are sorted by right slice, then left slice, so that rows that share their right slice form groups,
-which are one product each. Each distinct row gets a slot: rows of entries are gathered from the
+are sorted by right slice, then left slice, so that rows that share their right slice form groups;
+one product computes a group. Each distinct row gets a slot: rows of entries are gathered from the
 slots, and the gradient of a slot is a sum over a segment of the sorted entries.
 
 Shape suffixes: N = entries, B = bags (or entries, where there are none), S = slots (distinct rows),
-T = groups of slots that share a right slice, V = left and W = right part of a row's number, P and
-Q = left and right part of the width, R = the bond between them, D = width, H = hot rows, K = their
-coordinates: D where they are dense, fewer where they are coordinates in a basis.
+T = groups of slots that share a right slice, V = left and W = right slices, P and Q = width of a
+left and of a right slice, R = the bond between them, D = width, H = hot rows, K = numbers that a
+hot row has: D if it is dense, fewer if they are coordinates in a basis.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ _MOST_KEY = torch.iinfo(torch.int64).max
 
 
 class Lookup(NamedTuple):
-    """The request of rows, or sums of rows over bags, to the factors of a table.
+    """A request to read rows, or sums of rows over bags, from the factors of a table.
 
     Row ``H + v * W + w`` is ``left[v] @ right[w]``; the other attributes are those of a
     :class:`~comera.ops.table.tt_embedding.Request`.
@@ -49,13 +49,13 @@ class Lookup(NamedTuple):
     def of(
         cls, tensors: Sequence[Tensor], present: Sequence[int], num_embeddings: int, width: int
     ) -> "Lookup":
-        """Undo :meth:`arguments`."""
+        """Rebuild a lookup from :meth:`arguments`."""
         rest = iter(tensors)
         given = [next(rest) if there else None for there in present]
         return cls._make([*given, num_embeddings, width])
 
     def arguments(self) -> tuple[list[Tensor], list[int], int, int]:
-        """Return the tensors, which of the attributes they are, and the sizes, for operators."""
+        """Return operator arguments: the given tensors, which of seven are given, and two sizes."""
         given = self[:7]
         present = [int(tensor is not None) for tensor in given]
         tensors = [tensor for tensor in given if tensor is not None]
@@ -63,19 +63,19 @@ class Lookup(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Hot rows, V and W."""
+        """The number of hot rows, V and W."""
         hot = 0 if self.hot_HK is None else self.hot_HK.shape[0]
         return hot, self.left_VPR.shape[0], self.right_WRQ.shape[0]
 
     def hot_rows(self, rows_N: Tensor) -> Tensor:
-        """Gather hot rows by their numbers, ``(N, D)``."""
+        """Return the hot rows of these numbers, ``(N, D)``."""
         assert self.hot_HK is not None, "the table has hot rows"
         hot = self.hot_HK.index_select(0, rows_N)
         return hot if self.basis_KD is None else hot @ self.basis_KD
 
 
 class Sorted(NamedTuple):
-    """The gradient of a lookup, and its entries sorted by key."""
+    """The gradient of a lookup's result, and the keys and entries that the lookup returned."""
 
     grad_BD: Tensor
     keys_N: Tensor
@@ -85,14 +85,14 @@ class Sorted(NamedTuple):
 
 @dataclass(frozen=True)
 class Slots:
-    """Slots of distinct rows: first the hot ones, then groups of ``group`` cold ones.
+    """Slots of distinct rows: first hot rows, then the rows of the train in groups.
 
     Attributes:
         hot: Numbers of the hot rows that occur.
-        left_S: Left slices of the cold slots; a group is filled up with slice 0.
-        right_T: Right slices of the groups, rising.
-        group: Cold slots of a group.
-        of_sorted_N: Slot of each sorted entry.
+        left_S: Left slice of each slot of the train's rows; groups are filled up with slice 0.
+        right_T: Right slice of each group, in rising order.
+        group: Number of slots in a group.
+        of_sorted_N: Slot of each entry, entries being sorted by key.
     """
 
     hot: Tensor
@@ -106,14 +106,14 @@ class Slots:
         return self.hot.shape[0] + self.left_S.shape[0]
 
     def of_entries(self, order_N: Tensor) -> Tensor:
-        """Return the slot of each entry, in the order in which they were given."""
+        """Return the slot of each entry in the original order; ``order_N`` sorted the entries."""
         return torch.empty_like(order_N).scatter_(0, order_N, self.of_sorted_N)
 
 
 def sorted_rows(rows_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> tuple[Tensor, Tensor]:
-    """Sort the keys of rows; return them, and the entry of each.
+    """Return the sorted keys of all entries' rows, and the entry that each key comes from.
 
-    A hot row is its own key; behind them, row ``v * W + w`` of the train has key ``w * V + v``.
+    The key of a hot row is its number; row ``H + v * W + w`` has key ``H + w * V + v``.
     """
     cold = rows_N.long() - hot_rows
     keys = hot_rows + cold % right_W * left_V + cold // right_W
@@ -123,7 +123,7 @@ def sorted_rows(rows_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> tup
 
 
 def make_slots(keys_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> Slots:
-    """Return the slots of the distinct ones of the sorted keys."""
+    """Assign a slot to each distinct key; ``keys_N`` are sorted."""
     first = torch.ones_like(keys_N, dtype=torch.bool)
     torch.ne(keys_N[1:], keys_N[:-1], out=first[1:])
     distinct = keys_N[first]
@@ -153,7 +153,7 @@ def sum_by_sorted(values: Tensor, rows: Tensor, of_rows: Tensor, count: int,
                   weights: Tensor | None = None) -> Tensor:  # fmt: skip
     """Compute ``out[k]`` for k < count: the sum of ``values[rows[i]]`` where ``of_rows[i] == k``.
 
-    ``of_rows`` rises; ``weights`` has one for each of ``rows``.
+    ``of_rows`` never falls; ``weights`` scales each of the rows.
     """
     if not rows.shape[0] or not values.shape[1]:
         return values.new_zeros(count, values.shape[1])
@@ -169,7 +169,7 @@ def sum_by(values: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort keys stably; return them, and the original position of each."""
+    """Sort keys stably; return the sorted keys, and the original position of each."""
     count = keys_N.shape[0]
     # numpy sorts whole numbers several times as fast, so each takes its place along, if both fit.
     if keys_N.device.type != "cpu" or not count or keys_N.numpy().max() >= _MOST_KEY // count:
@@ -181,7 +181,7 @@ def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_integers(indices: Tensor) -> None:
-    """Raise ``TypeError`` where indices are no integers; booleans, as of a mask, are none."""
+    """Raise ``TypeError`` unless indices are integers; a boolean mask is refused, too."""
     if indices.dtype == torch.bool:
         raise TypeError(
             "indices are torch.bool, and no mask selects rows of a table: give the rows' numbers, "
@@ -194,8 +194,8 @@ def check_integers(indices: Tensor) -> None:
 def check_range(indices: Tensor, num_embeddings: int) -> bool:
     """Raise ``IndexError`` for the first index out of range, ``TypeError`` for non-integers.
 
-    The range is checked only if values can be read (on a CPU). Return False in a compiled graph;
-    the operator then checks them when it runs.
+    The range is checked only if values can be read (on a CPU). Returns False while compiling, where
+    the operator has to check the range when it runs.
     """
     check_integers(indices)
     if not may_read_values(indices) or not indices.numel():
@@ -212,7 +212,7 @@ def check_range(indices: Tensor, num_embeddings: int) -> bool:
 
 
 def every_row(given: Lookup) -> Tensor:
-    """Compute the row of every entry by torch, in static sizes; differentiable repeatedly."""
+    """Compute a row for every entry, so sizes are static; differentiable repeatedly."""
     indices_N, left_VPR, right_WRQ, num_hot = *given[:3], given.sizes[0]
     cold = (indices_N.long() - num_hot).clamp(min=0)
     left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
@@ -234,7 +234,7 @@ _PIECE = 1 << 19
 
 
 def _pieces(slots: Slots, given: Lookup) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``."""
+    """Yield pieces of the groups with their slices ``(T, group * P, R)`` and ``(T, Q, R)``."""
     left_VPR, turned_WQR = given.left_VPR, given.right_WRQ.mT.contiguous()
     _, P, R = left_VPR.shape
     count, tall = slots.right_T.shape[0], slots.group * P
@@ -249,7 +249,7 @@ def _pieces(slots: Slots, given: Lookup) -> Iterator[tuple[slice, Tensor, Tensor
 
 
 def make_rows(slots: Slots, given: Lookup) -> Tensor:
-    """Compute the rows of all slots, ``(S, D)``."""
+    """Compute the row of every slot, ``(S, D)``."""
     left_VPR = given.left_VPR
     P, Q = left_VPR.shape[1], given.right_WRQ.shape[2]
     cold = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, Q)
@@ -263,7 +263,7 @@ def make_rows(slots: Slots, given: Lookup) -> Tensor:
 
 
 def factor_grads(slots: Slots, grad_TGQ: Tensor, given: Lookup) -> tuple[Tensor, Tensor]:
-    """Sum gradients of both factors from those of rows of all groups, ``(T, group * P, Q)``."""
+    """Return gradients of both factors, from those of all groups' rows ``(T, group * P, Q)``."""
     left_VPR = given.left_VPR
     (V, P, R), (W, _, Q) = left_VPR.shape, given.right_WRQ.shape
     to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)
@@ -286,13 +286,13 @@ def factor_grads(slots: Slots, grad_TGQ: Tensor, given: Lookup) -> tuple[Tensor,
 
 
 def bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
-    """Return the bag of each entry; entries before the first bag do not occur."""
+    """Return the number of each entry's bag; the first offset must be zero."""
     each = torch.arange(entries, device=offsets_B.device)
     return torch.searchsorted(offsets_B, each, right=True) - 1
 
 
 def hot_grads(grad_ND: Tensor, rows: Tensor, given: Lookup) -> tuple[Tensor | None, Tensor | None]:
-    """Compute gradients of the hot rows and their basis from those of distinct ``rows``."""
+    """Return gradients of hot rows and basis; ``grad_ND`` are those of the distinct ``rows``."""
     hot_HK, basis_KD = given.hot_HK, given.basis_KD
     if hot_HK is None:
         return None, None
@@ -306,6 +306,6 @@ def hot_grads(grad_ND: Tensor, rows: Tensor, given: Lookup) -> tuple[Tensor | No
 
 
 def lying_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor in the dtype and memory layout of another one."""
+    """Return a tensor in the dtype and memory layout of ``like``."""
     same = tensor.stride() == like.stride() and tensor.dtype == like.dtype
     return tensor if same else torch.empty_like(like).copy_(tensor)

@@ -1,7 +1,7 @@
-"""The operator that reads rows of a table from its two factors, and sums of rows over bags.
+"""Define the operator that reads rows of a table, or sums of rows over bags, from two factors.
 
-Every distinct row is made once however often it is read (CoMERA, arXiv 2405.14377, section 4.2).
-Shape suffixes are those of :mod:`~comera.ops.table.distinct_rows`.
+Every distinct row is computed once, however often it is read (CoMERA, arXiv 2405.14377, section
+4.2). Shape suffixes are those of :mod:`~comera.ops.table.distinct_rows`.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,12 +41,12 @@ def _case(given: Lookup, *_: Any) -> Case:
 
 
 def _case_if_static(given: Lookup, checked: bool) -> Case | None:
-    """Return the case with static shapes, where torch computes every row; else None."""
+    """Return :func:`_case`, for times, if shapes are static; None if they may vary."""
     return _case(given) if shapes_are_static(given.indices_N) else None
 
 
 def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
-    """Return why sizes would depend on the rows where shapes are static, or None."""
+    """Return why distinct rows, whose number varies, cannot be read at static shapes; or None."""
     if not shapes_are_static(given.indices_N) or lookup_kernel.warps_refuse(given) is None:
         return None
     return lookup_kernel.refuses_backward(given)
@@ -75,11 +75,11 @@ def lookup(
     embedding_dim: int,
     checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Read rows, or sums over bags of rows, from :meth:`Lookup.arguments`.
+    """Read rows, or sums of rows over bags; the tensors are those of :meth:`Lookup.arguments`.
 
-    Returns ``(B, D)``; and for the backward pass keys and the entries that have them, ``(N,)``
-    each. They are sorted where torch has read the rows, and not yet where a kernel has. Raises
-    ``IndexError`` if an index is out of range (checked on the CPU, unless it was before).
+    Returns the rows or sums ``(B, D)`` and, for the backward pass, the key of every entry and the
+    entry's number, ``(N,)`` each, sorted by key unless a kernel has read the rows. Raises
+    ``IndexError`` if an index is out of range, on a CPU, unless it was ``checked`` before.
     """
     if not checked:
         check_range(tensors[0], num_embeddings)
@@ -117,7 +117,7 @@ def lookup_backward(
     num_embeddings: int,
     with_weights: bool,
 ) -> list[Tensor]:
-    """Return gradients of both factors, hot rows, their basis and weights, of those there are."""
+    """Return the gradients of both factors, then those of hot rows, basis and weights if given."""
     given = Lookup.of(tensors, present, num_embeddings, grad_BD.shape[1])
     left, right, *others = LOOKUP_BACKWARD(given, Sorted(grad_BD, keys_N, order_N, with_weights))
     factors = lying_as(given.left_VPR, left), lying_as(given.right_WRQ, right)

@@ -1,8 +1,8 @@
-"""Rows of embedding tables stored as tensor-train matrices, and sums of them over bags.
+"""Read rows, or sums of rows over bags, of embedding tables stored as tensor-train matrices.
 
-The first cores contract to the left factor, the others to the right one, rows and columns apart; a
-row is the product of one slice of each. A small batch reads few slices of a factor; they are looked
-up like the rows of a smaller table, whose factors are two parts of the chain.
+The first cores contract to the left factor, the others to the right one; a row of the table is a
+slice of the left factor times a slice of the right one. A small batch reads few slices of a factor;
+they are looked up like rows of a smaller table, whose factors are two parts of the chain.
 
 Shape suffixes are those of :mod:`~comera.ops.table.distinct_rows`; U = slices that are read.
 """
@@ -25,20 +25,20 @@ from comera.ops.table.lookup import ROWS, lookup
 
 
 class Request(NamedTuple):
-    """The request to one table: rows, or sums of rows over bags.
+    """A request to read rows, or sums of rows over bags, from one table.
 
     Attributes:
-        indices: Rows to read, integers of any shape; of bags ``(N,)``, bag after bag.
+        indices: Rows to read, integers of any shape; for bags ``(N,)``, one bag after the other.
         cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
         num_embeddings: Rows of the table; the row modes may multiply to more.
         embedding_dim: Width of a row; the column modes may multiply to more.
         gates: One vector for each inner bond, or none at all.
         threshold: A gate at or below it is a pruned rank.
-        hot_HK: Rows before those of the train: row ``i < H`` is ``hot_HK[i]``, row ``i >= H`` is
-            row ``i - H`` of the train. None for none.
+        hot_HK: Rows kept out of the train: row ``i < H`` is ``hot_HK[i]``, row ``i >= H`` is row
+            ``i - H`` of the train. None if there are no hot rows.
         basis_KD: Basis of the hot rows, where row ``i < H`` is ``hot_HK[i] @ basis_KD``.
         weights_N: Weight of every entry in its bag, in the dtype of the cores; None for ones.
-        offsets_B: First entry of each bag, rising from 0; None for rows, each a bag of one.
+        offsets_B: First entry of each bag, rising from 0; None to read single rows.
         checked: Whether the indices were checked before.
     """
 
@@ -62,7 +62,7 @@ def tt_embedding_reference(
     hot_HK: Tensor | None = None,
     basis_KD: Tensor | None = None,
 ) -> Tensor:
-    """Read rows as :func:`tt_embedding`, from the dense table; differentiable."""
+    """Read rows as :func:`tt_embedding` does, but from the dense table; differentiable."""
     table = ttm_to_dense(cores)[:, :embedding_dim]
     if hot_HK is not None:
         table = torch.cat([hot_HK if basis_KD is None else hot_HK @ basis_KD, table])
@@ -70,9 +70,9 @@ def tt_embedding_reference(
 
 
 def tt_embedding(request: Request) -> Tensor:
-    """Read rows, or sum them over bags, weighted; no row is laid out more than once.
+    """Read rows, or weighted sums of rows over bags; each distinct row is computed once.
 
-    Returns ``(*indices.shape, embedding_dim)``, or ``(B, embedding_dim)`` of bags, in the dtype of
+    Returns ``(*indices.shape, embedding_dim)``, or ``(B, embedding_dim)`` for bags, in the dtype of
     the cores. Raises ``IndexError`` if an index is out of range (checked on the CPU).
     """
     indices, offsets_B = request.indices, request.offsets_B
@@ -97,8 +97,8 @@ def contract_table(
 ) -> tuple[Tensor, Tensor]:
     """Contract to ``left (V, P, R)`` and ``right (W, R, Q)``; row v * W + w is left[v] @ right[w].
 
-    Both have the dtype of the cores. Torch stores the right one as ``(W, Q, R)``. Arguments are
-    those of a :class:`Request`.
+    Both have the dtype of the cores. Without a kernel the right one lies in memory as
+    ``(W, Q, R)``. Arguments are those of a :class:`Request`.
     """
     return contract_tables([(cores, gates, threshold)])[0]
 
@@ -106,7 +106,7 @@ def contract_table(
 def contract_tables(
     tables: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], float]],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Apply :func:`contract_table` to tables of one dtype and device; kernels take one launch."""
+    """Apply :func:`contract_table` to tables of one dtype and device; a kernel does all at once."""
     groups = [
         Chains([c.flatten(1, 2) for c in cores], list(gates), [], 1, len(cores) // 2, threshold)
         for cores, gates, threshold in tables
@@ -126,7 +126,7 @@ def contract_tables(
 
 
 def _rows_first(contracted: Tensor, cores: Sequence[Tensor], *, turned: bool = False) -> Tensor:
-    """Copy ``(L, v1 p1 v2 p2 ..., R)`` to ``(V, L, P, R)`` or, turned, to ``(V, P, L, R)``."""
+    """Permute ``(L, v1 p1 v2 p2 ..., R)`` to ``(V, L, P, R)`` or, turned, to ``(V, P, L, R)``."""
     L, *_, R = contracted.shape
     modes = [size for core in cores for size in core.shape[1:3]]
     rows, columns = range(1, len(modes), 2), range(2, len(modes) + 1, 2)
@@ -140,7 +140,7 @@ def _rows_first(contracted: Tensor, cores: Sequence[Tensor], *, turned: bool = F
 def read_factors(requests: Sequence[Request]) -> list[Lookup]:
     """Contract the factors of each table, or only the slices of them that its batch reads.
 
-    Selecting slices, on a CPU, raises ``IndexError`` for an index out of range.
+    Raises ``IndexError`` for an index out of range if slices are selected, which a CPU does.
     """
     in_part = [_in_part(request) for request in requests]
     whole = [r for r, part in zip(requests, in_part, strict=True) if part is None]
@@ -157,9 +157,10 @@ def read_factors(requests: Sequence[Request]) -> list[Lookup]:
 
 
 def _in_part(request: Request) -> tuple[Tensor, Tensor, Tensor, int] | None:
-    """Read the slices a batch needs; None if contracting both factors whole is cheaper.
+    """Contract only the slices that a batch reads; return None if whole factors are cheaper.
 
-    Returns indices among the slices, slices of both factors, and the number of rows with hot ones.
+    Returns the indices renumbered to these slices, the slices of both factors, and the number of
+    rows that hot rows and slices make.
     """
     indices_N, cores, split = request.indices, request.cores, len(request.cores) // 2
     left_whole, right_whole = is_whole(indices_N, cores[:split]), is_whole(indices_N, cores[split:])
@@ -192,7 +193,7 @@ _WORTH_IT = 1 << 20
 
 
 def is_whole(indices_N: Tensor, factor: Sequence[Tensor]) -> bool:
-    """Return whether a factor is contracted whole, as the slices of a batch cost more."""
+    """Return whether to contract a whole factor, as only the slices a batch reads cost more."""
     if len(factor) == 1 or not may_read_values(indices_N):
         return True
     if factor[0].dtype.itemsize < 4:  # slices would be rounded twice
@@ -206,9 +207,9 @@ def is_whole(indices_N: Tensor, factor: Sequence[Tensor]) -> bool:
 
 
 def _slices(factor: Sequence[Tensor], numbers_N: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-    """Return gated slices ``(U, left bond, columns, right bond)``, and the slice of each entry.
+    """Return slices ``(U, left bond, columns, right bond)`` of gated cores, and each entry's slice.
 
-    ``numbers_N`` are the slices of entries among all of the factor.
+    ``numbers_N`` are the entries' slices in the whole factor; the result numbers those in U.
     """
     if whole:
         return _rows_first(contract_chain(factor), factor), numbers_N
@@ -221,13 +222,14 @@ def _slices(factor: Sequence[Tensor], numbers_N: Tensor, whole: bool) -> tuple[T
 
 
 def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tensor]:
-    """Sum weighted rows over bags, ``(B, D)`` for each table, in the dtype of the factors.
+    """Sum weighted rows over bags of several tables at once, as if they were one table.
+
+    Returns ``(B, D)`` for each table, in the dtype of the factors.
 
     Args:
-        tables: Lookups of bags in tables of one width whose factors agree in P and Q, in dtype and
-            device, and whose hot rows are dense; bonds are padded to the largest. Indices are
-            not checked.
-        places_5T: The result of :func:`places`, on the device of the tables.
+        tables: Lookups of bags, with unchecked indices. Tables have one width, dtype and device,
+            factors of equal P and Q, and dense hot rows; bonds are padded to the largest.
+        places_5T: The result of :func:`places` as a tensor, on the device of the tables.
     """
     indices_N, left_VPR, right_WRQ, hot_HD, _, weights_N, offsets_B, *_ = zip(*tables, strict=True)
     rank = max(left.shape[2] for left in left_VPR)
@@ -260,9 +262,9 @@ def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tenso
 
 
 def places(tables: Sequence[Lookup]) -> list[list[int]]:
-    """Return five numbers that place each table among all, from shapes alone.
+    """Return five lists with a number for each table: its place when all are joined to one table.
 
-    Its hot rows and its W; then the sums of hot rows, V and W of the tables before it.
+    They are hot rows and W of the table, then the sums of hot rows, V and W of all tables before.
     """
     hots, lefts, rights = map(list, zip(*(table.sizes for table in tables), strict=True))
     return [hots, rights, _before(hots), _before(lefts), _before(rights)]
@@ -271,7 +273,7 @@ def places(tables: Sequence[Lookup]) -> list[list[int]]:
 def _rows_of_the_whole(
     indices: Sequence[Tensor], places_5T: Tensor, num_hot: int, all_W: int
 ) -> Tensor:
-    """Number all entries by their rows in the whole, int64 (N,)."""
+    """Return the row of each entry in the joined table, int64 ``(N,)``."""
     indices_N = torch.cat([each.long() for each in indices])
     pairs = zip(places_5T.split(1, 1), indices, strict=True)
     of_each = [column.expand(-1, each.shape[0]) for column, each in pairs]

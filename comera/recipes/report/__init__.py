@@ -1,1 +1,1 @@
-"""HTML pages of runs and sweeps: their content, and the templates that show it."""
+"""Write HTML pages of runs and sweeps: gather their content, and fill templates."""

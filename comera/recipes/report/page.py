@@ -1,4 +1,4 @@
-"""HTML pages from the templates beside this file, their charts, and figures in words."""
+"""Write HTML pages from the templates beside this file; draw charts; write figures in words."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from comera.planning.printing import show_count
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first of a row names it."""
+    """A table of texts; the first cell of a row is its name."""
 
     header: list[str]
     rows: list[list[str]]
@@ -22,7 +22,7 @@ class Table:
 
 
 def write_page(path: Path, template: str, content: Any) -> Path:
-    """Write a page of a template, which knows ``content`` as ``report``; return its path."""
+    """Write a page from a template, in which ``content`` is ``report``; return the path."""
     with needed_by("a report"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -39,7 +39,7 @@ SIDE = 1000  # width and height of a picture, which the page stretches
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values and its name; ``log`` needs values above 0."""
+    """An axis of a chart: a range of values with a label; ``log`` needs values above 0."""
 
     label: str
     low: float
@@ -47,13 +47,13 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> int:
-        """Return where a value lies, from 0 at ``low`` to ``SIDE`` at ``high``."""
+        """Return the position of a value on the axis: 0 at ``low``, ``SIDE`` at ``high``."""
         low, high, at = (math.log(v) if self.log else v for v in (self.low, self.high, value))
         return round(SIDE * (at - low) / (high - low))
 
     @property
     def ticks(self) -> list[tuple[int, str]]:
-        """Return places of round values, and those values as text, no two of them alike."""
+        """Return positions of round values, each with the value as text; no two texts are equal."""
         with needed_by("a report"):
             from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -71,7 +71,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One value of a line."""
+    """A point of a line in a chart."""
 
     x: float
     y: float
@@ -82,7 +82,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """Points that belong together."""
+    """A line, or a set of dots, in a chart."""
 
     name: str
     look: str  # class of the style sheet
@@ -93,7 +93,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Band:
-    """A shaded part of the horizontal axis."""
+    """A shaded range of the horizontal axis of a chart."""
 
     name: str
     look: str
@@ -103,7 +103,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over common axes, those drawn later above."""
+    """A chart of lines over common axes; later lines are drawn above earlier ones."""
 
     title: str
     caption: str
@@ -118,8 +118,8 @@ def axis_around(
 ) -> Axis:
     """Return an axis for all ``values``, at least one, all finite.
 
-    ``log`` takes effect if all are above 0, ``zero`` starts the axis at 0 if none is below, and
-    ``room`` is the share of the range left free at either end.
+    ``log`` takes effect if all values are above 0. ``zero`` starts the axis at 0 if no value is
+    below. ``room`` is the share of the range left free at either end.
     """
     every = list(values)
     low, high = min(every), max(every)
@@ -134,13 +134,13 @@ _UNITS = {"accuracy": (100, 2, " %", " points"), "perplexity": (1, 2, "", "")}
 
 
 def show_metric(metric: str, value: float) -> str:
-    """Return a metric as it is shown: an accuracy in percent."""
+    """Return a metric as text, such as an accuracy in percent."""
     scale, digits, unit, _ = _UNITS.get(metric, (1, 4, "", ""))
     return f"{scale * value:,.{digits}f}{unit}"
 
 
 def show_change(metric: str, value: float, error: float | None = None, sign: str = "+") -> str:
-    """Return a difference of a metric with its sign and its standard error, if known."""
+    """Return a difference of a metric as text, with sign and, if known, standard error."""
     scale, digits, _, unit = _UNITS.get(metric, (1, 4, "", ""))
     spread = "" if error is None else f" ± {scale * error:,.{digits}f}"
     return f"{scale * value:{sign},.{digits}f}{spread}{unit}"
@@ -149,7 +149,7 @@ def show_change(metric: str, value: float, error: float | None = None, sign: str
 def show_difference(metric: str, value: float, other: float) -> str:
     """Return how a metric differs from that of another model: ``11 % higher than``.
 
-    A perplexity is compared by its ratio, an accuracy in points of a percent, others as they are.
+    Perplexities are compared by ratio, accuracies in percentage points, others as they are.
     """
     if value == other:
         return "the same as"
@@ -161,6 +161,6 @@ def show_difference(metric: str, value: float, other: float) -> str:
 
 
 def show_times(value: float, other: float, more: str, less: str) -> str:
-    """Return how many times more or less, both given in words: ``2.10 times faster``."""
+    """Return a ratio of values in words, ``more`` or ``less``, such as ``2.10 times faster``."""
     ratio, word = (value / other, more) if value >= other else (other / value, less)
     return f"{ratio:,.2f} times {word}" if ratio < 10 else f"{ratio:,.1f} times {word}"

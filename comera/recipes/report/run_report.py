@@ -1,4 +1,4 @@
-"""``comera report RUN``: one HTML file about one run, from the files of its folder."""
+"""Write one HTML file about a run from the files of its folder (``comera report RUN``)."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ Series = list[tuple[int, float]]  # optimizer steps, each with the value logged 
 
 @dataclass(frozen=True)
 class History:
-    """Log and result of one model."""
+    """The log and the result of one model of a run."""
 
     name: str  # compressed, dense, or model if the folder does not tell
     lines: list[dict[str, Any]]
@@ -48,7 +48,7 @@ class History:
 
     @property
     def failure(self) -> str | None:
-        """Why training failed; None if it can still be finished."""
+        """Why training failed; None if it did not fail."""
         return next((line["failed"] for line in self.lines if "failed" in line), None)
 
     @property
@@ -69,26 +69,26 @@ class History:
 
     @property
     def live_ranks(self) -> dict[int, dict[str, list[int]]]:
-        """Live rank of each bond, by step and layer."""
+        """Ranks of each bond that are not pruned, by step and layer."""
         return {line["step"]: line["live_ranks"] for line in self.lines if "live_ranks" in line}
 
     @property
     def start_ranks(self) -> dict[str, list[int]]:
-        """Ranks by layer before training, or those first logged without a result."""
+        """Ranks by layer before training; without a result, the ranks first logged."""
         if self.result is not None:
             return {layer["name"]: layer["start_ranks"] for layer in self.result["layers"]}
         return next(iter(self.live_ranks.values()), {})
 
     @property
     def ranks(self) -> dict[str, list[int]]:
-        """Ranks by layer after training, or those last logged without a result."""
+        """Ranks by layer after training; without a result, the ranks last logged."""
         if self.result is not None:
             return {layer["name"]: layer["ranks"] for layer in self.result["layers"]}
         return next(reversed(self.live_ranks.values()), {})
 
     @property
     def target_size(self) -> int | None:
-        """Entries that cores may have at the end; estimated until truncation."""
+        """Entries that the cores may have at the end; an estimate before truncation."""
         reached, sizes = self.series("target_size"), self.series("size")
         if reached:
             return int(reached[-1][1])
@@ -147,7 +147,7 @@ def loss_by_clock(models: Sequence[History]) -> page.Chart | None:
 
 
 def metric_by_step(models: Sequence[History], key: str) -> page.Chart | None:
-    """Draw a figure of the evaluations over the steps; None if no model has two of them."""
+    """Draw a metric of the evaluations over the steps; None if no model has two evaluations."""
     found = [(model, _finite(model.series(f"eval/{key}"))) for model in models]
     if all(len(series) < 2 for _, series in found):
         return None
@@ -181,7 +181,7 @@ def loss_by_size(models: Sequence[History]) -> page.Chart | None:
 
 
 def size_by_step(model: History) -> page.Chart | None:
-    """Draw entries in the cores over the steps, the target as a line, the stages shaded."""
+    """Draw the entries of the cores over the steps, with the target as line and shaded stages."""
 
     def line(name: str, series: Series, look: str) -> page.Line:
         return page.Line(name, look, _points(name, series, "{:,.0f}"))
@@ -242,7 +242,7 @@ def _chart(
     bands: Sequence[page.Band] = (),
     **up: bool,
 ) -> page.Chart | None:
-    """Draw lines over axes that fit them; None if no line has a point."""
+    """Return a chart of lines with fitting axes; None if no line has a point."""
     shown = [line for line in lines if line.points]
     points = [point for line in shown for point in line.points]
     if not points:
@@ -276,7 +276,7 @@ def _points(name: str, series: Series, form: str) -> list[page.Point]:
 
 
 def _moved(line: page.Line, places: Sequence[float], form: str) -> page.Line:
-    """Return a line with new x-values, which are appended to the points' text."""
+    """Return a line with new x-values, which are also appended to its points' texts."""
     points = [
         dataclasses.replace(point, x=x, text=f"{point.text}, {form.format(x)}")
         for point, x in zip(line.points, places, strict=True)
@@ -289,7 +289,7 @@ def _finite(series: Series) -> Series:
 
 
 def _averaged(series: Series) -> Series:
-    """Average neighbours down to ``MOST_POINTS``, at their last steps."""
+    """Average neighbouring values to at most ``MOST_POINTS``, each at its last step."""
     groups = np.array_split(np.arange(len(series)), max(1, min(len(series), MOST_POINTS)))
     return [
         (series[group[-1]][0], statistics.fmean(series[k][1] for k in group))
@@ -299,7 +299,7 @@ def _averaged(series: Series) -> Series:
 
 
 def _picked(series: Series) -> Series:
-    """Sample at most ``MOST_POINTS`` of a series, both ends included."""
+    """Return at most ``MOST_POINTS`` points of a series, including both ends."""
     chosen = np.linspace(0, len(series) - 1, min(len(series), MOST_POINTS)).round().astype(int)
     return [series[k] for k in chosen]
 
@@ -318,7 +318,7 @@ def write_report(folder: Path, say: Callable[[str], object] = lambda text: None)
 
 
 def gather(folder: Path) -> dict[str, Any]:
-    """Return what ``run.html`` shows; it leaves out what is empty or None."""
+    """Return the content of ``run.html``, which leaves out what is empty or None."""
     models = read_histories(folder)
     model, results = models[0], [each.result for each in models if each.result is not None]
     others = dict.fromkeys(key for each in models for key in each.evaluations if key != "loss")
@@ -343,7 +343,7 @@ def gather(folder: Path) -> dict[str, Any]:
 
 
 def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
-    """Describe missing and damaged files of the model and its dense twin."""
+    """Yield sentences on missing and damaged files of the model and its dense twin."""
     if not (folder / "config.yaml").is_file():
         yield "config.yaml is missing: the settings are not shown."
     for model, place in zip(models, ("", "dense/"), strict=False):
@@ -368,7 +368,7 @@ def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
 
 
 def _findings(facts: dict[str, Any], twins: Sequence[dict[str, Any]]) -> list[str]:
-    """Describe a finished model in sentences, with its dense twin if finished."""
+    """Return sentences about a finished model, compared with its dense twin if finished."""
     duration = f"{facts['seconds']:.1f} seconds"
     if facts["seconds"] >= 120:
         minutes = facts["seconds"] / 60
@@ -419,7 +419,7 @@ def _progress(model: History) -> str:
 
 @dataclass(frozen=True)
 class Span:
-    """Steps over which the live ranks of a layer stayed the same."""
+    """A span of steps over which the unpruned ranks of a layer stayed the same."""
 
     first: int
     last: int
@@ -429,7 +429,7 @@ class Span:
 
 @dataclass(frozen=True)
 class LayerRanks:
-    """Ranks of one layer: sums over its bonds before training and now, and the spans between."""
+    """Ranks of one layer: sums over its bonds before training and now, and all spans between."""
 
     name: str
     start: int
@@ -438,7 +438,7 @@ class LayerRanks:
 
 
 def layer_ranks(model: History) -> list[LayerRanks]:
-    """Return the logged ranks of every layer that has bonds; a long log is sampled evenly."""
+    """Return the logged ranks of every layer that has bonds; long logs are sampled evenly."""
     logged = model.live_ranks
     every = np.array(list(logged), int)
     chosen = np.linspace(0, len(every) - 1, min(len(every), MOST_COLUMNS)).round().astype(int)
@@ -460,7 +460,7 @@ def layer_ranks(model: History) -> list[LayerRanks]:
 
 
 def _layers(model: History) -> page.Table | None:
-    """List the tensor-train layers, of an unfinished model only by their ranks."""
+    """Return a table of the tensor-train layers; of an unfinished model only with their ranks."""
     if model.result is None:
         ranks = [
             [name or "(model)", _arrow(start, model.ranks[name])]

@@ -1,4 +1,4 @@
-"""Variants of a sweep compared: means over seeds, differences seed by seed, and their page."""
+"""Compare variants of a sweep: means over seeds, differences seed by seed, and an HTML page."""
 
 import io
 import math
@@ -26,7 +26,7 @@ _NONE = "–"
 
 @dataclass(frozen=True)
 class Trained:
-    """One finished run of a sweep."""
+    """The figures of a finished run of a sweep."""
 
     variant: str
     seed: int
@@ -41,7 +41,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Failed:
-    """One run of a sweep that ended without a result, and why."""
+    """A run of a sweep that ended without a result, with the reason."""
 
     variant: str
     seed: int
@@ -53,9 +53,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Row:
-    """Means of one variant over its finished seeds; None where no run gives such a figure.
+    """Means of one variant over its finished seeds; None if no run has such a figure.
 
-    Differences, ``reference_mean`` and ``speed`` are over the seeds that the reference has too.
+    Differences, ``reference_mean`` and ``speed`` use only seeds that the reference has, too.
     """
 
     variant: str
@@ -77,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All variants that have a finished run, against one of them."""
+    """All variants that have a finished run, compared with one of them, the reference."""
 
     metric: str
     reference: str
@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def note(self) -> str:
-        """Describe the columns of the table."""
+        """A text that explains the columns of the table."""
         note = (
             f"Seeds {', '.join(map(str, self.seeds))}. {self.metric}: mean ± sample standard "
             f"deviation over the finished seeds. Difference: to {self.reference}, paired by seed, "
@@ -146,7 +146,7 @@ def compare(
 def _row(
     name: str, mine: Mapping[int, Trained], base: Mapping[int, Trained], metric: str, tested: bool
 ) -> Row:
-    """Average the runs of a variant; ``mine`` and ``base``, the reference's, are by seed."""
+    """Average a variant's runs ``mine``; ``base`` are the reference's runs, both by seed."""
 
     def figures(runs: Sequence[Trained], of_test: bool = tested) -> list[float]:
         return [(run.test if of_test else run.metrics)[metric] for run in runs]
@@ -228,7 +228,7 @@ def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Return the comparison for a terminal, without line breaks in rows."""
+    """Return the comparison as text for a terminal, with a line for each row."""
     header, rows = comparison_cells(comparison)
     table = rich.table.Table(title=comparison.title)
     for k, name in enumerate(header):
@@ -289,7 +289,7 @@ def write_sweep_report(folder: Path) -> Path:
 
 
 def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
-    """Return what ``sweep.html`` shows."""
+    """Return the content of ``sweep.html``."""
     finite = tuple(row for row in comparison.rows if math.isfinite(row.mean))
     others = [
         row
@@ -320,7 +320,7 @@ def _named(comparison: Comparison) -> str:
 
 
 def _finding(row: Row, comparison: Comparison) -> str:
-    """Compare a variant with the reference over the seeds that both have, in a sentence."""
+    """Return a sentence that compares a variant with the reference over common seeds."""
     assert row.reference_mean is not None, "they share seeds"
     metric, reference, seeds = comparison.metric, row.reference_mean, len(row.differences)
     value = reference + (row.difference or 0.0)
@@ -337,7 +337,7 @@ def _finding(row: Row, comparison: Comparison) -> str:
 
 
 def _differences(row: Row, comparison: Comparison) -> dict[str, Any]:
-    """Return a variant's differences to the reference as points; only their ``x`` is used."""
+    """Return a variant's differences to the reference as points, whose ``x`` is the difference."""
     assert row.difference is not None, "they share seeds"
     metric, error = comparison.metric, row.difference_error
     shown = page.show_change(metric, row.difference, error)
@@ -395,7 +395,7 @@ def _point(row: Row, comparison: Comparison, x: float) -> page.Point:
 
 
 def _dots(points: dict[str, page.Point], comparison: Comparison) -> list[page.Line]:
-    """Return the dots of the variants, the reference in another colour."""
+    """Return the dots of the variants, with another look for the reference."""
     base = comparison.reference
     # From left to right, so that the names of neighbours can stand above and below.
     ordered = sorted(points.items(), key=lambda item: item[1].x)

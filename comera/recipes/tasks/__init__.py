@@ -1,1 +1,1 @@
-"""The kinds of tasks a recipe can train, one file each."""
+"""Define the tasks that a run can train: text and click logs."""

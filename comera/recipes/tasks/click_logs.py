@@ -1,4 +1,4 @@
-"""The task on click logs: binary prediction by a DLRM."""
+"""Define the task on click logs: binary prediction by a DLRM."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ _EVALUATED = 16_384  # rows that are evaluated at a time
 
 
 class ClicksTask(Task):
-    """Clicks are predicted by a DLRM."""
+    """Task in which a DLRM predicts clicks."""
 
     inputs = ("continuous", "fields")
     lean = True
@@ -39,7 +39,7 @@ class ClicksTask(Task):
         return {"table_sizes": given, "num_continuous": len(continuous)}
 
     def _sizes(self, data: Clicks) -> dict[str, Any]:
-        """Return the checked table sizes of the settings; those of the data if none are given."""
+        """Return the model's sizes, with table sizes of the settings, checked, or of the data."""
         found = dict(zip(data.field_names, data.table_sizes, strict=True))
         given = self.config.dlrm.table_sizes
         if given is not None:

@@ -1,4 +1,4 @@
-"""The base of all tasks: data, model and loss of one run."""
+"""Define the base of all tasks, which have data, model and loss of one run."""
 
 import pkgutil
 from abc import ABC, abstractmethod
@@ -50,7 +50,7 @@ class Task(ABC):
 
     @abstractmethod
     def prepare(self, digests: Digests) -> None:
-        """Read the data; raises what the readers raise."""
+        """Read the data; raises errors of the readers."""
 
     def _prepared(
         self,
@@ -60,7 +60,7 @@ class Task(ABC):
         test: Callable[[], Iterable[Batch]] | None,
         per_epoch: int | None = None,
     ) -> None:
-        """Set the attributes by the reader of the data; without an end ``per_epoch`` is None."""
+        """Set the attributes; ``per_epoch`` counts steps, or is None for data without an end."""
         self.steps = self.count_steps(per_epoch)
         self.record = DataRecord(data.digests, data.prepared)
         self.get_batch = lambda step: self._to_device(self._processes.share_of(get_batch(step)))
@@ -68,7 +68,7 @@ class Task(ABC):
         self.test = None if test is None else lambda model: self._measure(model, test())
 
     def count_steps(self, per_epoch: int | None) -> int:
-        """Return the optimizer steps of a run; raises ``ValueError`` if there is not one."""
+        """Return the number of optimizer steps of a run; raise ``ValueError`` if it is zero."""
         train = self.config.train
         if per_epoch == 0:
             raise ValueError(f"train.batch_size={train.batch_size} exceeds the training rows")
@@ -86,7 +86,7 @@ class Task(ABC):
 
     @abstractmethod
     def planned_sizes(self) -> Mapping[str, Any]:
-        """Return the sizes of the dense model; data are read only if they alone determine them.
+        """Return the sizes of the dense model; read the data only if no setting determines them.
 
         They are ``vocab_size``, or ``table_sizes`` by field and ``num_continuous`` of a click log.
         """
@@ -96,7 +96,7 @@ class Task(ABC):
         """Return the dense model of these sizes, on torch's default device."""
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the logits of a batch; float32."""
+        """Return the logits of a batch in float32."""
         return model(*(batch[name] for name in self.inputs)).float()
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Task(ABC):
 
     @abstractmethod
     def _measure(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return the figures of an evaluation."""
+        """Evaluate a model on batches, and return the figures by name."""
 
     @abstractmethod
     def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
@@ -121,16 +121,16 @@ class Task(ABC):
 
     @abstractmethod
     def predict(self, model: nn.Module, line: str, new_tokens: int) -> dict[str, Any]:
-        """Return a prediction for a line; raises ``ValueError`` for one that is not as expected."""
+        """Return a prediction for a line; raise ``ValueError`` if its form is wrong."""
 
     def _own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Move this process's evaluation batches to the device, one by one."""
+        """Yield this process' share of evaluation batches, moved to the device."""
         if self._shares_evaluation:
             batches = islice(batches, self._processes.rank, None, self._processes.count)
         return map(self._to_device, batches)
 
     def _sums(self, *numbers: float) -> list[float]:
-        """Sum the figures of all processes."""
+        """Return the sums of numbers over all processes."""
         return self._processes.sums(*numbers) if self._shares_evaluation else list(numbers)
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -150,7 +150,7 @@ def logits_of(model: nn.Module, *inputs: Any) -> Tensor:
 def task_of(
     config: RunConfig, device: torch.device = _CPU, processes: Processes | None = None
 ) -> Task:
-    """Return the task of a run; its data are not read."""
+    """Return the task of a run, without reading its data."""
     kind = pkgutil.resolve_name(f"comera.recipes.tasks.{TASKS[config.task].made_by}")
     return kind(config, device, processes)
 
@@ -161,7 +161,7 @@ def prepare_task(
     digests: Digests = None,
     processes: Processes | None = None,
 ) -> Task:
-    """Return the task of a run with its data; raises what the readers raise."""
+    """Return the task of a run with its data; raises errors of the readers."""
     task = task_of(config, device, processes)
     task.prepare(digests)
     return task

@@ -1,4 +1,4 @@
-"""Tasks on text: masked words for encoders, next words for decoders, natural-language inference."""
+"""Define tasks on text: masked words, next words, and natural-language inference."""
 
 import math
 from abc import abstractmethod
@@ -39,7 +39,7 @@ class TextTask(Task):
 
     @abstractmethod
     def _transformer(self, vocab_size: int) -> nn.Module:
-        """Return the dense model."""
+        """Return the dense transformer."""
 
     @property
     def _widths(self) -> tuple[int, int, int, int]:
@@ -73,7 +73,7 @@ class TextTask(Task):
 
 
 class StreamTask(TextTask):
-    """A task on text without end, judged by its loss on held-out batches."""
+    """A task on streams of text, evaluated by the loss on held-out batches."""
 
     def _read(self, digests: Digests) -> TextStreams:
         streams = TextStreams.prepare(self.data, digests)
@@ -102,7 +102,7 @@ _DRAWN_EVERY = 7  # interval of masked words in a batch that is drawn without da
 
 
 class MaskedTextTask(StreamTask):
-    """Masked words of a text are predicted."""
+    """Task in which an encoder predicts masked words of a text."""
 
     inputs = ("tokens", "positions", "padded")
 
@@ -148,7 +148,7 @@ class MaskedTextTask(StreamTask):
 
 
 class CausalTextTask(StreamTask):
-    """The next word of a text is predicted."""
+    """Task in which a decoder predicts the next word of a text."""
 
     inputs = ("tokens",)
 
@@ -184,7 +184,7 @@ class CausalTextTask(StreamTask):
 
 
 class NliTask(TextTask):
-    """Pairs of sentences are classified."""
+    """Task in which an encoder classifies pairs of sentences."""
 
     inputs = ("tokens", "segments", "padded")
 
@@ -246,5 +246,5 @@ class NliTask(TextTask):
 
 
 def with_padding(batch: dict[str, Tensor]) -> Batch:
-    """Add whether any token is padding, computed here because on a GPU it would synchronise."""
+    """Add to a batch whether any token is padding, found here as a GPU would have to wait."""
     return batch | {"padded": bool((batch["tokens"] == PAD).any())}

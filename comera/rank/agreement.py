@@ -1,0 +1,111 @@
+"""Processes that train copies of one model, which must cut the same ranks.
+
+Their settings, ranks, gates and plans are compared before anything is changed.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from comera.nn.module import TensorTrainModule
+from comera.surgery.truncate import wrappers_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_SAME = 1e-3
+"""Tolerance of equal gates: machines of several kinds round differently."""
+_WAY_OUT = (
+    "Nothing has been changed. Processes that train one model start with equal weights and average "
+    "their gradients, as DistributedDataParallel does; where each trains a model of its own, give "
+    "TwoStage or ImportancePruning process_group=None"
+)
+
+
+def processes_of(model: nn.Module) -> "ProcessGroup | None":
+    """Return the group of processes that train a model: its DDP's or the default; None if alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    for wrapper in wrappers_of(model):
+        return wrapper.process_group
+    return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+
+def check_copies(
+    group: "ProcessGroup | None", settings: dict[str, Any], layers: Mapping[str, TensorTrainModule]
+) -> None:
+    """Raise ``ValueError`` in all processes if their settings, ranks or gates differ."""
+    gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
+    (first, mine), *others = _gathered(group, (settings, gates)).items()
+    for process, theirs in others:
+        what = _difference(mine, theirs)
+        if what is not None:
+            raise ValueError(
+                f"processes {first} and {process} do not hold copies of one model: {what}. "
+                f"{_WAY_OUT}"
+            )
+
+
+def agreed(group: "ProcessGroup | None", plan: Callable[[], Any]) -> None:
+    """Check that a function returns the same in all processes.
+
+    ``plan`` is the function, which returns plain values; ``group`` is None for a single process.
+
+    Raises:
+        Exception: The error of the function in this process.
+        RuntimeError: If the function raised an error in another process.
+        ValueError: If the function returned different values; raised in all processes.
+    """
+    mine, problem = None, None
+    try:
+        mine = plan()
+    except Exception as error:
+        problem = error
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    gathered = _gathered(group, (mine, text))
+    if problem is not None:
+        raise problem
+    for process, (_, text) in gathered.items():
+        if text is not None:
+            raise RuntimeError(
+                f"process {process} cannot cut its ranks, so that no other does: {text}"
+            )
+    (first, _), *others = gathered.items()
+    for process, (theirs, _) in others:
+        if theirs != gathered[first][0]:
+            raise ValueError(
+                f"processes {first} and {process} would cut other ranks: their gates are the "
+                f"same, but their cores are not. {_WAY_OUT}"
+            )
+
+
+def _gathered(group: "ProcessGroup | None", mine: Any) -> dict[int, Any]:
+    """Return the object ``mine`` of every process of a group, by the process' number."""
+    if group is None:
+        return {0: mine}
+    ranks = dist.get_process_group_ranks(group)
+    found: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(found, mine, group=group)
+    return dict(zip(ranks, found, strict=True))
+
+
+def _difference(one: tuple[Any, Any], other: tuple[Any, Any]) -> str | None:
+    """Return the first difference between the settings and gates of two processes, or None."""
+    (settings, gates), (other_settings, other_gates) = one, other
+    for name, value in settings.items():
+        if value != other_settings[name]:
+            return f"{name} is {value!r} and {other_settings[name]!r}"
+    if gates.keys() != other_gates.keys():
+        return f"the tensor-train layers are {list(gates)} and {list(other_gates)}"
+    for name, of_layer in gates.items():
+        ranks, other_ranks = ([len(g) for g in gs] for gs in (of_layer, other_gates[name]))
+        where = f"of {name or 'the layer'}"
+        if ranks != other_ranks:
+            return f"the ranks {where} are {ranks} and {other_ranks}"
+        flat, other_flat = torch.cat(of_layer), torch.cat(other_gates[name])
+        if not torch.allclose(flat, other_flat, rtol=0, atol=_SAME, equal_nan=True):
+            return f"gates {where} differ by up to {float((flat - other_flat).abs().max()):.2g}"
+    return None

@@ -1,0 +1,116 @@
+"""State that is saved, copied or gathered: training goes on from it as if nothing had happened."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import comera
+
+from .updating import OPTIMIZERS, assert_same, decayed, galore_groups, make_model, train
+
+
+def around(inner, **settings):
+    """GaLore around an optimizer, on all matrices of a model."""
+
+    def make(model):
+        matrices = [param for param in model.parameters() if param.dim() == 2]
+        groups = [{"params": matrices, "rank": 4, "update_proj_gap": 3}]
+        return comera.GaLore(groups, inner, lr=1e-2, **settings)
+
+    return make
+
+
+ALL = OPTIMIZERS | {
+    "CAME, corrected": lambda m: comera.CAME(decayed(m), bias_correction=True),
+    "Muon": lambda m: comera.MuonAdamW(
+        comera.param_groups(m, 1e-2, weight_decay=0.1, muon_modules="all-linear"), momentum=0.8
+    ),
+    "GaLore around Adagrad": around(torch.optim.Adagrad),
+    "GaLore around NAdam": around(torch.optim.NAdam),
+    "GaLore around RMSprop": around(torch.optim.RMSprop, momentum=0.9),
+    "GaLore around torch's Muon": around(torch.optim.Muon),
+    "GaLore around CAME, 8 bits": lambda m: comera.GaLore(
+        galore_groups(m, rank=60), comera.CAME, state_dtype="8bit"
+    ),
+}
+OURS = ["CAME", "CAME, 8 bits", "Muon", "GaLoreAdamW", "GaLoreAdafactor", "GaLore around CAME"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, dtype)
+        for name in ALL
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+        if "NAdam" not in name or dtype == torch.float32  # torch rounds its products of momenta
+    ],
+    ids=str,
+)
+def test_a_run_resumed_from_a_file_is_the_same_bit_for_bit(name, dtype):
+    a, b = make_model(dtype=dtype), make_model(dtype=dtype)
+    first, second = ALL[name](a), ALL[name](b)
+    train(a, first, 0, 7)
+    file = io.BytesIO()
+    torch.save((a.state_dict(), first.state_dict()), file)
+    before = copy.deepcopy(a)
+    train(a, first, 7, 12)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    b.load_state_dict(weights)
+    second.load_state_dict(state)
+    train(b, second, 7, 12)
+    assert_same(a, first, b, second)
+    assert not torch.equal(a.wide.weight, before.wide.weight)
+    if name.startswith("CAME"):
+        kinds = {x.dtype for entries in first.state.values() for x in entries.values()}
+        assert kinds <= {torch.promote_types(dtype, torch.float32), torch.float32, torch.int8}
+        assert (torch.int8 in kinds) == ("8 bits" in name and dtype != torch.float64)
+
+
+def through_pickle(pair):
+    return pickle.loads(pickle.dumps(pair))
+
+
+def through_file(pair):
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("steps", [0, 7])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_file])
+@pytest.mark.parametrize("name", OURS)
+def test_copies_train_on_alike_and_apart(name, copied, steps):
+    model = make_model()
+    optimizer = ALL[name](model)
+    train(model, optimizer, 0, steps)
+    other, theirs = copied((model, optimizer))
+    held = {id(param) for group in theirs.param_groups for param in group["params"]}
+    assert held == {id(param) for param in other.parameters()}
+    assert held.isdisjoint(map(id, model.parameters()))
+    train(model, optimizer, steps, steps + 6)
+    train(other, theirs, steps, steps + 6)
+    assert_same(model, optimizer, other, theirs)
+
+
+@pytest.mark.parametrize("name", ["CAME", "CAME, 8 bits", "Muon"])
+def test_distributed_checkpoints_bring_it_back(name):
+    model = make_model(dtype=torch.bfloat16)
+    optimizer = ALL[name](model)
+    train(model, optimizer, 0, 2)
+    twin = copy.deepcopy(model)
+    other = ALL[name](twin)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    set_optimizer_state_dict(twin, other, saved)
+    assert_same(model, optimizer, twin, other)
+    train(model, optimizer, 2, 4)
+    train(twin, other, 2, 4)
+    assert_same(model, optimizer, twin, other)
