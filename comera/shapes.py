@@ -130,7 +130,7 @@ class Shape:
 
     @property
     def split(self) -> int:
-        """Number of cores in the left factor: those of the input, or half of a table's."""
+        """Number of cores in the left factor: the input's cores, or half of a table's cores."""
         raise NotImplementedError
 
     @property
@@ -208,7 +208,7 @@ class Shape:
         return tuple(bonds[1:-1])
 
     def with_compression(self, compression: float) -> Self:
-        """Return the shape of the largest uniform rank ``compression`` times smaller than dense.
+        """Return the shape of the largest uniform rank with this compression: dense size over size.
 
         Raises ValueError if rank one is too large, or ``compression`` is not above 1.
         """

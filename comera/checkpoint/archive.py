@@ -83,7 +83,7 @@ class FolderInUseError(RuntimeError):
 
 
 def take(lock: FileLock, folder: Path, advice: str) -> None:
-    """Make a folder and acquire its lock; a ``FolderInUseError`` ends with ``advice``."""
+    """Make a folder and lock it; raise ``FolderInUseError`` with ``advice`` if it is locked."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock.acquire()

@@ -64,7 +64,7 @@ class Quality:
     key_bits: int = 6
 
     def of(self, name: str) -> "Quality":
-        """Return the quality for a tensor: finer for cores, whose errors add up in a weight."""
+        """Return a tensor's quality, which is finer for cores: their errors add up in a weight."""
         if not _CORE.search(name):
             return self
         return replace(self, rate=self.rate / _FINER, key_bits=min(8, self.key_bits + 2))
@@ -75,14 +75,14 @@ class Record:
     """One tensor, or the two moments of one weight, in the streams of a checkpoint.
 
     Attributes:
-        codec: Which functions write and read it: ``exact``, ``change`` or ``moments``.
-        change: With ``exact``: whether it is a difference to the previous checkpoint's tensor.
+        codec: Codec that writes and reads the record: ``exact``, ``change`` or ``moments``.
+        change: With ``exact``: whether the change since the previous checkpoint is stored.
         kept: Number of entries that the codecs ``change`` and ``moments`` have kept.
         books: Sizes of the codebooks of these codecs; two for first and second moments.
         places: How positions are coded: ``all`` are kept, ``many`` (marked one by one), or the
             number of bytes of gaps between them.
         weight: The weight to whose kept entries the positions of ``moments`` refer, if any.
-        names, shape, dtypes: Those of the tensors; both moments have one shape.
+        names, shape, dtypes: Names, shape and dtypes of the tensors; both moments have one shape.
     """
 
     codec: str

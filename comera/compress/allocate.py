@@ -140,7 +140,7 @@ class CompressedLayers(Report, tuple[CompressedLayer, ...]):
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return a data frame with a row for each :class:`CompressedLayer`. Needs pandas."""
-        return data_frame(self)
+        return data_frame(map(vars, self))
 
     def tables(self) -> list[Table]:
         """Return a table with a row for each layer."""

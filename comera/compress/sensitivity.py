@@ -26,9 +26,8 @@ from comera.compress.layer_moments import (
     weight_OI,
 )
 from comera.compress.whitened import WhitenedSVD, whitened_svd
-from comera.extras import needed_by
 from comera.params import model_size
-from comera.planning.printing import Report, Table, empty_figure, show_bytes
+from comera.planning.printing import Report, Table, data_frame, empty_figure, show_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -148,10 +147,7 @@ class Sensitivity(Report):
         Each layer has a row for each share of its dense weight, rounded down to a rank of at least
         one; equal ranks are listed once.
         """
-        with needed_by("to_pandas()"):
-            import pandas as pd
-
-        return pd.DataFrame(
+        return data_frame(
             {
                 "layer": layer.name,
                 "share": layer.params(rank) / layer.params(None),
@@ -168,16 +164,14 @@ class Sensitivity(Report):
 
     def spectra(self) -> "pd.DataFrame":
         """Return a frame with layer, index, plain and whitened value in a row. Needs pandas."""
-        with needed_by("spectra()"):
-            import pandas as pd
-
-        return pd.DataFrame(
+        rows = (
             {"layer": layer.name, "index": index, "plain": plain, "whitened": whitened}
             for layer in self.layers
             for index, (plain, whitened) in enumerate(
                 zip(layer.plain_K.tolist(), layer.whitened_K.tolist(), strict=True), 1
             )
         )
+        return data_frame(rows, "spectra()")
 
     def plot(self) -> "Figure":
         """Draw the rise of the loss over each layer's share of its dense weight. Needs matplotlib.

@@ -37,18 +37,17 @@ class ClickData:
         fields: Columns of categories; all but the label and ``continuous`` if none is named.
         continuous: Columns of numbers.
         transform: What becomes of continuous numbers x: ``log`` is ``log(1 + max(x, 0))``,
-            ``standard`` shifts and scales them to mean 0 and variance 1, cut at 5; missing ones
+            ``standard`` shifts and scales them to mean 0 and variance 1, cut at 5; missing numbers
             (empty, or NaN in ``.npz`` and ``.parquet``) become 0.
         min_count: Categories seen less often in training share one row.
-        hash_rows: Number of rows, instead of a vocabulary, of each field with more categories,
-            shared by their hashes.
+        hash_rows: Number of rows that the categories of a field share by their hashes, in each
+            field with more categories than this number; null shares no rows by hash.
         heldout: Share of the rows for evaluation, by which settings are chosen.
-        test: Share of the rows for one evaluation of the trained model, after which nothing is
-            chosen any more.
+        test: Share of the rows for one last evaluation, after all settings are chosen.
         split: ``random``, or ``last`` for the last rows of the file, such as a log's last day, of
             which a test takes the very last.
-        skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there:
-            those with other columns, or words, ``nan`` or ``inf`` in the place of a number.
+        skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there. A
+            malformed line has other columns, or words, ``nan`` or ``inf`` in place of a number.
     """
 
     has_end = True  # whether runs may be as long as so many epochs

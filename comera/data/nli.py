@@ -41,13 +41,12 @@ class NliData:
 
     Args:
         train: A training file or several, or ``datasets:NAME@SPLIT``.
-        dev: The same for evaluation, by which settings are chosen.
-        test: The same for one evaluation of the trained model, after which nothing is chosen any
-            more.
+        dev: Files for evaluation, given in the same way; settings are chosen by their results.
+        test: Files for one evaluation of the trained model, after all settings are chosen.
         vocab: A WordPiece ``vocab.txt``; by default one is trained on the training text.
         vocab_size: Tokens to train where ``vocab`` is not given.
-        length: Longest pair in tokens, ``[CLS]`` and both ``[SEP]`` included; longer ones are cut,
-            the longer sentence first.
+        length: Longest pair in tokens, ``[CLS]`` and both ``[SEP]`` included; longer pairs are
+            cut, the longer sentence first.
     """
 
     has_end = True  # whether runs may be as long as so many epochs
@@ -129,7 +128,7 @@ class NliPairs:
 
     @classmethod
     def prepare(cls, settings: NliData, digests: Mapping[str, str] | None = None) -> "NliPairs":
-        """Read and encode the pairs, or load them from the cache; ``digests`` may be known already.
+        """Read and encode the pairs, or load them from the cache; ``digests`` are computed if None.
 
         Raises ``FileNotFoundError``, and ``ValueError`` if a row has no label or sentence.
         """

@@ -25,16 +25,16 @@ class TextData:
     """Source of the text of a language model.
 
     Args:
-        folder: Text files are taken from here and below, except folders written by runs; by
+        folder: Folder of the text files, with its subfolders except those written by runs; by
             default the standard library of the running interpreter.
-        pattern: Which files; those ending in ``.gz`` or ``.xz`` are decompressed.
+        pattern: Glob pattern of the text files; ``.gz`` and ``.xz`` files are decompressed.
         max_megabytes: Stop reading after so much text, in a fixed pseudo-random order of files.
         vocab_size: Tokens of the byte-pair tokenizer, trained on the text.
         length: Tokens of a sequence.
-        heldout: Share of the text kept for evaluation, by which settings are chosen: the files that
-            come first in that order, and the end of the text where there is only one file.
-        test: Share of the text kept for one evaluation of the trained model, after which nothing is
-            chosen any more: the files after those, and the text before that end.
+        heldout: Share of the text kept for evaluation, by which settings are chosen: the first
+            files of the pseudo-random order, or the end of the text if there is only one file.
+        test: Share of the text kept for one evaluation of the trained model, after all settings are
+            chosen: the files after the held-out files, or the text before the held-out end.
     """
 
     has_end = False  # whether runs may be as long as so many epochs

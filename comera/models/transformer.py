@@ -89,7 +89,7 @@ class Encoder(nn.Module):
     positions and segments begin with the standard deviation ``position_std``, those of tokens 0.02.
 
     Shapes:
-        tokens ``(B, T)`` integers, segments likewise or None; output ``(B, T, D)``.
+        tokens ``(B, T)`` integers; segments ``(B, T)`` integers or None; output ``(B, T, D)``.
         ``padded=False`` promises that no token is padding; attention without a mask is faster.
     """
 

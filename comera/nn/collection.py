@@ -108,7 +108,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         return dict(zip(names, sums, strict=True))
 
     def _places(self, parts: Mapping[str, Lookup]) -> Tensor:
-        """Return the places of the tables in the joined table, cached for CUDA graphs."""
+        """Return the places of the tables within the joined table, cached for CUDA graphs."""
         at, names = places(list(parts.values())), tuple(parts)
         device = parts[names[0]].left_VPR.device
         kept_at, kept = self._at.get(names, (None, None))
@@ -130,7 +130,7 @@ def _named(table: str) -> Iterator[None]:
 
 
 def _kind(table: nn.Module) -> Any:
-    """Return a key; tables of equal keys are looked up together, a table with None by itself."""
+    """Return a key of tables that are looked up together; None for a table looked up alone."""
     if type(table) is not TTEmbeddingBag or table.mode == "max" or not is_plain(table, _FORWARD):
         return None
     if isinstance(table.hot, HotRows) or any(p.numel() == 0 for p in table.cores):

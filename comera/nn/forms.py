@@ -218,8 +218,8 @@ def is_fused(module: Any) -> bool:
 def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[None]:
     """Split fused experts of a model in place, so that their layers can be replaced.
 
-    If ``names`` is None, all experts are split; those whose layers are all dense at the end are
-    fused again. An error fuses all again. Raises ``ValueError`` if a name has no fused experts.
+    If ``names`` is None, all experts are split; experts with only dense layers at the end are fused
+    again. An error fuses all experts again. Raises ``ValueError`` if a name has no fused experts.
     """
     found = {name: module for name, module in model.named_modules() if name and is_fused(module)}
     lost = [name for name in names or () if name not in found]

@@ -284,11 +284,14 @@ class TensorTrainModule(WeightByAssignment):
             self.shared.renew()
 
     def rank_norms(self) -> Tensor:
-        """Return the squared norm of each rank's part of the weight, ``(R,)``; not for chains."""
+        """Return the squared norm of each rank's part of the weight, ``(R,)``; chains have none."""
         raise NotImplementedError
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return cores in canonical form and singular values, or None; not for chains."""
+        """Return canonical cores and the singular values; only for layers that are not chains.
+
+        Returns None if the weight is zero or not finite.
+        """
         raise NotImplementedError
 
     def gated_cores(self) -> list[Tensor]:

@@ -205,7 +205,7 @@ class TTTable(TensorTrainModule):
             table.twins = (*table.twins, self)
 
     def keep_rows_at_(self, places: Tensor) -> None:
-        """Set ``row_order`` of this table and of those tied to it."""
+        """Set ``row_order`` of this table and of the tables tied to it."""
         for table in (self, *self.twins):
             table.row_order = places
 

@@ -142,9 +142,10 @@ stacked, and multiplied by gates."""
 
 
 def contract_groups(groups: Sequence[Chains]) -> list[Tensor]:
-    """Contract the first ``split`` cores of each layer, and the others, of several groups.
+    """Contract the cores of several groups of layers into the two factors of each layer.
 
-    Factors are rounded to their dtype once, from sums in float32. Returns ``left (G, I, R)`` and
+    The left factor is made of a layer's first ``split`` cores, the right one of the others. Factors
+    are rounded to their dtype once, from sums in float32. Returns ``left (G, I, R)`` and
     ``right (G, R, O)`` of each group. The padding of the bond is zero, except the last row of
     ``right``, which holds the bias.
     """

@@ -204,7 +204,7 @@ def block_step(shape: torch.Size) -> float:
 
 
 def core_matrix(shape: torch.Size) -> tuple[int, int]:
-    """Return the rows and columns of a core as a matrix: its wider bond against everything else.
+    """Return the sides of a core as a matrix, one of which is the core's wider bond.
 
     Other tensors, with no bond above one, are ``(first, all others)``.
     """

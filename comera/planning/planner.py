@@ -41,7 +41,7 @@ class Plan(Report):
     Attributes:
         layer: The layer at its batch.
         candidates: The ways to compute the layer, fastest first by prediction.
-        dense: The torch layer it replaces.
+        dense: The torch layer that this layer replaces.
         eager: On a GPU the plan in eager mode (the rest is for a captured step); else None.
     """
 
@@ -79,19 +79,19 @@ class Plan(Report):
 
     @property
     def worst_ratio(self) -> float:
-        """The largest of all ratios, memory included."""
+        """The largest of the ratios of time, of time in eager mode, and of memory."""
         return max(self.time_ratio, self.memory_ratio, self.eager_ratio or 0.0)
 
     @functools.cached_property
     def suggestion(self) -> Suggestion | None:
-        """A shape faster than nn.Linear; None if this one is, or if none is."""
+        """A shape faster than nn.Linear; None if the present shape is faster, or no shape is."""
         if self.time_ratio <= 1 or isinstance(self.layer, Lookup):
             return None
         return suggest(self.layer, machine=self.machine, dtype=self.dtype)
 
     @functools.cached_property
     def search(self) -> Search | None:
-        """The contraction tree with the fewest operations; None for blocks and at rank zero."""
+        """The contraction tree with the fewest operations; None for blocks or a rank of zero."""
         return best_tree(self.layer)
 
     @property

@@ -6,7 +6,7 @@ import re
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -207,12 +207,12 @@ class Report:
         return f"{heading}{''.join(table.html() for table in self.tables())}{summary}"
 
 
-def data_frame(entries: Iterable[Any]) -> "pd.DataFrame":
-    """Return a data frame: a row for each dataclass, a column for each field. Needs pandas."""
-    with needed_by("to_pandas()"):
+def data_frame(rows: Iterable[Mapping[str, Any]], what: str = "to_pandas()") -> "pd.DataFrame":
+    """Return a frame of rows by column. Needs pandas; errors name ``what`` needs it."""
+    with needed_by(what):
         import pandas as pd  # takes as long to import as all the rest of this package
 
-    return pd.DataFrame([vars(entry) for entry in entries])
+    return pd.DataFrame(rows)
 
 
 def empty_figure(columns: int = 1) -> tuple["Figure", Any]:

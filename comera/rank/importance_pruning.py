@@ -108,7 +108,7 @@ class ImportancePruning(RankLearning):
         return loss
 
     def _observe_(self) -> None:
-        """Hook every gate, those that were replaced too; ``ValueError`` if one is frozen."""
+        """Hook every gate, again if it was replaced; raise ``ValueError`` if a gate is frozen."""
         names = [name for name, layer in self.size.layers.items() for _ in layer.gates]
         for number, (gate, name) in enumerate(zip(self.size.gates, names, strict=True)):
             if not gate.requires_grad:
@@ -207,7 +207,7 @@ class ImportancePruning(RankLearning):
         return {id(g): part for g, part in zip(gates, mean.split(widths), strict=True)}
 
     def _stop_(self) -> None:
-        """Remove the hooks and forget everything."""
+        """Remove the hooks and drop all scores."""
         for _, hook in self._observed.values():
             hook.remove()
         self._observed.clear()

@@ -1,4 +1,4 @@
-"""The base of the methods of rank learning, and the size of a model counted by its gates."""
+"""Define the base of the methods of rank learning, and count a model's size by its gates."""
 
 import logging
 import math
@@ -301,7 +301,7 @@ class RankLearning(ABC):
 
     @abstractmethod
     def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
-        """Return the objective; code may branch on the host only by values in :meth:`identity`.
+        """Return the objective. Host code may branch only on values that :meth:`identity` returns.
 
         ``seen`` is the loss, or the mean loss of several processes, without a gradient.
         """
@@ -383,10 +383,10 @@ class RankLearning(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of :meth:`state_dict`; the target is that of this object.
+        """Resume from a state of :meth:`state_dict`, but keep the target of this object.
 
         Raises:
-            ValueError: If the state is one of another method, or the target is out of reach;
+            ValueError: If the state belongs to another method, or the target is out of reach;
                 nothing is changed.
         """
         if state.get("method") != self.method:

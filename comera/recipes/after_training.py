@@ -1,4 +1,4 @@
-"""Commands for trained runs: ``list``, ``evaluate``, ``predict``, ``export`` and ``report``."""
+"""Define commands for trained runs: ``list``, ``evaluate``, ``predict``, ``export``, ``report``."""
 
 import contextlib
 import io
@@ -135,7 +135,7 @@ def export_run(run: str, file: str, /, *, console: Console) -> None:
 
     Args:
         run: Folder of a finished run.
-        file: What to write: NAME.pt2, NAME.onnx or NAME.safetensors.
+        file: File to write: NAME.pt2, NAME.onnx or NAME.safetensors.
     """
     written = export(load_run(run), Path(file).expanduser())
     console.print(written, markup=False, highlight=False, soft_wrap=True)

@@ -218,7 +218,7 @@ def start_run(
 class Remote:
     """A run for submitit or Ray to call, in a process that they have started on some machine.
 
-    Paths are relative to ``cwd``. The run stops once a file ``permit`` is deleted.
+    Paths are relative to ``cwd``. The run stops once the file named by ``permit`` is deleted.
     """
 
     folder: str

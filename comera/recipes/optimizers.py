@@ -24,7 +24,7 @@ _ADAFACTOR_EPS = (1e-15, 1e-3)
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its schedule. ``optimizer: came`` sets only the name.
+    """The optimizer and its schedule. ``optimizer: came`` is short for a section with this name.
 
     Null means the optimizer's default; a setting that the optimizer does not have is an error.
 
@@ -102,7 +102,7 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.betas={betas} must be decay rates in [0, 1)")
 
     def filled_in(self, width: int) -> Self:
-        """Return the settings with defaults for name and rate, and GaLore's rank by the width."""
+        """Return the settings with name and rate filled in, and GaLore's rank by this width."""
         lr = self.default_lr if self.lr is None else self.lr
         return dataclasses.replace(self, name=type(self).name, lr=lr)
 
@@ -114,7 +114,7 @@ class OptimizerConfig:
         return AdamWConfig(**{key: getattr(twin, key) for key in keys_of(AdamWConfig)})
 
     def build(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer of a model, by settings that are filled in.
+        """Return the optimizer of a model; call it on the result of :meth:`filled_in`.
 
         Raises ``ValueError`` for a setting out of range, a missing package, or no weight for
         GaLore.
@@ -340,5 +340,5 @@ def keys_of(kind: type[OptimizerConfig]) -> set[str]:
 
 
 def gate_rate(late_steps: int) -> float:
-    """Return the default ``gate_lr``, by which Adam can close gates in the late stage."""
+    """Return the default ``gate_lr``, high enough for Adam to close gates in the late stage."""
     return max(2e-3, 1.25 / late_steps) if late_steps else 2e-3

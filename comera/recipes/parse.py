@@ -188,7 +188,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def choices_of(kind: type) -> list[type]:
-    """Return the dataclasses from which a section's ``choose`` picks; none if it has no such."""
+    """Return the dataclasses from which a section's ``choose`` picks; none without a ``choose``."""
     return vars(kind).get("choices", [])
 
 

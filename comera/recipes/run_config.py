@@ -127,7 +127,7 @@ class ModelConfig:
         qk_norm: Normalise queries and keys, which bounds attention scores.
         qk_init: ``same``: keys begin as a copy of queries, see ``comera.init_keys_as_queries_``.
         position_std: Standard deviation of fresh embeddings of positions and segments, of an
-            encoder; those of words have 0.02.
+            encoder; embeddings of words have 0.02.
     """
 
     d_model: int = 256
@@ -213,7 +213,7 @@ class DlrmConfig:
 
 @dataclass
 class TrainConfig:
-    """The loop.
+    """Settings of the training loop.
 
     Args:
         steps: Optimizer steps; these or ``epochs`` have to be given.
@@ -227,9 +227,9 @@ class TrainConfig:
             multiply in eight bits.
         compile: Run the model through ``torch.compile``.
         graph: Replay the step as one CUDA graph; null does so on a GPU.
-        log_every: Steps a line of the log.
+        log_every: Steps between lines of the log.
         eval_every: Steps between evaluations; 0 for only one at the end.
-        eval_batches: Batches an evaluation; null for all there are.
+        eval_batches: Batches that an evaluation reads; null for all of the data.
         save_every: Steps between checkpoints; 0 for only one at the end.
     """
 
@@ -396,7 +396,7 @@ class RunConfig:
 
     @property
     def task(self) -> str:
-        """The name of the section that describes the data, which is that of the task."""
+        """The name of the task, which is also the name of the section that describes the data."""
         return next(name for name in TASKS if getattr(self, name) is not None)
 
     @property
@@ -411,7 +411,7 @@ class RunConfig:
 
     @property
     def tokens(self) -> int:
-        """Rows that a layer gets at once: those of a batch, or of one part if it is split."""
+        """Rows that a layer gets at once: the rows of a batch, or of one part of a split batch."""
         rows = max(1, self.train.batch_size // self.train.accumulate)
         return rows * getattr(self.data, "length", 1)
 

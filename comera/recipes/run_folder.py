@@ -50,7 +50,7 @@ def read_record(folder: Path) -> DataRecord | None:
 
 
 def changed_data(there: DataRecord, here: DataRecord) -> str | None:
-    """Return how data differ, as ``2 files: a.py changed, b.py new``, or None if just moved."""
+    """Return how data differ, as ``2 files: a.py changed, b.py new``; None if files only moved."""
     new = {(Path(k).name, digest): k for k, digest in here.files.items() if k not in there.files}
     recorded = {
         name if name in here.files else new.get((Path(name).name, digest), name): digest
@@ -144,7 +144,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If the model is not finished.
-        ValueError: If the file is damaged; the message names it and what writes it again.
+        ValueError: If the file is damaged; the message names it and a command to write it again.
     """
     path = folder / "result.json"
     try:

@@ -111,7 +111,7 @@ class CompressionReport(Report):
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return a data frame with a row for each :class:`LayerReport`. Needs pandas."""
-        return data_frame(self.layers)
+        return data_frame(map(vars, self.layers))
 
     def summary(self) -> str:
         """Return lines with the totals of the model."""

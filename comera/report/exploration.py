@@ -81,7 +81,7 @@ class Exploration(Report):
 
     Attributes:
         points: One for each setting, the dense model first.
-        planned: Number of points that were to be measured; more than there are after Ctrl-C.
+        planned: Number of points to measure; after Ctrl-C not all of these are in ``points``.
     """
 
     points: tuple[Point, ...]
@@ -89,7 +89,7 @@ class Exploration(Report):
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return a data frame with a row for each :class:`Point`. Needs pandas."""
-        return data_frame(self.points)
+        return data_frame(map(vars, self.points))
 
     def pareto(self) -> "Exploration":
         """Return the Pareto front by parameters and loss; of equal points only the first."""

@@ -59,9 +59,9 @@ def explore(
     """Measure a trained model at many sizes, each on a copy of it; the model is not changed.
 
     For each budget :func:`~comera.compress_` makes a copy smaller; the calibration data are read
-    once. For each configuration :func:`~comera.tensorize_` does so with ``init="svd"``, tables
-    included unless ``target_modules`` excludes them. Ctrl-C returns the points measured so far. An
-    error at a point, such as a budget out of reach, becomes the point's note.
+    once. For each configuration a copy is made smaller by :func:`~comera.tensorize_` with
+    ``init="svd"``, tables included unless ``target_modules`` excludes them. Ctrl-C returns the
+    points measured so far. An error at a point, such as a budget out of reach, becomes its note.
 
     Args:
         model: Any trained model.
@@ -78,7 +78,7 @@ def explore(
             of that layer. A model of many layers gets many points.
         loss_fn: As for :func:`~comera.compress_`.
         target_modules: As for :func:`~comera.compress_`; also used if ``configs`` is None.
-        exclude_modules: Layers to leave out, likewise.
+        exclude_modules: Layers to leave out, given like ``target_modules``.
         tokens: Rows of the batch for which times are predicted.
         keep: A JSON file for the points, written after each. If it exists, only points that are
             missing or failed are measured. It does not hold the calibration: to keep that, give

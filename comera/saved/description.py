@@ -191,9 +191,9 @@ def rebuild_(
     """Replace layers of a dense model by ``layers`` of :func:`describe`, in place.
 
     The model, possibly on ``meta``, is made like the dense model before compression. Returns the
-    model, or the layer that replaces it; new layers are on ``meta``. Raises ``ValueError`` with a
-    name if an entry is damaged, there is no such layer to replace, or the tensors of the result
-    would not have these ``shapes`` by name; the model is then unchanged.
+    model, or the layer that replaces it; new layers are on ``meta``. Raises ``ValueError``, which
+    names the entry, if an entry is damaged or has no layer to replace, or if the tensors of the
+    result would not have these ``shapes`` by name; the model is then unchanged.
     """
     made = _build_layers(layers)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -239,7 +239,7 @@ def _build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
 
 
 def _check_places(modules: Mapping[str, nn.Module], made: Mapping[str, nn.Module]) -> None:
-    """Raise ``ValueError`` unless a model's modules have a layer of equal size for each new one."""
+    """Raise ``ValueError`` unless the model has a layer of equal size for each new layer."""
     taken: dict[int, str] = {}
     for name, new in made.items():
         old = modules.get(name)
@@ -283,7 +283,7 @@ def _check_tensors(
     replacements: Mapping[int, nn.Module],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise ``ValueError`` unless the model, with layers replaced, has these tensor shapes."""
+    """Raise ``ValueError`` unless the model with the new layers has tensors of these shapes."""
     inside = {
         f"{name}.".lstrip("."): replacements[id(old)]
         for name, old in modules.items()

@@ -224,7 +224,7 @@ def _contracted(
 
 
 class _Contraction:
-    """Makes contracted layers, which share parameters if cores do; ``dense`` lists dense ones."""
+    """Makes contracted layers, which share parameters if cores do; ``dense`` names dense layers."""
 
     def __init__(self, batch: int | None, keep_forms: bool) -> None:
         self.dense: list[str] = []
@@ -291,7 +291,7 @@ class _Contraction:
         return new
 
     def _gain_of_dense(self, thin: Any, layer: TTLinear | TiedTTLinear) -> float:
-        """Return how many times faster than ``thin`` a dense layer is; infinite if smaller."""
+        """Return the speed of a dense layer over that of ``thin``; infinite if dense is smaller."""
         numbers = sum(
             param.numel() for name, param in thin.named_parameters() if "bias" not in name
         )

@@ -53,11 +53,11 @@ def _plainly(x: Tensor, factors: Factors) -> Tensor:
 def factorized_feed_forward(
     x_BI: Tensor, factors1: Factors, factors2: Factors, activation: str
 ) -> Tensor:
-    """Compute ``act(x @ W1 + b1) @ W2 + b2`` of two layers, both with a bias or neither.
+    """Compute ``act(x @ W1 + b1) @ W2 + b2``; either both layers have a bias or neither.
 
-    The factors are ``(I, R)`` and ``(R, F)``, and ``(F, R)`` and ``(R, O)``, as ``contract_cores``
-    makes them; the activation is a key of ``ACTIVATIONS``. The result, ``(*, O)``, can be
-    differentiated any number of times.
+    The factors, as ``contract_cores`` makes them, are ``(I, R)`` and ``(R, F)`` of the first layer,
+    ``(F, R)`` and ``(R, O)`` of the second; the activation is a key of ``ACTIVATIONS``. The result,
+    ``(*, O)``, can be differentiated any number of times.
     """
     x_BI, (left1, left2), (right1, right2) = autocast_together(
         x_BI, [factors1.left, factors2.left], [factors1.right, factors2.right]
@@ -335,7 +335,7 @@ def _dtype_of_sums(x: Tensor, hidden: int) -> torch.dtype:
 
 
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:
-    """Return how many rows a piece has: all, but on a CPU those that fit the cache, at least 64."""
+    """Return the number of rows of a piece: all, or on a CPU what fits the cache, at least 64."""
     rows = max(1, x.shape[0])
     if not is_on_cpu(x):
         return rows

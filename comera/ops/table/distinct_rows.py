@@ -55,7 +55,7 @@ class Lookup(NamedTuple):
         return cls._make([*given, num_embeddings, width])
 
     def arguments(self) -> tuple[list[Tensor], list[int], int, int]:
-        """Return operator arguments: the given tensors, which of seven are given, and two sizes."""
+        """Return operator arguments: the given tensors, a flag for each of all seven, two sizes."""
         given = self[:7]
         present = [int(tensor is not None) for tensor in given]
         tensors = [tensor for tensor in given if tensor is not None]
@@ -263,7 +263,7 @@ def make_rows(slots: Slots, given: Lookup) -> Tensor:
 
 
 def factor_grads(slots: Slots, grad_TGQ: Tensor, given: Lookup) -> tuple[Tensor, Tensor]:
-    """Return gradients of both factors, from those of all groups' rows ``(T, group * P, Q)``."""
+    """Return both factors' gradients; ``grad_TGQ`` is the rows' gradient ``(T, group * P, Q)``."""
     left_VPR = given.left_VPR
     (V, P, R), (W, _, Q) = left_VPR.shape, given.right_WRQ.shape
     to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)

@@ -41,7 +41,7 @@ def _case(given: Lookup, *_: Any) -> Case:
 
 
 def _case_if_static(given: Lookup, checked: bool) -> Case | None:
-    """Return :func:`_case`, for times, if shapes are static; None if they may vary."""
+    """Return the :func:`_case` to look up times by, if shapes are static; None if they may vary."""
     return _case(given) if shapes_are_static(given.indices_N) else None
 
 
@@ -53,7 +53,7 @@ def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
 
 
 def _refuses_slots(given: Lookup, *_: Any) -> str | None:
-    """Return why slots, of which there are as many as distinct rows, do not fit into a graph."""
+    """Return why slots cannot be used in a graph: their number is that of distinct rows."""
     if _refuses_distinct_rows(given, True) is None and shapes_are_static(given.indices_N):
         return "the number of distinct rows is not known in a CUDA graph"
     return None

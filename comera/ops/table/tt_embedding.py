@@ -160,7 +160,7 @@ def _in_part(request: Request) -> tuple[Tensor, Tensor, Tensor, int] | None:
     """Contract only the slices that a batch reads; return None if whole factors are cheaper.
 
     Returns the indices renumbered to these slices, the slices of both factors, and the number of
-    rows that hot rows and slices make.
+    rows: hot rows, and a row for each pair of slices.
     """
     indices_N, cores, split = request.indices, request.cores, len(request.cores) // 2
     left_whole, right_whole = is_whole(indices_N, cores[:split]), is_whole(indices_N, cores[split:])
@@ -193,7 +193,7 @@ _WORTH_IT = 1 << 20
 
 
 def is_whole(indices_N: Tensor, factor: Sequence[Tensor]) -> bool:
-    """Return whether to contract a whole factor, as only the slices a batch reads cost more."""
+    """Return whether to contract a whole factor rather than only the slices that a batch reads."""
     if len(factor) == 1 or not may_read_values(indices_N):
         return True
     if factor[0].dtype.itemsize < 4:  # slices would be rounded twice
@@ -209,7 +209,7 @@ def is_whole(indices_N: Tensor, factor: Sequence[Tensor]) -> bool:
 def _slices(factor: Sequence[Tensor], numbers_N: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
     """Return slices ``(U, left bond, columns, right bond)`` of gated cores, and each entry's slice.
 
-    ``numbers_N`` are the entries' slices in the whole factor; the result numbers those in U.
+    ``numbers_N`` numbers each entry's slice in the whole factor, the result numbers it within U.
     """
     if whole:
         return _rows_first(contract_chain(factor), factor), numbers_N

@@ -429,7 +429,7 @@ class Span:
 
 @dataclass(frozen=True)
 class LayerRanks:
-    """Ranks of one layer: sums over its bonds before training and now, and all spans between."""
+    """Ranks of one layer: their sum before training and now, and spans of steps at equal ranks."""
 
     name: str
     start: int
