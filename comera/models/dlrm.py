@@ -39,8 +39,7 @@ class DLRM(nn.Module):
         of many values a pair ``(indices (N,), offsets (B,))`` each; output ``(B,)``, logits of a
         click.
 
-    Raises:
-        ValueError: If there is no table, a size is below one, or inputs do not fit the model.
+    Raises ``ValueError`` if there is no table, a size is below one, or inputs do not fit.
     """
 
     def __init__(
@@ -195,12 +194,10 @@ class SmallTable(nn.Module):
 
 
 class HashedTable(SmallTable):
-    """Table in which indices with equal remainders share a row (arXiv 0902.2206).
+    """Rows shared by the remainder of their index (arXiv 0902.2206), frequent indices first.
 
-    Args:
-        num_embeddings: Number of indices, the most frequent ones first.
-        kept: Number of stored rows; the first ``own`` of them belong to one index each.
-        rank: Width R of stored rows, which a matrix ``(R, D)`` maps to D; None for D itself.
+    Of ``kept`` rows the first ``own`` have one index each. They are stored in width ``rank``, which
+    a matrix brings to D.
     """
 
     def __init__(
@@ -248,12 +245,9 @@ class QuotientRemainderTable(SmallTable):
 
 
 class SharedArrayTable(SmallTable):
-    """Table whose rows are blocks of one array that all tables share (ROBE, arXiv 2108.02191).
+    """Rows cut in blocks from one array that all tables share (ROBE, arXiv 2108.02191).
 
-    Args:
-        array: Module whose parameter ``(M,)`` is the array.
-        block: Numbers in a block; divides D.
-        number: Number of this table, which seeds its hash.
+    ``array`` is a module whose parameter is the array; ``number`` of the table seeds its hash.
     """
 
     def __init__(

@@ -131,7 +131,7 @@ def shard_dense_(model: nn.Module) -> nn.Module:
     if all(p in whole for p in model.parameters()):
         raise ValueError(
             "the model has no dense matrices to share out: leave it whole in every process, in "
-            "DistributedDataParallel (parallel.kind=ddp)"
+            "DistributedDataParallel (parallel=ddp)"
         )
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -148,7 +148,7 @@ def shard_dense_(model: nn.Module) -> nn.Module:
         if why is not None:
             raise ValueError(
                 f"{name} {why}, and cannot be shared out by rows: change that, or keep the model "
-                "whole in DistributedDataParallel (parallel.kind=ddp)"
+                "whole in DistributedDataParallel (parallel=ddp)"
             )
     for table in tables.values():
         grad = table.weight.requires_grad
