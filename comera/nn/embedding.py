@@ -133,17 +133,13 @@ class TTEmbeddingBag(TTTable):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         self._check_there(input)
-        flat, starts, weights = self._request(input, offsets, per_sample_weights)
-        if self.mode == "max":
-            return self._maxima(flat, starts)
-        rows, train, checked = self._kept_at(flat), self._train(), is_eager()
-        bags = Request(rows, **train, weights_N=weights, offsets_B=starts, checked=checked)
-        return tt_embedding(bags)
+        flat, starts, bags = self._request(input, offsets, per_sample_weights)
+        return self._maxima(flat, starts, bags) if self.mode == "max" else tt_embedding(bags)
 
     def _request(
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Check the input; return entries, bag starts, and weights (None for ones or ``max``)."""
+    ) -> tuple[Tensor, Tensor, Request]:
+        """Return the indices of all entries, the starts of bags, and the request of the bags."""
         check_integers(input)
         if input.dim() == 2:
             if offsets is not None:
@@ -177,7 +173,11 @@ class TTEmbeddingBag(TTTable):
             if weights.dtype != dtype:
                 raise ValueError(f"per_sample_weights are {weights.dtype}, the table {dtype}")
             weights = weights.reshape(-1)[: flat.shape[0]]
-        return flat, starts, None if self.mode == "max" else self._weights(flat, starts, weights)
+        if self.mode != "max":
+            weights = self._weights(flat, starts, weights)
+        rows, train, checked = self._kept_at(flat), self._train(), is_eager()
+        bags = Request(rows, **train, weights_N=weights, offsets_B=starts, checked=checked)
+        return flat, starts, bags
 
     def _weights(self, flat: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor | None:
         """Return the weight of each entry in the sum of its bag; None if all are one."""
@@ -195,8 +195,8 @@ class TTEmbeddingBag(TTTable):
         sizes = wide.new_zeros(starts.shape[0] + 1).index_add_(0, bag, wide)
         return counted / sizes.clamp(min=1).index_select(0, bag).to(dtype)
 
-    def _maxima(self, flat: Tensor, starts: Tensor) -> Tensor:
-        rows = self._rows(flat)
+    def _maxima(self, flat: Tensor, starts: Tensor, bags: Request) -> Tensor:
+        rows = tt_embedding(bags._replace(offsets_B=None))
         # Every entry gets a row of its own, so torch's bag arithmetic serves unchanged.
         count, padding = flat.shape[0], None
         entries = torch.arange(count, device=flat.device)

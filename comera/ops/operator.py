@@ -128,6 +128,22 @@ def recomputed_grads(
     return torch.autograd.grad(outputs, leaves, grads, create_graph=again, materialize_grads=True)
 
 
+def gradients_again(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor
+) -> list[Tensor | None]:
+    """Return gradients of ``function``, the plain reference, that can be differentiated again.
+
+    The gradient is None for inputs that are None or need none.
+    """
+    # Of views: one input may depend on another, as the second pass through a layer's factors does
+    # on the first, and the gradient by way of that one does not belong here.
+    views = [each if each is None else each.view_as(each) for each in inputs]
+    leaves = [each if each is not None and each.requires_grad else None for each in views]
+    wanted = [each for each in leaves if each is not None]
+    found = iter(torch.autograd.grad(function(*views), wanted, grad, create_graph=True))
+    return [each if each is None else next(found) for each in leaves]
+
+
 def is_concrete(value: Any) -> bool:
     """Return whether a tensor has values: it is neither traced nor on the meta device."""
     if not isinstance(value, Tensor):

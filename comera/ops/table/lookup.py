@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from comera.ops.context import shapes_are_static
 from comera.ops.dispatch import Case, Way, Ways
 from comera.ops.kernels import lookup_kernel
-from comera.ops.operator import operator
+from comera.ops.operator import gradients_again, operator
 from comera.ops.table.distinct_rows import (
     Lookup,
     Sorted,
@@ -38,11 +38,6 @@ def _case(given: Lookup, *_: Any) -> Case:
         kinds += ["hot rows"] if given.hot_HK is not None else []
         kinds += ["bags"] if given.offsets_B is not None else []
     return given.left_VPR, given.left_VPR.dtype, (given.indices_N.shape[0], *kinds)
-
-
-def _case_if_static(given: Lookup, checked: bool) -> Case | None:
-    """Return the :func:`_case` to look up times by, if shapes are static; None if they may vary."""
-    return _case(given) if shapes_are_static(given.indices_N) else None
 
 
 def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
@@ -174,7 +169,17 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
     present, grads = ctx.present, list[Tensor | None]([None] * 7)
     if torch.is_grad_enabled():  # this backward pass is itself differentiated
         given = Lookup.of(tensors, present, 0, grad_BD.shape[1])
-        grads[1:6] = _differentiable_grads(grad_BD, given)
+
+        def rows_or_bags(*tensors: Tensor | None) -> Tensor:
+            rows_ND = every_row(Lookup._make([given.indices_N, *tensors, *given[6:]]))
+            if given.offsets_B is None:
+                return rows_ND
+            rows_ND = rows_ND if tensors[4] is None else rows_ND * tensors[4][:, None]
+            bag_N = bag_of_entries(given.offsets_B, rows_ND.shape[0])
+            # torch's own bags can be differentiated once
+            return rows_ND.new_zeros(grad_BD.shape).index_add(0, bag_N, rows_ND)
+
+        grads[1:6] = gradients_again(rows_or_bags, given[1:6], grad_BD)
     else:
         with_weights = bool(present[5] and ctx.needs_input_grad[0][sum(present[:5])])
         found = iter(
@@ -188,22 +193,6 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
     return nested, None, None, None, None
 
 
-def _differentiable_grads(grad_BD: Tensor, given: Lookup) -> list[Tensor | None]:
-    """Return gradients of all tensors but the offsets, by operations that autograd knows."""
-    # One tensor may have been made from another: aliases, so that this way is not counted here too.
-    aliases = [None if x is None else x.view_as(x) for x in given[1:6]]
-    given = Lookup._make([given.indices_N, *aliases, *given[6:]])
-    y_BD, weights, offsets = every_row(given), given.weights_N, given.offsets_B
-    if offsets is not None:  # torch's own bags can be differentiated once
-        rows_ND = y_BD if weights is None else y_BD * weights[:, None]
-        bag_N = bag_of_entries(offsets, rows_ND.shape[0])
-        y_BD = rows_ND.new_zeros(grad_BD.shape).index_add(0, bag_N, rows_ND)
-    leaves = [x if x is not None and x.requires_grad else None for x in aliases]
-    wanted = [x for x in leaves if x is not None]
-    grads = iter(torch.autograd.grad(y_BD, wanted, grad_BD, create_graph=True))
-    return [None if x is None else next(grads) for x in leaves]
-
-
 lookup.register_autograd(_backward, setup_context=_setup_context)
 
 
@@ -213,7 +202,9 @@ def _sample(new: Callable[..., Any]) -> Lookup:
 
 
 ROWS = Ways(
-    "rows_of_a_table", "lookup", _case_if_static, lambda new: (_sample(new), True),
+    "rows_of_a_table", "lookup",
+    lambda given, _: _case(given) if shapes_are_static(given.indices_N) else None,
+    lambda new: (_sample(new), True),
     Way("lookup", lambda given, checked: lookup(*given.arguments(), checked)[0],
         _refuses_distinct_rows, "ttm_lookup"),
     Way("every row for itself", _each_by_itself),
