@@ -178,7 +178,7 @@ class TensorTrainQuantizer(HfQuantizer):
                 refuse_training_(model.get_submodule(name))
             for module in model.modules():
                 if isinstance(module, PreTrainedModel):
-                    module._init_weights = partial(_init_weights, module)
+                    module._init_weights = partial(_init_weights, module)  # type: ignore[method-assign]
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -204,6 +204,9 @@ def _set_methods_(model: Any) -> None:
     model._get_resized_lm_head = partial(_resized_head, model)
     model.num_parameters = partial(_num_parameters, model)
     model.tie_weights = partial(_tie_weights, model)
+    layers = [m for m in model.modules() if isinstance(m, (TensorTrainModule, TableHead))]
+    whole = {type(layer).__name__ for layer in layers}
+    model._no_split_modules = whole.union(model._no_split_modules or ())
 
 
 def _is_dense(described: Mapping[str, Any], files: Sequence[str] | None) -> bool:
