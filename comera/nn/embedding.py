@@ -226,7 +226,7 @@ def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
     if with_end and not offsets.shape[0]:
         raise ValueError("offsets are empty; with include_last_offset the end of the input is one")
     known = may_read_values(offsets)
-    if offsets.shape[0] == with_end and not (known and with_end) and entries:
+    if offsets.shape[0] == int(with_end) and not (known and with_end) and entries:
         # torch reads past the end of such offsets
         raise ValueError(f"offsets begin no bag, and the input has {entries} entries for bags")
     if not offsets.numel() or not known:

@@ -13,6 +13,7 @@ from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, whole_numbers
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
+from comera.ops.operator import is_traced
 from comera.ops.table.distinct_rows import check_range
 from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
 from comera.shapes import TTMShape, TTShape, only_one
@@ -220,7 +221,7 @@ class TTTable(TensorTrainModule):
             return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
         if self._step is not None:
             scattered = indices.long() * self._step % self.num_embeddings
-            if not is_eager():  # else their range is checked
+            if not is_eager() or is_traced():  # else their range is checked
                 outside = (indices < 0) | (indices >= self.num_embeddings)
                 scattered = torch.where(outside, indices, scattered)
             return scattered
