@@ -116,8 +116,8 @@ def compress_(
             ``nn.Embedding`` (by name or ``"all"``) becomes a :class:`~comera.TTEmbedding` of low
             rank; its rows are weighted by how often the data read them, and rows that they never
             read by how often such rows are expected.
-        exclude_modules: Layers to leave out, given like ``target_modules``. Layers that share their
-            weight with another module, as an output layer tied to its embedding, stay as they are.
+        exclude_modules: Layers to leave out, as for :class:`~comera.TTConfig`. Layers that share
+            weights with other modules, as output layers tied to embeddings, stay as they are.
         keep: File for the moments, written every two minutes and at the end of calibration. If it
             exists, the batches that are in it are skipped: all of them, if it is complete.
         progress: Whether to show a progress bar.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import decompose_at, decompose_table, widened
+from comera.nn.decompose import decompose_matrix, decompose_table, widened
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, whole_numbers
 from comera.ops.cores import rank_gate
@@ -23,7 +23,7 @@ class HotRows(TensorTrainModule):
     """The hot rows of a table as a ``(rows, width)`` matrix of low rank, with one gated bond.
 
     Raises:
-        ValueError: If the rank is below one, or so high that dense rows would have fewer numbers.
+        ValueError: If the rank is below one, or so high that dense rows have no more numbers.
     """
 
     shape: TTShape  # type: ignore[assignment]
@@ -64,15 +64,12 @@ class HotRows(TensorTrainModule):
     def dense_weight(self) -> Tensor:
         return self.coordinates @ self.basis
 
-    def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
-        self.set_cores_(decompose_at(weight.T, self.shape, tolerance))
+    @staticmethod
+    def _cores_of(weight: Tensor, shape: TTShape, tolerance: float | None) -> list[Tensor]:
+        return decompose_matrix(weight.T, shape, tolerance)
 
     def _weight_size(self) -> tuple[int, int]:
         return self.shape.in_width, self.shape.out_width
-
-    @property
-    def num_dense(self) -> int:
-        return self.shape.num_dense
 
     def extra_repr(self) -> str:
         return self._describe_ranks(self.num_dense / max(1, self.num_stored))
@@ -264,7 +261,7 @@ class TTTable(TensorTrainModule):
         self.set_cores_(cores)
         hot = weight[: self.hot_rows]
         if isinstance(self.hot, HotRows):
-            self.hot.set_cores_(decompose_at(hot.T, self.hot.shape, None))
+            self.hot._decompose_(hot, None)
         elif self.hot is not None:
             self.hot.copy_(hot)
 

@@ -55,7 +55,7 @@ class TTConfig:
         target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
             regular expression that must match the whole module name; a list holds names or ends
             of names (``"fc1"`` takes ``layers.0.fc1``).
-        exclude_modules: Modules to leave out, written like ``target_modules``; wins over it.
+        exclude_modules: Modules to leave out: a regular expression or a list, as above.
         rank_pattern: Maps regular expressions over whole module names to ranks that replace
             ``rank`` in modules that match. The first match counts.
         shape_pattern: Maps regular expressions to pairs of mode lists, like ``rank_pattern``.

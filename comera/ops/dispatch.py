@@ -238,9 +238,3 @@ def may_read_values(like: Tensor) -> bool:
 def is_eager() -> bool:
     """Return whether code runs outside of torch's compiler."""
     return not torch.compiler.is_compiling()
-
-
-def on_this_machine() -> str | None:
-    """Return why ways that only suit this machine are refused, or None if they are not."""
-    exporting = torch.compiler.is_exporting() or torch.jit.is_tracing()
-    return "a graph is exported" if exporting else None

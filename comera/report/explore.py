@@ -78,7 +78,7 @@ def explore(
             of that layer. A model of many layers gets many points.
         loss_fn: As for :func:`~comera.compress_`.
         target_modules: As for :func:`~comera.compress_`; also used if ``configs`` is None.
-        exclude_modules: Layers to leave out, given like ``target_modules``.
+        exclude_modules: Layers to leave out, as for :class:`~comera.TTConfig`.
         tokens: Rows of the batch for which times are predicted.
         keep: A JSON file for the points, written after each. If it exists, only points that are
             missing or failed are measured. It does not hold the calibration: to keep that, give

@@ -169,7 +169,7 @@ def to_plain_(model: nn.Module) -> nn.Module:
 
 
 def _is_uncontracted(layer: nn.Module) -> bool:
-    return isinstance(layer, CompressedLinear) and not layer.is_chain
+    return isinstance(layer, CompressedLinear) and not isinstance(layer, TTLinear)
 
 
 def _refuse_training(model: nn.Module, _: Any) -> None:
@@ -291,7 +291,7 @@ class _Contraction:
         return new
 
     def _gain_of_dense(self, thin: Any, layer: TTLinear | TiedTTLinear) -> float:
-        """Return the speed of a dense layer over that of ``thin``; infinite if dense is smaller."""
+        """Return a dense layer's speed over that of ``thin``; infinite if dense is no larger."""
         numbers = sum(
             param.numel() for name, param in thin.named_parameters() if "bias" not in name
         )

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from comera.ops.context import shapes_are_static
 from comera.ops.dispatch import Case, Way, Ways, is_eager
 from comera.ops.kernels import lookup_kernel
-from comera.ops.operator import is_concrete, is_traced, operator
+from comera.ops.operator import gradients_again, is_concrete, is_traced, operator
 from comera.ops.table.distinct_rows import (
     Lookup,
     Sorted,
@@ -39,11 +39,6 @@ def _case(given: Lookup, *_: Any) -> Case:
         kinds += ["hot rows"] if given.hot_HK is not None else []
         kinds += ["bags"] if given.offsets_B is not None else []
     return given.left_VPR, given.left_VPR.dtype, (given.indices_N.shape[0], *kinds)
-
-
-def _case_if_static(given: Lookup, checked: bool) -> Case | None:
-    """Return the :func:`_case` to look up times by, if shapes are static; None if they may vary."""
-    return _case(given) if shapes_are_static(given.indices_N) else None
 
 
 def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
@@ -198,9 +193,13 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
         return [None] * len(tensors), None, None, None, None
     present, grads = ctx.present, list[Tensor | None]([None] * 7)
     batched = is_concrete(grad_BD) and is_traced() or is_legacy_batchedtensor(grad_BD)
-    if torch.is_grad_enabled() or batched:  # this backward pass is itself differentiated or batched
+    if torch.is_grad_enabled() or batched:  # this backward pass is itself differentiated
         given = Lookup.of(tensors, present, 0, grad_BD.shape[1])
-        grads[1:6] = _differentiable_grads(grad_BD, given)
+
+        def plainly(*tensors: Tensor | None) -> Tensor:
+            return _rows_or_sums(Lookup._make([given.indices_N, *tensors, *given[6:]]))
+
+        grads[1:6] = gradients_again(plainly, given[1:6], grad_BD)
     else:
         with_weights = bool(present[5] and ctx.needs_input_grad[0][sum(present[:5])])
         found = iter(
@@ -214,19 +213,6 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
     return nested, None, None, None, None
 
 
-def _differentiable_grads(grad_BD: Tensor, given: Lookup) -> list[Tensor | None]:
-    """Return gradients of all tensors but the offsets, by operations that autograd knows."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # One tensor may have been made from another: aliases, so that this way counts once.
-        aliases = [None if x is None else x.view_as(x) for x in given[1:6]]
-        y_BD = _rows_or_sums(Lookup._make([given.indices_N, *aliases, *given[6:]]))
-    leaves = [x if x is not None and x.requires_grad else None for x in aliases]
-    wanted = [x for x in leaves if x is not None]
-    grads = iter(torch.autograd.grad(y_BD, wanted, grad_BD, create_graph=again))
-    return [None if x is None else next(grads) for x in leaves]
-
-
 lookup.register_autograd(_backward, setup_context=_setup_context)
 
 
@@ -236,7 +222,9 @@ def _sample(new: Callable[..., Any]) -> Lookup:
 
 
 ROWS = Ways(
-    "rows_of_a_table", "lookup", _case_if_static, lambda new: (_sample(new), True),
+    "rows_of_a_table", "lookup",
+    lambda given, _: _case(given) if shapes_are_static(given.indices_N) else None,
+    lambda new: (_sample(new), True),
     Way("lookup", lambda given, checked: lookup(*given.arguments(), checked)[0],
         _refuses_recording, "ttm_lookup"),
     Way("every row for itself", _each_by_itself),
