@@ -136,6 +136,13 @@ def _tensorized(
         )
     elif config.init == "svd":
         _warn_of_approximations(model, targets, made, calibration)
+    dense_now = [name for name, new in made.items() if getattr(new, "dense_sparse", False)]
+    if dense_now:
+        log.warning(
+            "tensorize_: %s had sparse gradients (sparse=True); those of cores are dense, and "
+            "small: train by AdamW or SGD, not SparseAdam",
+            listed(dense_now),
+        )
     alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
     for name, layer in made.items():
         if isinstance(layer, CompressedLinear):
@@ -340,7 +347,7 @@ def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> Tensor
             settings["bias"] = module.bias is not None
         else:
             sizes = module.num_embeddings, module.embedding_dim
-            own = ("padding_idx", "sparse", *kind._own_settings)
+            own = ("padding_idx", *kind._own_settings)
             settings |= {key: getattr(module, key) for key in own}
             settings["scatter_rows"] = config.scatter_rows if init != "svd" else False
         new = kind(*sizes, **settings)

@@ -26,7 +26,7 @@ class TTEmbedding(TTTable):
         max_norm: Not supported: rows share cores, so one row cannot be renormalised.
         norm_type: Has no effect; it keeps the order of torch's arguments.
         scale_grad_by_freq: Not supported.
-        sparse: Has no effect: the gradients of the cores are small and dense.
+        sparse: Not supported: the gradients of the cores are small and dense.
         rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
         shape: ``(row_modes, col_modes)``, e.g. ``((16, 20, 10, 10), (4, 4, 8, 6))`` for 30522 rows
             of 768, or a :class:`~comera.TTMShape`; if None, modes chosen for fast lookups.
@@ -48,7 +48,7 @@ class TTEmbedding(TTTable):
     Raises:
         ValueError: If modes or ranks do not fit the table.
         TypeError: If indices are no whole numbers.
-        NotImplementedError: For ``max_norm`` and ``scale_grad_by_freq``.
+        NotImplementedError: For ``max_norm``, ``scale_grad_by_freq`` and ``sparse``.
 
     Source: CoMERA, arXiv 2405.14377, section 3.
     """

@@ -34,6 +34,7 @@ class CompressedLinear(TensorTrainModule):
     _modes: LinearShape
     _settings: ClassVar[tuple[str, ...]] = ("in_features", "out_features", "bias", "prune_below")
 
+    @torch.inference_mode(False)  # else the parameters could never be trained
     def __init__(
         self,
         in_features: int,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.decompose import widened
-from comera.nn.dense_weight import read_only
+from comera.nn.dense_weight import DenseWeight, read_only
 from comera.nn.init import Init, normal_, orthogonal_
 from comera.ops.context import machine_of
 from comera.ops.cores import rank_gate
@@ -61,7 +61,7 @@ _WRITTEN = (
     "{0}.weight is computed from the layer's cores, so that an edit in place would change nothing. "
     "layer.set_weight_(W, tolerance=0.01), or layer.weight = W at the present ranks, approximates "
     "a weight; comera.densify_(model) makes layers whose weight can be edited, such as "
-    "by the merge of an adapter"
+    "by torch.nn.utils.prune or the merge of an adapter"
 )
 
 
@@ -98,6 +98,8 @@ class WeightByAssignment(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Set the property on ``layer.weight = nn.Parameter(...)``; register other parameters."""
+        if isinstance(param, DenseWeight):  # as torch.nn.utils.prune does, to multiply it by a mask
+            raise RuntimeError(param._remedy)
         if name == "weight" and param is not None:
             self.weight = param.detach()
         else:
@@ -406,6 +408,13 @@ class TensorTrainModule(WeightByAssignment):
             if fits and ranks != self.ranks:
                 self.resize_ranks_(ranks)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def without_format(tensor: Tensor) -> Tensor:  # cores are no pictures with channels
+            few = tensor.dim() not in (4, 5) or is_sharded(tensor)
+            return fn(tensor) if few else fn(tensor[None, None])[0, 0]
+
+        return super()._apply(without_format, recurse)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes without cached tensors of a :class:`~comera.BatchedContraction`."""

@@ -151,10 +151,13 @@ def contract_groups(groups: Sequence[Chains]) -> list[Tensor]:
     """
     core = groups[0].cores[0]
     numbers = sum(core.numel() for group in groups for core in group.cores)
-    if not is_eager() or not is_traced() and (  # one node of a graph saves and launches less
-        shapes_are_static(core)
-        or numbers > _FEW * sum(group.num_layers for group in groups)  # autograd saves as many
-        or kernel_refuses(groups) is None  # a kernel is one launch
+    if not is_eager() or (
+        not is_traced()
+        and (  # one node of a graph saves and launches less
+            shapes_are_static(core)
+            or numbers > _FEW * sum(group.num_layers for group in groups)  # autograd saves as many
+            or kernel_refuses(groups) is None  # a kernel is one launch
+        )
     ):
         return _contract_groups(*arguments_of(groups))
     return [factor for group in groups for factor in contract_by_torch(group)]

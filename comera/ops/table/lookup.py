@@ -192,7 +192,7 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
     if grad_BD is None:
         return [None] * len(tensors), None, None, None, None
     present, grads = ctx.present, list[Tensor | None]([None] * 7)
-    batched = is_concrete(grad_BD) and is_traced() or is_legacy_batchedtensor(grad_BD)
+    batched = (is_concrete(grad_BD) and is_traced()) or is_legacy_batchedtensor(grad_BD)
     if torch.is_grad_enabled() or batched:  # this backward pass is itself differentiated
         given = Lookup.of(tensors, present, 0, grad_BD.shape[1])
 
