@@ -149,10 +149,10 @@ def _carry_over(old: Any, new: Any) -> list[str]:
     """Give a new layer what others put on the old one and on its weight; return what is lost."""
     if not any(isinstance(layer, WeightByAssignment) for layer in (old, new)):
         return []
-    lost = []
+    lost, known = [], _OF_OTHERS | _own_names(old.__class__)
     parts = (vars(old), old._parameters, old._buffers, old._modules)
     for name in dict.fromkeys(itertools.chain(*parts)):
-        if name in _OF_OTHERS or name in _own_names(type(old)):
+        if name in known:
             continue
         value = getattr(old, name)
         if hasattr(new, name) or getattr(value, "__self__", None) is old:
