@@ -14,12 +14,7 @@ from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import as_torch, experts_apart, form_of, from_torch, fuse_experts_
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model
-from comera.nn.swap import (
-    evaluation_mode,
-    every_layer_called,
-    rename_tied_weights_,
-    swap_layers_,
-)
+from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     TTConfig,
@@ -157,9 +152,7 @@ def _tensorized(
             which = listed([name for name, _ in members], most=2)
             level = logging.WARNING if slower else logging.INFO
             log.log(level, _LOSES, which, plan.sentence(), guess)
-    converted = swap_layers_(model, replacements)
-    rename_tied_weights_(converted)
-    return cast(Model, converted)  # or the layer in its place
+    return cast(Model, swap_layers_(model, replacements))  # or the layer in its place
 
 
 def densify_(model: nn.Module) -> nn.Module:
@@ -182,9 +175,7 @@ def densify_(model: nn.Module) -> nn.Module:
     for head in heads:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
-    model = fuse_experts_(swap_layers_(model, replacements))
-    rename_tied_weights_(model)
-    return model
+    return fuse_experts_(swap_layers_(model, replacements))
 
 
 def _holds_numbers(layer: nn.Module) -> bool:

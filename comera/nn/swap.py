@@ -5,10 +5,12 @@ import functools
 import inspect
 import itertools
 import logging
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import nn
 
 from comera.extras import listed
 from comera.nn.feed_forward_parts import fuse_feed_forwards_
-from comera.nn.module import TensorTrainModule, WeightByAssignment
+from comera.nn.module import TensorTrainModule, WeightByAssignment, tensor_trains
 
 log = logging.getLogger("comera")
 
@@ -33,7 +35,9 @@ def swap_layers_(
     methods; other objects and closures keep the old layer. Registered feed-forward parts are fused.
 
     ``replacements`` has new layers by the ``id`` of the old; with ``biases`` a new layer gets the
-    old one's bias. Returns the model, or the layer that replaces it.
+    old one's bias. Models of transformers inside are prepared for ``save_pretrained``, see
+    :func:`~comera.integrations.transformers.attach_`. Returns the model, or the layer that replaces
+    it.
     """
     lost = [
         name
@@ -70,10 +74,21 @@ def swap_layers_(
                 if biases and getattr(child, "bias", None) is not None:
                     new.bias = child.bias  # it may be another module's too
                 setattr(parent, name, new)
+                if name == "base_layer":  # of PEFT, whose adapters merge into (out, in) unless told
+                    for part in parent.modules():
+                        if hasattr(part, "fan_in_fan_out"):
+                            part.fan_in_fan_out = type(new).__name__ == "Conv1D"
         for name, value in vars(parent).items():
             if name != "_modules":
                 vars(parent)[name] = _swapped(value, replacements, seen)
     fuse_feed_forwards_(model)
+    rename_tied_weights_(model)
+    loaded: Any = sys.modules.get("transformers.modeling_utils")
+    for part in model.modules() if loaded is not None else ():
+        attached = getattr(part, "hf_quantizer", None) is not None
+        if isinstance(part, loaded.PreTrainedModel) and not attached and tensor_trains(part):
+            # by its name, since that room lies above this one
+            import_module("comera.integrations.pretrained").attach_(part)
     return model
 
 
@@ -173,7 +188,7 @@ def _carry_over(old: Any, new: Any) -> list[str]:
     return lost
 
 
-_PARTS = {"cores", "gates", "hot"}
+_PARTS = {"cores", "gates", "hot", "left", "right", "basis"}
 
 
 def rename_tied_weights_(model: nn.Module) -> None:
