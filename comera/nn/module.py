@@ -14,6 +14,7 @@ from comera.nn.init import Init, init_
 from comera.ops.context import machine_of
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
+from comera.planning.candidate import Work
 from comera.shapes import Shape, check_tolerance, is_number
 
 
@@ -215,6 +216,13 @@ class TensorTrainModule(WeightByAssignment):
         """Return keywords of the planner's functions: ``dtype`` and ``machine`` of this module."""
         core = self.cores[0]
         return {"dtype": dtype_name(core), "machine": machine_of(core.device)}
+
+    def at(self, tokens: int, *, together: int = 1) -> Work | None:
+        """Describe the layer to the planner; ``together`` layers contract their cores at once.
+
+        None for the hot rows of a table: a gather and one product, which have no order.
+        """
+        return None
 
     def dense_weight(self) -> Tensor:
         """Compute the dense weight as an ordinary tensor; differentiable."""
