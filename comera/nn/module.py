@@ -2,18 +2,20 @@
 
 import logging
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from comera.nn.dense_weight import read_only
 from comera.nn.init import Init, init_
 from comera.ops.context import machine_of
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
+from comera.ops.operator import NOT_PLAIN
 from comera.planning.candidate import Work
 from comera.shapes import Shape, check_tolerance, is_number
 
@@ -61,6 +63,11 @@ _WRITTEN = (
     "layer.set_weight_(W, tolerance=0.01), or layer.weight = W at the present ranks, approximates "
     "a weight; comera.densify_(model) makes layers whose weight can be edited, such as "
     "by the merge of an adapter"
+)
+
+_PARAMETRIZED = (
+    "{0}.weight is computed from the layer's cores and is no parameter that weight_norm or another "
+    "parametrization could take: leave the layer dense, by TTConfig(exclude_modules=...)"
 )
 
 
@@ -131,8 +138,12 @@ class TensorTrainModule(WeightByAssignment):
 
     def _check_there(self, input: Tensor) -> None:
         """Raise if the input is no tensor, or if the cores are on ``meta`` and the input is not."""
-        if not hasattr(input, "is_meta"):
-            raise TypeError(f"{type(self).__name__} takes a tensor, not {reprlib.repr(input)}")
+        if type(input) is not Tensor:
+            name = type(self).__name__
+            if isinstance(input, fx.Proxy):
+                raise TypeError(NOT_PLAIN.format("torch.fx.symbolic_trace", name))
+            if not isinstance(input, Tensor):
+                raise TypeError(f"{name} takes a tensor, not {reprlib.repr(input)}")
         cores: Any = self._modules["cores"]
         core = cores._parameters.get("0")
         if core is not None and core.is_meta and not input.is_meta:
@@ -142,6 +153,18 @@ class TensorTrainModule(WeightByAssignment):
                 "those that it has offloaded if it is told of the class: cpu_offload, "
                 f'dispatch_model(..., preload_module_classes=["{type(self).__name__}"])'
             )
+
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(NOT_PLAIN.format("torch.jit.script", type(self).__name__))
+
+    @property
+    def parametrizations(self) -> Any:
+        """Refuse ``weight_norm`` and other parametrizations of the weight: it is no parameter."""
+        caller = sys._getframe(2)  # the only place where torch asks the layer before it fails
+        asked = caller.f_locals.get("tensor_name")
+        if caller.f_code.co_name == "register_parametrization" and asked == "weight":
+            raise ValueError(_PARAMETRIZED.format(type(self).__name__))
+        raise AttributeError("parametrizations")  # nn.Module then finds those of other parameters
 
     def _build(
         self,
