@@ -3,12 +3,13 @@
 import logging
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from comera.nn.decompose import widened
 from comera.nn.dense_weight import DenseWeight, read_only
@@ -16,6 +17,8 @@ from comera.nn.init import Init, normal_, orthogonal_
 from comera.ops.context import machine_of
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
+from comera.ops.operator import NOT_PLAIN
+from comera.planning.candidate import Work
 from comera.shapes import Shape, check_tolerance, is_number
 
 
@@ -62,6 +65,11 @@ _WRITTEN = (
     "layer.set_weight_(W, tolerance=0.01), or layer.weight = W at the present ranks, approximates "
     "a weight; comera.densify_(model) makes layers whose weight can be edited, such as "
     "by torch.nn.utils.prune or the merge of an adapter"
+)
+
+_PARAMETRIZED = (
+    "{0}.weight is computed from the layer's cores and is no parameter that weight_norm or another "
+    "parametrization could take: leave the layer dense, by TTConfig(exclude_modules=...)"
 )
 
 
@@ -134,8 +142,12 @@ class TensorTrainModule(WeightByAssignment):
 
     def _check_there(self, input: Tensor) -> None:
         """Raise if the input is no tensor, or if the cores are on ``meta`` and the input is not."""
-        if not hasattr(input, "is_meta"):
-            raise TypeError(f"{type(self).__name__} takes a tensor, not {reprlib.repr(input)}")
+        if type(input) is not Tensor:
+            name = type(self).__name__
+            if isinstance(input, fx.Proxy):
+                raise TypeError(NOT_PLAIN.format("torch.fx.symbolic_trace", name))
+            if not isinstance(input, Tensor):
+                raise TypeError(f"{name} takes a tensor, not {reprlib.repr(input)}")
         cores: Any = self._modules["cores"]
         core = cores._parameters.get("0")
         if core is not None and core.is_meta and not input.is_meta:
@@ -145,6 +157,18 @@ class TensorTrainModule(WeightByAssignment):
                 "those that it has offloaded if it is told of the class: cpu_offload, "
                 f'dispatch_model(..., preload_module_classes=["{type(self).__name__}"])'
             )
+
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(NOT_PLAIN.format("torch.jit.script", type(self).__name__))
+
+    @property
+    def parametrizations(self) -> Any:
+        """Refuse ``weight_norm`` and other parametrizations of the weight: it is no parameter."""
+        caller = sys._getframe(2)  # the only place where torch asks the layer before it fails
+        asked = caller.f_locals.get("tensor_name")
+        if caller.f_code.co_name == "register_parametrization" and asked == "weight":
+            raise ValueError(_PARAMETRIZED.format(type(self).__name__))
+        raise AttributeError("parametrizations")  # nn.Module then finds those of other parameters
 
     def _build(
         self,
@@ -219,6 +243,13 @@ class TensorTrainModule(WeightByAssignment):
         """Return keywords of the planner's functions: ``dtype`` and ``machine`` of this module."""
         core = self.cores[0]
         return {"dtype": dtype_name(core), "machine": machine_of(core.device)}
+
+    def at(self, tokens: int, *, together: int = 1) -> Work | None:
+        """Describe the layer to the planner; ``together`` layers contract their cores at once.
+
+        None for the hot rows of a table: a gather and one product, which have no order.
+        """
+        return None
 
     def dense_weight(self) -> Tensor:
         """Compute the dense weight as an ordinary tensor; differentiable."""

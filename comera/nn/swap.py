@@ -75,6 +75,7 @@ def swap_layers_(
                     new.bias = child.bias  # it may be another module's too
                 setattr(parent, name, new)
                 if name == "base_layer":  # of PEFT, whose adapters merge into (out, in) unless told
+                    part: Any
                     for part in parent.modules():
                         if hasattr(part, "fan_in_fan_out"):
                             part.fan_in_fan_out = type(new).__name__ == "Conv1D"

@@ -17,6 +17,7 @@ from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_traced
 from comera.ops.table.distinct_rows import check_range
 from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
+from comera.planning.lookup_ways import Lookup
 from comera.shapes import TTMShape, TTShape, only_one
 
 
@@ -196,6 +197,10 @@ class TTTable(TensorTrainModule):
         if isinstance(self.hot, HotRows):
             train |= {"hot_HK": self.hot.coordinates, "basis_KD": self.hot.basis}
         return train
+
+    def at(self, tokens: int, *, together: int = 1) -> Lookup:
+        rows = self.num_embeddings - self.hot_rows
+        return Lookup(self.shape, tokens, num_embeddings=rows, embedding_dim=self.embedding_dim)
 
     def share_parameters_(self, lead: "TTTable") -> None:
         """Share the cores and hot rows of another table; raise ``ValueError`` if sizes differ."""

@@ -4,12 +4,18 @@
 around the same functions: forward, setup of the context, and backward.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+NOT_PLAIN = (
+    "{0} cannot read a {1}: comera.to_plain_(copy.deepcopy(model)) makes a model of torch's own "
+    "layers, which it can"
+)
 
 
 class Operator:
@@ -30,7 +36,14 @@ class Operator:
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Register, as a decorator, the function that makes an empty result of the right shape."""
-        self.custom_op.register_fake(fake)
+
+        @functools.wraps(fake)
+        def traced(*args: Any) -> Any:
+            if torch.onnx.is_in_onnx_export():  # the exporter would find no function for the node
+                raise TypeError(NOT_PLAIN.format("torch.onnx.export", "tensor train"))
+            return fake(*args)
+
+        self.custom_op.register_fake(traced)
         return fake
 
     def register_autograd(

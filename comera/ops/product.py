@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import autocast_together, machine_of, without_autocast
-from comera.ops.dispatch import is_on_cpu
+from comera.ops.dispatch import is_on_cpu, on_this_machine
 from comera.ops.operator import is_concrete, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
@@ -55,7 +55,7 @@ def by_onednn(a: Tensor, b: Tensor, row: Tensor | None = None) -> Tensor:
 
 def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
     """Return whether oneDNN suits a product; sizes count only outside of traced graphs."""
-    if a.dtype != torch.float32 or not is_on_cpu(a):
+    if a.dtype != torch.float32 or not is_on_cpu(a) or on_this_machine() is not None:
         return False
     if is_concrete(a) and a.numel() * columns < fewest:
         return False
