@@ -269,8 +269,8 @@ def _low_rank(layer: Layer, left_OR: Tensor, right_RI: Tensor) -> TTLinear | TTE
     if isinstance(layer, nn.Embedding):
         rows, width = layer.weight.shape
         table = TTEmbedding(
-            rows, width, layer.padding_idx, sparse=layer.sparse, device="meta",
-            dtype=layer.weight.dtype, shape=((rows, 1), (1, width)), rank=rank, scatter_rows=False,
+            rows, width, layer.padding_idx, device="meta", dtype=layer.weight.dtype,
+            shape=((rows, 1), (1, width)), rank=rank, scatter_rows=False,
         ).to_empty(device=layer.weight.device)  # fmt: skip
         table.set_cores_([right_RI.T[None, :, None], left_OR.T[:, None, :, None]])
         table.freeze_like_(layer)

@@ -176,9 +176,9 @@ class TensorTrainQuantizer(HfQuantizer):
             rebuild_(model, layers)
             for name in _names_in(model, described["served"]).values():
                 refuse_training_(model.get_submodule(name))
-            for module in model.modules():
-                if isinstance(module, PreTrainedModel):
-                    module._init_weights = partial(_init_weights, module)  # type: ignore[method-assign]
+            for part in model.modules():
+                if isinstance(part, PreTrainedModel):
+                    vars(part)["_init_weights"] = partial(_init_weights, part)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

@@ -34,6 +34,7 @@ class CompressedLinear(TensorTrainModule):
     _modes: LinearShape
     _settings: ClassVar[tuple[str, ...]] = ("in_features", "out_features", "bias", "prune_below")
 
+    @torch.inference_mode(False)  # else the parameters could never be trained
     def __init__(
         self,
         in_features: int,
@@ -80,7 +81,6 @@ class CompressedLinear(TensorTrainModule):
         )  # fmt: skip
 
     def at(self, tokens: int, *, together: int = 1) -> Layer:
-        """Describe this layer to the planner; ``together`` layers contract their cores at once."""
         return Layer(
             self.shape, tokens, self.in_features, self.out_features, self.bias is not None,
             together=together if isinstance(self, TTLinear) else 1,

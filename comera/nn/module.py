@@ -3,19 +3,22 @@
 import logging
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from comera.nn.decompose import widened
-from comera.nn.dense_weight import read_only
+from comera.nn.dense_weight import DenseWeight, read_only
 from comera.nn.init import Init, normal_, orthogonal_
 from comera.ops.context import machine_of
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
+from comera.ops.operator import NOT_PLAIN
+from comera.planning.candidate import Work
 from comera.shapes import Shape, check_tolerance, is_number
 
 
@@ -61,7 +64,12 @@ _WRITTEN = (
     "{0}.weight is computed from the layer's cores, so that an edit in place would change nothing. "
     "layer.set_weight_(W, tolerance=0.01), or layer.weight = W at the present ranks, approximates "
     "a weight; comera.densify_(model) makes layers whose weight can be edited, such as "
-    "by the merge of an adapter"
+    "by torch.nn.utils.prune or the merge of an adapter"
+)
+
+_PARAMETRIZED = (
+    "{0}.weight is computed from the layer's cores and is no parameter that weight_norm or another "
+    "parametrization could take: leave the layer dense, by TTConfig(exclude_modules=...)"
 )
 
 
@@ -98,6 +106,8 @@ class WeightByAssignment(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Set the property on ``layer.weight = nn.Parameter(...)``; register other parameters."""
+        if isinstance(param, DenseWeight):  # as torch.nn.utils.prune does, to multiply it by a mask
+            raise RuntimeError(param._remedy)
         if name == "weight" and param is not None:
             self.weight = param.detach()
         else:
@@ -132,8 +142,12 @@ class TensorTrainModule(WeightByAssignment):
 
     def _check_there(self, input: Tensor) -> None:
         """Raise if the input is no tensor, or if the cores are on ``meta`` and the input is not."""
-        if not hasattr(input, "is_meta"):
-            raise TypeError(f"{type(self).__name__} takes a tensor, not {reprlib.repr(input)}")
+        if type(input) is not Tensor:
+            name = type(self).__name__
+            if isinstance(input, fx.Proxy):
+                raise TypeError(NOT_PLAIN.format("torch.fx.symbolic_trace", name))
+            if not isinstance(input, Tensor):
+                raise TypeError(f"{name} takes a tensor, not {reprlib.repr(input)}")
         cores: Any = self._modules["cores"]
         core = cores._parameters.get("0")
         if core is not None and core.is_meta and not input.is_meta:
@@ -143,6 +157,18 @@ class TensorTrainModule(WeightByAssignment):
                 "those that it has offloaded if it is told of the class: cpu_offload, "
                 f'dispatch_model(..., preload_module_classes=["{type(self).__name__}"])'
             )
+
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(NOT_PLAIN.format("torch.jit.script", type(self).__name__))
+
+    @property
+    def parametrizations(self) -> Any:
+        """Refuse ``weight_norm`` and other parametrizations of the weight: it is no parameter."""
+        caller = sys._getframe(2)  # the only place where torch asks the layer before it fails
+        asked = caller.f_locals.get("tensor_name")
+        if caller.f_code.co_name == "register_parametrization" and asked == "weight":
+            raise ValueError(_PARAMETRIZED.format(type(self).__name__))
+        raise AttributeError("parametrizations")  # nn.Module then finds those of other parameters
 
     def _build(
         self,
@@ -217,6 +243,13 @@ class TensorTrainModule(WeightByAssignment):
         """Return keywords of the planner's functions: ``dtype`` and ``machine`` of this module."""
         core = self.cores[0]
         return {"dtype": dtype_name(core), "machine": machine_of(core.device)}
+
+    def at(self, tokens: int, *, together: int = 1) -> Work | None:
+        """Describe the layer to the planner; ``together`` layers contract their cores at once.
+
+        None for the hot rows of a table: a gather and one product, which have no order.
+        """
+        return None
 
     def dense_weight(self) -> Tensor:
         """Compute the dense weight as an ordinary tensor; differentiable."""
@@ -406,6 +439,13 @@ class TensorTrainModule(WeightByAssignment):
             if fits and ranks != self.ranks:
                 self.resize_ranks_(ranks)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def without_format(tensor: Tensor) -> Tensor:  # cores are no pictures with channels
+            few = tensor.dim() not in (4, 5) or is_sharded(tensor)
+            return fn(tensor) if few else fn(tensor[None, None])[0, 0]
+
+        return super()._apply(without_format, recurse)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes without cached tensors of a :class:`~comera.BatchedContraction`."""

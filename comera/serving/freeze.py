@@ -299,9 +299,9 @@ class _Contraction:
         )
         if numbers >= layer.in_features * layer.out_features:
             return math.inf
-        if self._batch is None:
-            return 0.0
         like = next(thin.parameters())
+        if self._batch is None or like.is_meta:
+            return 0.0
         sizes = layer.in_features, layer.out_features, numbers, like.dtype, like.device
         if sizes not in self._gains:
             x = torch.randn(self._batch, layer.in_features, device=like.device, dtype=like.dtype)

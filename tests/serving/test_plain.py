@@ -293,6 +293,20 @@ def write_forms(more: dict, folder: Path) -> dict[str, str]:
     return codes
 
 
+@pytest.mark.parametrize("convert", [comera.freeze_, comera.to_plain_])
+@pytest.mark.parametrize("hot", [{}, {"hot_rows": 9, "hot_rank": 2}], ids=str)
+def test_a_model_without_memory_is_converted_as_one_with(convert, hot):
+    shapes = []
+    for device in ("cpu", "meta"):
+        layers = nn.Linear(64, 64, device=device), nn.Embedding(200, 64, device=device)
+        model = nn.Sequential(*layers)
+        convert(comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal", **hot)))
+        shapes.append({name: value.shape for name, value in model.state_dict().items()})
+        assert {value.device.type for value in model.state_dict().values()} == {device}
+    if convert is comera.to_plain_:  # the other one measures which layers are faster
+        assert shapes[0] == shapes[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("more", SETTINGS)
