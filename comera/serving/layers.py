@@ -28,7 +28,7 @@ _WRITTEN = (
 class PlainWhenPickled(nn.Module):
     """Base of contracted layers; those of :func:`~comera.to_plain_` are pickled as torch's own."""
 
-    is_plain = False
+    is_plain: bool = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.is_plain:
