@@ -1,6 +1,5 @@
 """Define a linear layer whose weight is a grid of low-rank blocks, with trainable gates."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -96,9 +95,9 @@ class BTTLinear(CompressedLinear):
             block.copy_(drawn.view(block.shape))
         of_left = torch.einsum("zabcr,zabcs->acrs", left.double(), left.double())
         of_right = torch.einsum("rcadz,scadz->acrs", right.double(), right.double())
-        now = math.sqrt(float((of_left * of_right).sum()) / self._modes.num_dense)
+        now = ((of_left * of_right).sum() / self._modes.num_dense).sqrt()
         for core in (left, right):
-            core.mul_(math.sqrt(std / now))
+            core.mul_((std / now).sqrt())
 
 
 def _rank_norms(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:
