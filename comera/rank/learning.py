@@ -27,7 +27,7 @@ log = logging.getLogger("comera")
 
 Stage = Literal["early", "late", "done"]
 
-_OPEN = 0.1
+OPEN = 0.1
 """A gate above this still carries its rank; one below is on its way out."""
 
 
@@ -464,7 +464,7 @@ class RankLearning(ABC):
             for gate, was in zip(gates, before, strict=True):
                 gate.copy_(was)
             raise
-        self.forced = sum(value > _OPEN for value in closed)
+        self.forced = sum(value > OPEN for value in closed)
         truncate_(self.model, optimizer, min_rank=self.min_rank)
         return {
             "size": sum(core.numel() for core in self._cores),
