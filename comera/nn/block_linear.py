@@ -86,14 +86,8 @@ class BTTLinear(CompressedLinear):
         blocks = weight_to_blocks(weight, shape.in_modes, shape.out_modes)
         return split_blocks(blocks, shape.ranks[0], tolerance)
 
-    @torch.no_grad()
-    def _init_cores_(self, std: float, init: Init) -> None:
-        """Draw random cores of a weight with root mean square ``std``; set the gates to one."""
-        for gate in self.gates:
-            gate.fill_(1)
-        left, right = self.cores
-        if left.is_meta or 0 in self.ranks:
-            return
+    def _draw_(self, cores: list[Tensor], std: float, init: Init) -> None:
+        left, right = cores
         if init not in ("orthogonal", "normal"):
             raise ValueError(f"init={init!r} must be 'orthogonal' or 'normal'")
         draw = nn.init.orthogonal_ if init == "orthogonal" else nn.init.normal_

@@ -13,7 +13,7 @@ from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import as_torch, experts_apart, form_of, from_torch, fuse_experts_
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
-from comera.nn.module import TensorTrainModule, check_model
+from comera.nn.module import TensorTrainModule, check_model, check_unsharded, is_sharded
 from comera.nn.swap import (
     evaluation_mode,
     every_layer_called,
@@ -30,6 +30,7 @@ from comera.nn.targets import (
     tied_groups,
 )
 from comera.nn.tied import TiedTTLinear
+from comera.params import renew_wrappers_
 from comera.planning.planner import plan_layer
 from comera.shapes import BTTShape
 
@@ -152,6 +153,7 @@ def _tensorized(
             log.log(level, _LOSES, which, plan.sentence(), guess)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
+    renew_wrappers_(converted.modules())
     return cast(Model, converted)  # or the layer in its place
 
 
@@ -161,7 +163,7 @@ def densify_(model: nn.Module) -> nn.Module:
     Layers that share cores share the dense weight. Returns the model or the layer that replaces it.
     Raises ``TypeError`` if ``model`` is no module.
     """
-    check_model(model)
+    check_unsharded(model, "densify_")
     replacements: dict[int, nn.Module] = {}
     heads: list[TiedTTLinear] = []
     weights: dict[int, Any] = {}
@@ -177,6 +179,7 @@ def densify_(model: nn.Module) -> nn.Module:
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
     model = fuse_experts_(swap_layers_(model, replacements))
     rename_tied_weights_(model)
+    renew_wrappers_(model.modules())
     return model
 
 
@@ -282,6 +285,11 @@ def _convert(
             made.dense_form = form.name
         return made
     weight: Any = module.weight
+    if is_sharded(weight):
+        raise ValueError(
+            f"tensorize_ needs whole matrices, and {name or 'the weight'} of shape "
+            f"{tuple(weight.shape)} is sharded: convert the model first, and shard it then"
+        )
     if config.init != "svd" and not (weight.requires_grad or weight.is_meta):
         return 'it is frozen, and new cores would be noise (init="svd" approximates its weight)'
     if getattr(module, "max_norm", None) is not None:
