@@ -213,7 +213,7 @@ class TensorTrainModule(WeightByAssignment):
         ``RuntimeError``.
         """
         if is_eager():
-            check_unsharded(self, f"{type(self).__name__}.weight")
+            check_unsharded(self, "layer.weight")
         return read_only(self.dense_weight, _WRITTEN.format(type(self).__name__))
 
     @weight.setter
