@@ -38,7 +38,7 @@ class MissingPackageError(ModuleNotFoundError):
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """If an import inside fails, raise MissingPackageError: ``what`` needs that package."""
+    """Raise MissingPackageError if an import inside fails: ``what`` needs the package."""
     try:
         yield
     except ModuleNotFoundError as missing:

@@ -111,7 +111,7 @@ def _seconds(run: Run, device: str) -> float:
 
 
 def _onednn_gain(say: Say) -> float:
-    """Measure oneDNN's speed over that of torch's default library; return the lower of two."""
+    """Return oneDNN's speed divided by that of torch's default library, the lower of two sizes."""
     if not has_onednn():
         return 1.0
     gains = []
@@ -124,7 +124,7 @@ def _onednn_gain(say: Say) -> float:
 
 
 def _half_size(machine: Machine, say: Say, what: str, sizes: tuple[int, int, int]) -> float:
-    """Estimate the size at half the peak rate, ``half`` in ``share = n / (n + half)``, at one n."""
+    """Estimate the size at half the peak rate: ``half``, given ``n / (n + half)`` at one n."""
     rows, depth, width = sizes
     device, multiply = machine.kind, by_onednn if machine.prefers_onednn else torch.mm
     a, b = torch.randn(rows, depth, device=device), torch.randn(depth, width, device=device)
@@ -136,7 +136,7 @@ def _half_size(machine: Machine, say: Say, what: str, sizes: tuple[int, int, int
 
 
 def _with_layers(profile: Machine, say: Say) -> Machine:
-    """Return the profile with the measured overhead of tiny layers, on a GPU of torch's too."""
+    """Return the profile with the overhead measured on tiny layers, on a GPU also on torch's."""
     device = profile.kind
     layers = [TTLinear(64, 64, rank=2, device=device) for _ in range(_DEEP)]
 

@@ -141,7 +141,7 @@ def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -
 def _in_turns(
     group: str, runs: Sequence[Run], device: torch.device, graphs: CudaGraphs | None, say: Say
 ) -> list[Timing]:
-    """Time the ways in turn, captured if a recorder is given; one that fails is named."""
+    """Time the ways in turn, captured if ``graphs`` is given; report a way that cannot run."""
     samples: dict[str, Callable[[], float]] = {}
     cases: set[tuple[str, tuple[int | str, ...]]] = set()
     for way in ways_of(group):
@@ -217,8 +217,8 @@ def copies_of(device: torch.device, nbytes: float) -> int:
 def in_turn(runs: Sequence[Run], device: torch.device, graphs: CudaGraphs | None = None) -> Run:
     """Return a function that calls all runs: on a GPU as one CUDA graph, without host time.
 
-    Give the recorder ``graphs`` on whose stream the runs have been called before. Raises the error
-    of a run that cannot be captured.
+    ``graphs`` is the recorder on whose stream the runs have been called before. Raises the error of
+    a run that cannot be captured.
     """
 
     def run_all() -> Tensor:

@@ -334,8 +334,9 @@ class CheckpointChain:
                 each damaged checkpoint after it.
 
         Raises:
-            FileNotFoundError: If there is no checkpoint of that step, or none at all.
-            ValueError: If it, or one it builds on, is damaged; the message names the file.
+            FileNotFoundError: If there is no checkpoint of that step, or none that is undamaged.
+            ValueError: If this checkpoint or one it builds on is damaged; the message names the
+                file.
         """
         self.wait()
         steps = self.steps()
@@ -359,7 +360,7 @@ class CheckpointChain:
         raise FileNotFoundError(f"no checkpoint in {self.folder}" + (" is sound" if steps else ""))
 
     def verify(self, checked: Callable[[int], None] | None = None) -> dict[int, str | None]:
-        """Read all checkpoints; return by step what is damaged, or None if it can be restored.
+        """Read all checkpoints; return for each step the damage, or None if it can be restored.
 
         ``checked`` is called with every step after its check.
         """

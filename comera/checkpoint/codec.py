@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.checkpoint.codebook import learn, median, norm, positions
+from comera.checkpoint.codebook import learn, norm, positions
 from comera.checkpoint.skeleton import DTYPES
 from comera.checkpoint.streams import (
     Bytes,
@@ -64,7 +64,7 @@ class Quality:
     key_bits: int = 6
 
     def of(self, name: str) -> "Quality":
-        """Return the quality for a tensor: finer for cores, whose errors add up in a weight."""
+        """Return a tensor's quality, which is finer for cores: their errors add up in a weight."""
         if not _CORE.search(name):
             return self
         return replace(self, rate=self.rate / _FINER, key_bits=min(8, self.key_bits + 2))
@@ -75,14 +75,14 @@ class Record:
     """One tensor, or the two moments of one weight, in the streams of a checkpoint.
 
     Attributes:
-        codec: Which functions write and read it: ``exact``, ``change`` or ``moments``.
-        change: With ``exact``: whether it is a difference to the previous checkpoint's tensor.
+        codec: Codec that writes and reads the record: ``exact``, ``change`` or ``moments``.
+        change: With ``exact``: whether the change since the previous checkpoint is stored.
         kept: Number of entries that the codecs ``change`` and ``moments`` have kept.
         books: Sizes of the codebooks of these codecs; two for first and second moments.
         places: How positions are coded: ``all`` are kept, ``many`` (marked one by one), or the
             number of bytes of gaps between them.
         weight: The weight to whose kept entries the positions of ``moments`` refer, if any.
-        names, shape, dtypes: Those of the tensors; both moments have one shape.
+        names, shape, dtypes: Names, shape and dtypes of the tensors; both moments have one shape.
     """
 
     codec: str
@@ -285,9 +285,11 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
     second moments, of any shape, or None; an ``alpha`` of 0 keeps every change.
     """
     size = change_n.abs()
+    if not alpha:
+        return size > 0
     root = 0.0 if second is None else float(second.mean(dtype=torch.float64)) ** 0.5
-    medians = min(_MOST_MEDIANS, alpha / root if root else _MOST_MEDIANS) if alpha else 0.0
-    return size > median(size) * medians
+    medians = min(_MOST_MEDIANS, alpha / root if root else _MOST_MEDIANS)
+    return size > size.median() * medians
 
 
 def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
@@ -372,8 +374,8 @@ def write_moments(
 ) -> Record:
     """Write first moments, and any second moments, pruned together and quantised.
 
-    A first moment that is left out is read as zero, its second moment as the product of the means
-    of left-out moments in its row and its column. Roots of second moments are quantised.
+    Left-out first moments are read as zero, their second moments as the mean of those left out or,
+    in a large matrix, row mean times column mean over mean. Roots of second moments are quantised.
 
     Args:
         streams: The streams to write to.

@@ -57,10 +57,9 @@ def take_snapshot(
 ) -> Snapshot:
     """Copy the state of a model, an optimizer and the caller to the CPU.
 
-    Arguments are those of :meth:`CheckpointChain.save`, and ``treatment_of`` that of a
-    :class:`~comera.checkpoint.chain.Policy`.
-    Raises ``TypeError`` with the name of anything but tensors and plain values, and
-    ``RuntimeError`` if another thread trains the model meanwhile.
+    Arguments are those of :meth:`CheckpointChain.save`; ``treatment_of`` is the treatment by a
+    :class:`~comera.checkpoint.chain.Policy`. Raises ``TypeError`` with the name of anything but
+    tensors and plain values, and ``RuntimeError`` if another thread trains the model meanwhile.
     """
     if not isinstance(model, nn.Module | Mapping):
         raise TypeError(
@@ -159,7 +158,7 @@ def _guessed_names(
 
 
 def _find_moments(snapshot: Snapshot) -> list[tuple[str | None, str, str | None]]:
-    """Pair lossy moments: their weight, if that is lossy too, the first and any second moment.
+    """Return the names of lossy moments: weight (if lossy, too), first, and second moment (if any).
 
     Of two first moments of a weight, the first one gets the second moments.
     """
@@ -244,9 +243,10 @@ def decode(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a dict of ``model``, ``optimizer``, ``extra`` and ``parameters``; the model's tensors.
 
-    ``base`` are the model's tensors of the checkpoint before. ``model_only`` reads nothing else,
-    and the first dict is empty. Raises ``DamagedError`` if the streams are not ones of
-    :func:`encode`, or all tensors together would take more memory than this machine has.
+    ``base`` has the model's tensors in the previous checkpoint. With ``model_only`` only the
+    model's tensors are read, and the first dict is empty. Raises ``DamagedError`` if the streams
+    are not from :func:`encode`, or all tensors together would take more memory than this machine
+    has.
     """
     reader = StreamReader(blobs)
     skeleton, records = _read_index(reader)

@@ -25,9 +25,9 @@ from comera.saved.shards import Shards, read_tensor
 
 @dataclass
 class Calls:
-    """Arguments of blocks: ``states`` are, for each batch, the first argument of the next block.
+    """Arguments of blocks: ``states`` has the first argument of the next block for each batch.
 
-    ``others`` are, for each block and batch, the other arguments and the keywords.
+    ``others`` has the other arguments and the keywords for each block and batch.
     """
 
     states: list[Tensor]
@@ -141,7 +141,7 @@ def record_calls(
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Make models inside with parameters on the ``meta`` device, keeping ties; not buffers."""
+    """Put new parameters, but not buffers, on the ``meta`` device inside; keep ties."""
     before = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -309,7 +309,7 @@ class UnfinishedBlocks:
             save_file(states, temporary, {_KEY: json.dumps(done)})
 
     def put_layers_(self, k: int, block: nn.Module) -> None:
-        """Replace layers of the dense block number ``k`` by the compressed ones, on ``meta``."""
+        """Replace layers of dense block number ``k`` by its compressed layers, on ``meta``."""
         rebuild_(block, self._noted(k)["described"])
 
     def layers(self, k: int) -> list[CompressedLayer]:

@@ -105,12 +105,14 @@ class LayerMoments:
         grads_OO: Mean of ``g g^T``, g being the gradient of a row's own loss by the layer's output.
         rows: Number of rows.
         grad_rows: Number of rows that had a gradient.
+        batches: Number of batches that they came in.
     """
 
     inputs_II: Tensor
     grads_OO: Tensor
     rows: int = 0
     grad_rows: int = 0
+    batches: int = 0
 
     def add_inputs(self, square_II: Tensor, count: int) -> None:
         """Add the rows of one call, given the sum of ``x x^T`` over them and their number."""
@@ -196,6 +198,8 @@ def gather_moments(
     idle = [name for name, moments in found.items() if not moments.grad_rows]
     if idle:
         raise ValueError(f"loss_fn never called {', '.join(idle)}: exclude what it does not reach")
+    for moments in found.values():
+        moments.batches = seen
     if keep:
         _write(keep, layers, found, seen, complete=True)
     return found
@@ -240,7 +244,7 @@ def _read(
             for name, moments in found.items():
                 moments.inputs_II.copy_(file.get_tensor(f"{name}.inputs_II"))
                 moments.grads_OO.copy_(file.get_tensor(f"{name}.grads_OO"))
-                moments.rows = about["rows"][name]
+                moments.rows, moments.batches = about["rows"][name], about["batches"]
                 moments.grad_rows = about["grad_rows"][name]
     except (SafetensorError, KeyError):
         raise ValueError(f"{path} is no file of moments: remove it, or name another") from None

@@ -135,7 +135,7 @@ class ClickRows:
 def transformed(
     values: np.ndarray, transform: str, mean: np.ndarray, spread: np.ndarray
 ) -> np.ndarray:
-    """Transform numbers ``(n, C)`` to inputs of the model, float32; non-finite ones are missing.
+    """Transform numbers ``(n, C)`` to float32 inputs; numbers that are not finite count as missing.
 
     ``transform`` is that of ``ClickData``; ``standard`` uses ``mean`` and ``spread``, ``(C,)``.
     """
@@ -380,7 +380,7 @@ def _codes(values: "pd.Series") -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Columns of a file, which its first line may name; a typed file has no separator."""
+    """Columns of a file, which its first line may name; .npz and .parquet have no separator."""
 
     names: list[str]
     separator: str = ""

@@ -11,15 +11,19 @@ from torch import Tensor, nn
 from comera.extras import listed
 from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
-from comera.nn.forms import as_torch, experts_apart, form_of, from_torch, fuse_experts_
+from comera.nn.forms import (
+    PER_TOKEN,
+    as_torch,
+    expert_shares,
+    experts_apart,
+    form_of,
+    from_torch,
+    fuse_experts_,
+    rows_at,
+)
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded, is_sharded
-from comera.nn.swap import (
-    evaluation_mode,
-    every_layer_called,
-    rename_tied_weights_,
-    swap_layers_,
-)
+from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     TTConfig,
@@ -31,18 +35,28 @@ from comera.nn.targets import (
 )
 from comera.nn.tied import TiedTTLinear
 from comera.params import renew_wrappers_
-from comera.planning.planner import plan_layer
+from comera.planning.planner import Plan, plan_layer
 from comera.shapes import BTTShape
 
 log = logging.getLogger("comera")
 
-_LOSES = "tensorize_: %s: %s%s"
-_GUESS = " (as a default profile predicts it: `comera calibrate` measures this machine)"
+_LOSES = (
+    "tensorize_ makes layers slower or larger than dense: %s; predicted for the rows of a batch in "
+    "TTConfig(tokens=%d)%s"
+)
+_ALL_ROWS = (
+    "tensorize_ plans each expert of %s with all %d rows of a batch: no module around them or "
+    "config of theirs says how many experts a row goes to (%s)"
+)
+_GUESS = " by a default profile (`comera calibrate` measures this machine)"
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _WORST_RATIO = 1.1
 """Predicted time or memory, in units of dense's, above which a layer is named."""
+
+_NAMED_KINDS = 3
+"""Kinds of layers of which a line says how much slower they are."""
 
 _TOKENS = 4096
 """Rows of a training batch by default."""
@@ -137,22 +151,15 @@ def _tensorized(
         )
     elif config.init == "svd":
         _warn_of_approximations(model, targets, made, calibration)
-    alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
-    for name, layer in made.items():
-        if isinstance(layer, CompressedLinear):
-            alike.setdefault(layer.kind(), []).append((name, layer))
-    for members in alike.values():
-        layer = members[0][1]
-        setting = layer.planner_setting()
-        plan = plan_layer(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
-        if plan.worst_ratio > _WORST_RATIO:
-            slower = max(plan.time_ratio, plan.eager_ratio or 0.0) > 1
-            guess = "" if setting["machine"].measured else _GUESS
-            which = listed([name for name, _ in members], most=2)
-            level = logging.WARNING if slower else logging.INFO
-            log.log(level, _LOSES, which, plan.sentence(), guess)
+    dense_now = [name for name, new in made.items() if getattr(new, "dense_sparse", False)]
+    if dense_now:
+        log.warning(
+            "tensorize_: %s had sparse gradients (sparse=True); those of cores are dense, and "
+            "small: train by AdamW or SGD, not SparseAdam",
+            listed(dense_now),
+        )
+    _name_those_that_lose(model, made, config.tokens or _TOKENS)
     converted = swap_layers_(model, replacements)
-    rename_tied_weights_(converted)
     renew_wrappers_(converted.modules())
     return cast(Model, converted)  # or the layer in its place
 
@@ -161,7 +168,7 @@ def densify_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by the torch layer with the same weight, in place.
 
     Layers that share cores share the dense weight. Returns the model or the layer that replaces it.
-    Raises ``TypeError`` if ``model`` is no module.
+    Raises ``TypeError`` if ``model`` is no module, ``ValueError`` if a tensor train is sharded.
     """
     check_unsharded(model, "densify_")
     replacements: dict[int, nn.Module] = {}
@@ -178,9 +185,49 @@ def densify_(model: nn.Module) -> nn.Module:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
     model = fuse_experts_(swap_layers_(model, replacements))
-    rename_tied_weights_(model)
     renew_wrappers_(model.modules())
     return model
+
+
+def plans_of(
+    model: nn.Module, layers: Mapping[str, nn.Module], tokens: int, **setting: Any
+) -> list[tuple[tuple[str, ...], Plan]]:
+    """Plan layers of a model at a batch, those of equal cost once; return their names and plan."""
+    shares = expert_shares(model)
+    alike: dict[tuple[object, int], list[tuple[str, TensorTrainModule]]] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, TensorTrainModule):
+            kind = layer.kind() if isinstance(layer, CompressedLinear) else name
+            alike.setdefault((kind, rows_at(tokens, name, shares)), []).append((name, layer))
+    found = []
+    for (_, rows), members in alike.items():
+        names, (layer, *_) = zip(*members, strict=True)
+        work: Any = layer.at(rows, together=len(names))
+        if work is not None:
+            found.append((names, plan_layer(work, **layer.planner_setting() | setting)))
+    return found
+
+
+def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], tokens: int) -> None:
+    """Log in one line which kinds of layers are predicted to be slower or larger than dense."""
+    plans = plans_of(model, made, tokens)
+    losing = [(names, plan) for names, plan in plans if plan.worst_ratio > _WORST_RATIO]
+    losing.sort(key=lambda each: -each[1].worst_ratio)
+    texts = [
+        f"{listed(names, most=2)}: {plan.sentence()}"
+        + f" at an expert's {plan.layer.tokens} rows" * (plan.layer.tokens != tokens)
+        for names, plan in losing[:_NAMED_KINDS]
+    ]
+    if len(losing) > _NAMED_KINDS:
+        texts.append(f"comera.plan(model) has {len(losing) - _NAMED_KINDS} more kinds")
+    if losing:
+        slower = any(max(plan.time_ratio, plan.eager_ratio or 0.0) > 1 for _, plan in losing)
+        guess = "" if losing[0][1].machine.measured else _GUESS
+        level = logging.WARNING if slower else logging.INFO
+        log.log(level, _LOSES, "; ".join(texts), tokens, guess)
+    for held, share in expert_shares(model).items():
+        if share is None and any(name.startswith(f"{held}.") for name in made):
+            log.warning(_ALL_ROWS, held, tokens, PER_TOKEN[0])
 
 
 def _holds_numbers(layer: nn.Module) -> bool:
@@ -348,7 +395,7 @@ def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> Tensor
             settings["bias"] = module.bias is not None
         else:
             sizes = module.num_embeddings, module.embedding_dim
-            own = ("padding_idx", "sparse", *kind._own_settings)
+            own = ("padding_idx", *kind._own_settings)
             settings |= {key: getattr(module, key) for key in own}
             settings["scatter_rows"] = config.scatter_rows if init != "svd" else False
         new = kind(*sizes, **settings)

@@ -5,7 +5,7 @@ transformers 5 holds the experts of a mixture in ``gate_up_proj`` (or ``up_proj`
 define the computation. This file splits them into a linear layer for each expert and matrix.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -218,8 +218,8 @@ def is_fused(module: Any) -> bool:
 def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[None]:
     """Split fused experts of a model in place, so that their layers can be replaced.
 
-    If ``names`` is None, all experts are split; those whose layers are all dense at the end are
-    fused again. An error fuses all again. Raises ``ValueError`` if a name has no fused experts.
+    If ``names`` is None, all experts are split; experts with only dense layers at the end are fused
+    again. An error fuses all experts again. Raises ``ValueError`` if a name has no fused experts.
     """
     found = {name: module for name, module in model.named_modules() if name and is_fused(module)}
     lost = [name for name in names or () if name not in found]
@@ -251,6 +251,40 @@ def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Itera
                             layer.register_parameter(name, nn.Parameter(own, param.requires_grad))
         if back:
             swap_layers_(model, back)
+
+
+PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
+"""Names, in modules and in configs, of the number of experts that a row goes to."""
+
+
+def expert_shares(model: nn.Module) -> dict[str, float | None]:
+    """Return by name, for each module that holds experts, the share of all rows that one gets.
+
+    It is told by the nearest module around them, or by that module's ``config``; None if by none.
+    """
+    shares: dict[str, float | None] = {}
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList) and name.endswith("experts")
+        if not (is_list or isinstance(module, SplitExperts)):
+            continue
+        number = module.num_experts if isinstance(module, SplitExperts) else len(module)
+        shares[name], parts = None, name.split(".")
+        for depth in range(len(parts), -1, -1):
+            around = model.get_submodule(".".join(parts[:depth]))
+            config = getattr(around, "config", None)
+            said = [getattr(around, "top_k", None)]
+            said += [getattr(of, key, None) for of in (around, config) for key in PER_TOKEN]
+            count = next((each for each in said if type(each) is int and each > 0), None)
+            if count is not None:
+                shares[name] = min(1.0, count / max(1, number))
+                break
+    return shares
+
+
+def rows_at(tokens: int, name: str, shares: Mapping[str, float | None]) -> int:
+    """Return how many rows of a batch a layer gets: all, or an expert's share of them."""
+    share = next((of for held, of in shares.items() if name.startswith(f"{held}.")), None)
+    return tokens if share is None else max(1, round(share * tokens))
 
 
 def fuse_experts_(model: nn.Module) -> nn.Module:

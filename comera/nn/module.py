@@ -1,20 +1,25 @@
 """Define the base of every tensor-train module: cores, gates, ranks, loading and moving."""
 
 import logging
+import math
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from comera.nn.dense_weight import read_only
-from comera.nn.init import Init, init_
+from comera.nn.decompose import widened
+from comera.nn.dense_weight import DenseWeight, read_only
+from comera.nn.init import Init, normal_, orthogonal_
 from comera.ops.context import machine_of
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
+from comera.ops.operator import NOT_PLAIN
 from comera.params import renew_wrappers_
+from comera.planning.candidate import Work
 from comera.shapes import Shape, check_tolerance, is_number
 
 
@@ -60,7 +65,12 @@ _WRITTEN = (
     "{0}.weight is computed from the layer's cores, so that an edit in place would change nothing. "
     "layer.set_weight_(W, tolerance=0.01), or layer.weight = W at the present ranks, approximates "
     "a weight; comera.densify_(model) makes layers whose weight can be edited, such as "
-    "by the merge of an adapter"
+    "by torch.nn.utils.prune or the merge of an adapter"
+)
+
+_PARAMETRIZED = (
+    "{0}.weight is computed from the layer's cores and is no parameter that weight_norm or another "
+    "parametrization could take: leave the layer dense, by TTConfig(exclude_modules=...)"
 )
 
 
@@ -109,6 +119,8 @@ class WeightByAssignment(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Set the property on ``layer.weight = nn.Parameter(...)``; register other parameters."""
+        if isinstance(param, DenseWeight):  # as torch.nn.utils.prune does, to multiply it by a mask
+            raise RuntimeError(param._remedy)
         if name == "weight" and param is not None:
             self.weight = param.detach()
         else:
@@ -143,8 +155,12 @@ class TensorTrainModule(WeightByAssignment):
 
     def _check_there(self, input: Tensor) -> None:
         """Raise if the input is no tensor, or if the cores are on ``meta`` and the input is not."""
-        if not hasattr(input, "is_meta"):
-            raise TypeError(f"{type(self).__name__} takes a tensor, not {reprlib.repr(input)}")
+        if type(input) is not Tensor:
+            name = type(self).__name__
+            if isinstance(input, fx.Proxy):
+                raise TypeError(NOT_PLAIN.format("torch.fx.symbolic_trace", name))
+            if not isinstance(input, Tensor):
+                raise TypeError(f"{name} takes a tensor, not {reprlib.repr(input)}")
         cores: Any = self._modules["cores"]
         core = cores._parameters.get("0")
         if core is not None and core.is_meta and not input.is_meta:
@@ -154,6 +170,18 @@ class TensorTrainModule(WeightByAssignment):
                 "those that it has offloaded if it is told of the class: cpu_offload, "
                 f'dispatch_model(..., preload_module_classes=["{type(self).__name__}"])'
             )
+
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(NOT_PLAIN.format("torch.jit.script", type(self).__name__))
+
+    @property
+    def parametrizations(self) -> Any:
+        """Refuse ``weight_norm`` and other parametrizations of the weight: it is no parameter."""
+        caller = sys._getframe(2)  # the only place where torch asks the layer before it fails
+        asked = caller.f_locals.get("tensor_name")
+        if caller.f_code.co_name == "register_parametrization" and asked == "weight":
+            raise ValueError(_PARAMETRIZED.format(type(self).__name__))
+        raise AttributeError("parametrizations")  # nn.Module then finds those of other parameters
 
     def _build(
         self,
@@ -198,7 +226,7 @@ class TensorTrainModule(WeightByAssignment):
     @property
     def num_dense(self) -> int:
         """Number of entries of the dense weight."""
-        raise NotImplementedError
+        return math.prod(self._weight_size())
 
     @property
     def num_stored(self) -> int:
@@ -231,6 +259,13 @@ class TensorTrainModule(WeightByAssignment):
         core = self.cores[0]
         return {"dtype": dtype_name(core), "machine": machine_of(core.device)}
 
+    def at(self, tokens: int, *, together: int = 1) -> Work | None:
+        """Describe the layer to the planner; ``together`` layers contract their cores at once.
+
+        None for the hot rows of a table: a gather and one product, which have no order.
+        """
+        return None
+
     def dense_weight(self) -> Tensor:
         """Compute the dense weight as an ordinary tensor; differentiable."""
         raise NotImplementedError
@@ -248,8 +283,8 @@ class TensorTrainModule(WeightByAssignment):
             The relative Frobenius error of the weight that the module now holds.
 
         Raises:
-            ValueError: If the shape differs, an entry is not finite, all ranks were cut, or a core
-                or gate is sharded or computed from other tensors.
+            ValueError: If the shape differs, an entry is not finite, no rank was left to keep, or a
+                core or gate is sharded or computed from other tensors.
             TypeError: If ``weight`` is no tensor.
         """
         if not isinstance(weight, Tensor):
@@ -281,6 +316,12 @@ class TensorTrainModule(WeightByAssignment):
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
         """Set cores and gates to approximate a weight, at the present ranks or to a tolerance."""
+        cores = self._cores_of(weight, self.shape, tolerance)
+        self.set_cores_(cores if tolerance is not None else widened(cores, self.ranks))
+
+    @staticmethod
+    def _cores_of(weight: Tensor, shape: Any, tolerance: float | None) -> Sequence[Tensor]:
+        """Decompose a weight to cores with at most the shape's ranks, or to a tolerance."""
         raise NotImplementedError
 
     def _weight_size(self) -> tuple[int, int]:
@@ -302,11 +343,14 @@ class TensorTrainModule(WeightByAssignment):
             self.shared.renew()
 
     def rank_norms(self) -> Tensor:
-        """Return the squared norm of each rank's part of the weight, ``(R,)``; not for chains."""
+        """Return the squared norm of each rank's part of the weight, ``(R,)``; chains have none."""
         raise NotImplementedError
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return cores in canonical form and singular values, or None; not for chains."""
+        """Return canonical cores and the singular values; only for layers that are not chains.
+
+        Returns None if the weight is zero or not finite.
+        """
         raise NotImplementedError
 
     def gated_cores(self) -> list[Tensor]:
@@ -384,26 +428,32 @@ class TensorTrainModule(WeightByAssignment):
     @torch.no_grad()
     def _init_cores_(self, std: float, init: Init) -> None:
         """Draw random cores of a weight with root mean square ``std``; set the gates to one."""
+        if init not in ("orthogonal", "normal"):
+            raise ValueError(f"init={init!r} must be 'orthogonal' or 'normal'")
         for gate in self.gates:
             gate.fill_(1)
         if self.cores[0].is_meta or 0 in self.ranks:
             return
         # Of sharded cores the whole is drawn, and that of the first process shared out.
-        whole = [
+        cores = [
             torch.empty(core.shape, dtype=core.dtype, device=core.device)
             if is_sharded(core) else core for core in self.cores
         ]  # fmt: skip
-        self._draw_(whole, std, init)
-        for core, drawn in zip(self.cores, whole, strict=True):
+        self._draw_cores_(cores, std or self.num_dense**-0.25, init)
+        if not std:  # were all of them zero, none would ever have a gradient
+            cores[-1].zero_()
+        for core, drawn in zip(self.cores, cores, strict=True):
             if drawn is not core:
                 from torch.distributed.tensor import distribute_tensor
 
                 core.copy_(distribute_tensor(drawn, core.device_mesh, core.placements))
 
-    def _draw_(self, cores: list[Tensor], std: float, init: Init) -> None:
-        init_(cores, self._split, std or self.num_dense**-0.25, init)
-        if not std:  # were all of them zero, none would ever have a gradient
-            cores[-1].zero_()
+    def _draw_cores_(self, cores: list[Tensor], std: float, init: Init) -> None:
+        """Draw cores of a weight with root mean square ``std``, which is not zero."""
+        if init == "orthogonal":
+            orthogonal_(cores, self._split, std)
+        else:
+            normal_(cores, std)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         """Load a state dict of any ranks: resize the parameters to it first."""
@@ -415,14 +465,18 @@ class TensorTrainModule(WeightByAssignment):
                 for core, mine in zip(saved, self.cores, strict=True)
             )
             if fits and ranks != self.ranks:
-                try:
-                    check_unsharded(self, f"{prefix}load_state_dict of other ranks", written=True)
-                except ValueError as problem:
-                    args[-1].append(str(problem))
-                else:
-                    self.resize_ranks_(ranks)
-                    renew_wrappers_([self], during=args[-1])
+                what = f"load_state_dict of other ranks ({prefix.rstrip('.') or 'the layer'})"
+                check_unsharded(self, what, written=True)
+                self.resize_ranks_(ranks)
+                renew_wrappers_([self], during=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def without_format(tensor: Tensor) -> Tensor:  # cores are no pictures with channels
+            few = tensor.dim() not in (4, 5) or is_sharded(tensor)
+            return fn(tensor) if few else fn(tensor[None, None])[0, 0]
+
+        return super()._apply(without_format, recurse)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes without cached tensors of a :class:`~comera.BatchedContraction`."""
@@ -534,8 +588,8 @@ def check_unsharded(model: nn.Module, what: str, written: bool = False) -> None:
             if flat or is_sharded(param):
                 raise ValueError(
                     f"{what} needs whole tensor trains, and {which} of shape "
-                    f"{tuple(param.shape)} is sharded (as by fully_shard). Leave the"
-                    " model whole in DistributedDataParallel, or shard its dense matrices alone "
+                    f"{tuple(param.shape)} is sharded (as by fully_shard). Leave the "
+                    "model whole in DistributedDataParallel, or shard its dense matrices alone "
                     "(comera.train.sharded.shard_dense_): tensor trains are small. With all of it "
                     "sharded, write a loop of your own with torch.optim.AdamW or SGD, without "
                     "BatchedContraction, TrainStep and rank learning"

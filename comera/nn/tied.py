@@ -1,4 +1,4 @@
-"""An output layer that shares the cores of an embedding."""
+"""Define an output layer that shares the cores of an embedding."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self

@@ -27,7 +27,7 @@ _STEPS = 1 << 8  # probabilities of dropout that a mask of bytes can have
 
 
 def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what masks scores when added: zero for keys to attend to, very negative for others."""
+    """Return a mask to add to scores: zero for keys to attend to, very negative for others."""
     lowest = torch.finfo(dtype).min / 2  # finite: a softmax over -inf alone is NaN
     bias_BT = torch.logical_not(keep_BT, out=torch.empty_like(keep_BT, dtype=dtype))
     return bias_BT.mul_(lowest)
@@ -44,15 +44,15 @@ def attend(
     """Compute ``softmax(scale * q @ k.T) @ v``, with dropout on the softmax.
 
     Returns ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width of v)`` in memory. On
-    a CPU it can be differentiated once. Raises ``ValueError`` if ``dropout`` is no probability.
+    a CPU the result can be differentiated once. A ``dropout`` outside [0, 1] is a ``ValueError``.
 
     Args:
         q_BHME: Queries; a view of ``(B, M, H, E)`` in memory is not copied on a GPU.
         k_BGTE: Keys, of every head or one for all.
         v_BGTE: Values, as the keys; their width may be another.
         keep_BT: Keys that may be attended to, booleans or integers as Hugging Face has them, or the
-            result of :func:`score_bias`. A sequence without any is attended to evenly. None for all
-            keys, which takes a GPU less time.
+            result of :func:`score_bias`. A sequence without such a key is attended to evenly. None
+            for all keys, which takes a GPU less time.
         scale: Factor of the scores.
         dropout: Probability of dropping an attention weight.
     """
@@ -177,7 +177,7 @@ _attend.register_autograd(_back_attend, setup_context=_setup_attend)
 
 
 def _drop(x: Tensor, keep: Tensor, n: slice) -> Tensor:
-    """Zero the dropped entries; the caller scales the kept ones, after a product with them."""
+    """Zero the dropped entries; the caller scales the product that the kept entries go into."""
     return keep[n].to(x.dtype).mul_(x) if keep.numel() else x
 
 
@@ -280,7 +280,7 @@ def check_probability(p: float) -> None:
 
 
 def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
-    """Draw an int8 mask on the CPU, zero with probability p; return it and the kept ones' scale."""
+    """Draw an int8 mask on the CPU, zero with probability p; also return the scale of the rest."""
     if not math.prod(shape):  # as in evaluation, which leaves torch's random state alone
         return torch.zeros(shape, dtype=torch.int8), torch.ones(())
     seed = int(torch.randint(1 << 62, ()))  # torch's seed decides; numpy draws twice as fast

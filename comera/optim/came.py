@@ -344,14 +344,14 @@ def _every(states: Sequence[State], key: str) -> list[Tensor]:
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack ``b`` tensors of equal shape to ``(b, n)``: a single one's memory, else a copy."""
+    """Stack ``b`` tensors of equal shape to ``(b, n)``: a copy, or a view of a single tensor."""
     if len(tensors) == 1:
         return tensors[0].detach().reshape(1, -1)
     return torch.stack([tensor.detach() for tensor in tensors]).view(len(tensors), -1)
 
 
 def _write(tensors: list[Tensor], stacked: Tensor) -> None:
-    """Write stacked tensors back, unless it was one, whose memory has changed already."""
+    """Write stacked tensors back; the memory of a single tensor has already changed."""
     if len(tensors) > 1:
         torch._foreach_copy_(tensors, stacked.view(len(tensors), *tensors[0].shape).unbind())
     elif not tensors[0].is_contiguous():

@@ -63,7 +63,7 @@ class GaLore(Optimizer):
             ``rank``; ``update_proj_gap``, steps between two subspaces, 200; ``scale``, factor of
             every step, 0.25; ``proj_type``: ``"std"`` (the shorter side) or ``"full"`` (both).
             A tensor of more than two dimensions is taken as ``(first, all others)``. A matrix
-            whose sides are not above the rank is neither projected nor scaled.
+            with a side that is not above the rank is neither projected nor scaled.
         inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`. The attribute
             ``inner`` is that optimizer, of the stand-ins and all parameters that are not projected.
         **settings: Settings of the inner optimizer: ``lr``, ``betas``, ...; groups may differ.
@@ -108,7 +108,7 @@ class GaLore(Optimizer):
         super().__init__(groups, dict(self.inner.defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, projected if it has a ``rank``; raises errors of the class."""
+        """Add a parameter group, projected if it has a ``rank``; errors are those of the class."""
         group = {**param_group, "params": _as_list(param_group["params"])}
         inner, name = self.inner, type(self.inner).__name__
         known = {*inner.defaults, *COMMON_KEYS, *_KEYS}
@@ -300,7 +300,7 @@ class GaLore(Optimizer):
         return grad.add(param, alpha=-rate if group.get("maximize") else rate)
 
     def _share_state(self) -> None:
-        """Show the inner optimizer's state of parameters that are not projected as this state."""
+        """Put the inner optimizer's state of parameters that are not projected in ``state``."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param not in self._stand_ins and param in self.inner.state:
@@ -457,7 +457,7 @@ def _as_list(params: Any) -> list[Any]:
 def _for_inner(
     group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter], seen: set[int]
 ) -> dict[str, Any]:
-    """Check a group; return that of the inner optimizer. Fills ``stand_ins`` and ``seen``."""
+    """Check a group; return the inner optimizer's group. Adds to ``stand_ins`` and ``seen``."""
     for one in group["params"]:
         param = one[1] if isinstance(one, tuple) else one
         if id(param) in seen:

@@ -140,7 +140,7 @@ def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
 
 
 def pack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
-    """Undo :func:`unpack_state_`, for the parameter's present shape."""
+    """Pack a parameter's state after :func:`unpack_state_`, in the parameter's present shape."""
     if optimizer is None:
         return
     own, new_buffer = (getattr(optimizer, name, None) for name in ("pack_state_", "_new_buffer"))

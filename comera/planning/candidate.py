@@ -1,4 +1,4 @@
-"""Steps of a layer's computation, and candidates that add up the time and memory of their steps."""
+"""Candidates: ways to compute a layer, with the time and memory added up over their steps."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ class Step:
     Attributes:
         result: Name of the tensor it makes.
         reads: Names of the tensors it reads.
-        what: The einsum equation of a product, words for anything else.
+        what: The einsum equation of a product, or words that describe any other step.
         size: Numbers in the result.
         operations: Multiply-adds.
         moved: Numbers read or written in the order in which they lie in memory.
@@ -121,7 +121,7 @@ OUTPUT_GRADIENT = "gy"
 
 
 class Work:
-    """Base of what the planner plans: a layer or table at one batch size."""
+    """Base of a layer or table at one batch size, for which the planner predicts costs."""
 
     shape: Shape
     tokens: int
@@ -191,7 +191,7 @@ def candidate(
 ) -> Candidate:
     """Make a candidate, and add up the time and memory of its steps.
 
-    ``parameters`` are sizes by name.
+    ``parameters`` maps names to sizes.
     """
     inputs, output = work.sizes(dtype)
     sizes = {**inputs, **{step.result: step.size for step in forward}}
@@ -225,7 +225,7 @@ def candidate(
 def _peak(
     steps: Sequence[Step], start: Mapping[str, int], keep: set[str], parameters: Mapping[str, int]
 ) -> int:
-    """Return the most numbers held at once, if tensors not in ``keep`` go after their last read."""
+    """Return the most numbers held at once; tensors not in ``keep`` end with their last read."""
     last = {name: k for k, step in enumerate(steps) for name in step.reads}
     held = dict(start)
     most = sum(held.values())
@@ -264,7 +264,7 @@ def chain_indices(
 
 
 def _letter(alphabet: str, k: int) -> str:
-    """Return the k-th letter, or past the end every other one after those of Latin-1."""
+    """Return the k-th letter; past the end of the alphabet, every other letter from ``À`` on."""
     more = 2 * (k - len(alphabet)) + (alphabet is _BONDS)
     return alphabet[k] if k < len(alphabet) else chr(ord("À") + more)
 

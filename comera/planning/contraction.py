@@ -1,7 +1,7 @@
 """Search the contraction tree of a tensor network with the fewest operations.
 
 Each product costs its multiply-adds once in the forward pass, and once more for each of the two
-gradients, so the best tree of the forward pass is the best one for both passes.
+gradients, so the best tree of the forward pass is best for both passes.
 
 Indices are those of :func:`~comera.planning.candidate.chain_indices`, and ``b`` for the batch.
 """
@@ -25,7 +25,7 @@ with outer products are left out, which keeps the search below a tenth of a seco
 
 @dataclass(frozen=True)
 class Network:
-    """A tensor network: indices of tensors and output, and their sizes; others are summed."""
+    """Indices of the tensors and the output, with sizes; a product sums over all other indices."""
 
     tensors: Mapping[str, Indices]
     sizes: Mapping[str, int]

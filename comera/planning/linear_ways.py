@@ -76,7 +76,7 @@ class Layer(Work):
 
     @property
     def operators(self) -> float:
-        """Python operators in each pass: a shared one contracts cores, one multiplies the batch."""
+        """Python operators in each pass: one for the batch, and a share of one for the cores."""
         return 1 + 1 / self.together
 
     @property
@@ -206,7 +206,7 @@ def _factors(layer: Layer) -> list[Step]:
 
 
 def _core_gradients(layer: Layer) -> list[Step]:
-    """List the steps that compute the gradients of cores and gates from those of A and B."""
+    """List the steps from the gradients of A and B to the gradients of cores and gates."""
     left, right = factor_chains(layer.shape)
     steps = [*left.backward, *right.backward, gates(layer.shape, layer.operators, backward=True)]
     return [replace(step, calls=step.calls / layer.together) for step in steps]
@@ -259,8 +259,8 @@ def dense_from(
 ) -> int | None:
     """Return the number of tokens from which multiplying by the dense weight beats its two factors.
 
-    None if dense is slower at any batch (up to 2**24 tokens), or the layer's weight has vanished.
-    Without ``train`` only the forward pass counts.
+    Returns None if the dense weight is slower up to 2**24 tokens, or if a rank is zero. Without
+    ``train`` only the forward pass counts.
     """
     machine.rate(dtype)
     if 0 in layer.shape.ranks:

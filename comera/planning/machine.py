@@ -135,7 +135,7 @@ class Machine:
         )
 
     def in_all(self, working: float, starting: float) -> float:
-        """Combine the seconds of work and of starting kernels to those of both."""
+        """Combine the seconds of work and of starting kernels to the seconds of both together."""
         return max(working, starting) if self.runs_ahead else working + starting
 
     def share(self, narrow: int, depth: int) -> float:
@@ -178,7 +178,7 @@ _DEFAULTS = {
         name="two cores", kind="cpu", threads=2, measured=False,
         flops=(("float64", 65e9), ("float32", 130e9), ("bfloat16", 65e9), ("float16", 30e9)),
         bandwidth=12e9, strided_bandwidth=6e9, cache_bandwidth=40e9, cache_bytes=8e6,
-        call_overhead=6e-6, operator_overhead=250e-6,
+        call_overhead=6e-6, operator_overhead=60e-6,
         tile=16, whole_tiles=False, half_width=4, half_depth=6,
     ),
     # Like an H200, with a host like that of an H100 with a slow Xeon.
@@ -203,7 +203,7 @@ def default_machine(kind: str = "cpu") -> Machine:
 def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None = None) -> Machine:
     """Load the saved profile of a machine; if there is none, log that once and return defaults.
 
-    By default the name is that of this computer's processor. A GPU needs one.
+    By default the name is that of this computer's processor. For a GPU the name is needed.
     """
     _check_kind(kind)
     name = processor_name() if name is None and kind == "cpu" else name
@@ -250,7 +250,7 @@ def cpu_info(entry: str) -> str | None:
 
 
 def profile_path(kind: str, name: str, threads: int | None, what: str = "") -> Path:
-    """Return the file of a device's measurements ``what``; of its profile if that is empty."""
+    """Return the file of a device's measurements ``what``, or its profile if ``what`` is empty."""
     words = re.findall(r"[a-z0-9]+", f"{kind} {name}".lower())
     threaded = [f"{threads}threads"] if threads else []
     more = re.findall(r"[a-z0-9]+", what.lower())

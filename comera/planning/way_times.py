@@ -143,7 +143,7 @@ attention_space 128 x 32 x 64, bfloat16, captured: ranks 267 us, heads 296 us
 
 
 def _timing(line: str) -> Timing:
-    """Return what a line of ``comera calibrate`` describes."""
+    """Parse a line that ``comera calibrate`` prints."""
     what, ways = line.split(": ")
     case, dtype, *captured = what.split(", ")
     group, _, sizes = case.partition(" ")
@@ -166,8 +166,8 @@ NONE = WayTimes("built-in order: never measured here")
 class Setting:
     """Device and versions for which times are valid; ``kind`` is ``"cpu"`` or ``"cuda"``.
 
-    ``threads`` are those in use on a CPU, None on a card; ``kernels`` is the digest of the sources
-    of the kernels, empty on a CPU.
+    ``threads`` is the number of threads in use on a CPU, None on a card; ``kernels`` is the digest
+    of the sources of the kernels, empty on a CPU.
     """
 
     kind: str

@@ -1,6 +1,6 @@
-"""Processes that train copies of one model, which must cut the same ranks.
+"""Make processes that train copies of one model cut the same ranks.
 
-Their settings, ranks, gates and plans are compared before anything is changed.
+Settings, ranks, gates and plans of the processes are compared before anything is changed.
 """
 
 from collections.abc import Callable, Mapping

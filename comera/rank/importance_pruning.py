@@ -32,7 +32,7 @@ _OBSERVED = 100
 
 @dataclass
 class ImportanceSettings:
-    """Settings of :class:`ImportancePruning`, and of the section ``importance`` of a run.
+    """Settings of :class:`ImportancePruning`, and of the section ``importance_pruning`` of runs.
 
     Args:
         min_keep: Entries that every layer keeps at least, as a share of what it would have if all
@@ -109,7 +109,7 @@ class ImportancePruning(RankLearning):
         return loss
 
     def _observe_(self) -> None:
-        """Hook every gate, those that were replaced too; ``ValueError`` if one is frozen."""
+        """Hook every gate, again if it was replaced; raise ``ValueError`` if a gate is frozen."""
         names = [name for name, layer in self.size.layers.items() for _ in layer.gates]
         for number, (gate, name) in enumerate(zip(self.size.gates, names, strict=True)):
             if not gate.requires_grad:
@@ -209,7 +209,7 @@ class ImportancePruning(RankLearning):
         return {id(g): part for g, part in zip(gates, mean.split(widths), strict=True)}
 
     def _stop_(self) -> None:
-        """Remove the hooks and forget everything."""
+        """Remove the hooks and drop all scores."""
         for _, hook in self._observed.values():
             hook.remove()
         self._observed.clear()

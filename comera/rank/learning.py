@@ -1,4 +1,4 @@
-"""The base of the methods of rank learning, and the size of a model counted by its gates."""
+"""Define the base of the methods of rank learning, and count a model's size by its gates."""
 
 import logging
 import math
@@ -145,9 +145,9 @@ class SizeOfRanks:
     def hold_(self, before: Tensor, floor: float) -> Tensor:
         """Reopen gates if too many closed in one step: a closed gate never opens by itself.
 
-        A gate that has just closed is set to 1.5 times ``prune_below`` if its bond has no open gate
-        left, or if the size is below ``floor``. Returns whether the size was below the floor, a
-        boolean on the device.
+        If the size is below ``floor``, gates that have just closed are set to 1.5 times
+        ``prune_below``; so is the largest gate of a bond without an open one, unless ``min_rank``
+        is 0. Returns whether the size was below the floor, a boolean on the device.
 
         Args:
             before: Whether each gate was open before the optimizer step.
@@ -301,7 +301,7 @@ class RankLearning(ABC):
 
     @abstractmethod
     def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
-        """Return the objective; code may branch on the host only by values in :meth:`identity`.
+        """Return the objective. Host code may branch only on values that :meth:`identity` returns.
 
         ``seen`` is the loss, or the mean loss of several processes, without a gradient.
         """
@@ -334,7 +334,7 @@ class RankLearning(ABC):
 
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
-        """Reopen gates if a step closed too many: the part of :meth:`step` in a CUDA graph."""
+        """Reopen gates if a step closed too many; a CUDA graph holds this part of :meth:`step`."""
         if self._live is not None:
             # Many gates may close in one step, and a closed one has no gradient to open again.
             self._target_met |= self.size.hold_(self._live, self.target_size)
@@ -383,10 +383,10 @@ class RankLearning(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of :meth:`state_dict`; the target is that of this object.
+        """Resume from a state of :meth:`state_dict`, but keep the target of this object.
 
         Raises:
-            ValueError: If the state is one of another method, or the target is out of reach;
+            ValueError: If the state belongs to another method, or the target is out of reach;
                 nothing is changed.
         """
         if state.get("method") != self.method:

@@ -46,8 +46,8 @@ class TwoStageSettings:
         gamma: Weight of the size in the early stage.
         beta: Weight of the cores' squared norm in both stages. It stops the gates from shrinking
             while the cores grow to make up for it.
-        rho_loss: Weight of the loss in steps that follow the size; 0.1 in the authors' code. At 1
-            the loss is never trained more slowly than in the early stage.
+        rho_loss: Weight of the loss in late steps that shrink the size; 0.1 in the authors' code.
+            At 1 the loss is never trained more slowly than in the early stage.
         min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish but for their
             bias.
     """
@@ -81,7 +81,7 @@ class TwoStage(RankLearning):
             alone.
         gamma: Weight of the size in the early stage.
         beta: Weight of the cores' squared norm in both stages.
-        rho_loss: Weight of the loss in steps that follow the size.
+        rho_loss: Weight of the loss in late steps that shrink the size.
         min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish.
         process_group: Processes that train copies of the model together, each on its own rows. They
             all call :meth:`step` and :meth:`finish_` alike and cut the same ranks or, with an
@@ -191,8 +191,8 @@ class TwoStage(RankLearning):
     def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
         """Cut ranks, see :meth:`~comera.rank.learning.RankLearning.finish_`.
 
-        If too many ranks are open, gates are closed greedily until the target is met, those with
-        the smallest share of their layer first. A warning tells if many were above 0.1.
+        If too many ranks are open, gates are closed greedily until the target is met, first gates
+        with the smallest share in their layer. A warning tells if many of these were above 0.1.
         """
         group = self._processes()
         live = int(self.size.read().live.sum())

@@ -2,8 +2,8 @@
 
 Each command is a function: its parameters are the arguments and options, its docstring is the help.
 ``train`` and ``plan`` take every setting of a run instead, as an option by its dotted name:
-``--help`` prints those that are changed first, ``--help_all`` every one, ``--SECTION.help`` those
-of a section. An error is printed in one line.
+``--help`` prints the settings that one changes first, ``--help_all`` all settings,
+``--SECTION.help`` those of a section. An error is printed in one line.
 """
 
 import argparse
@@ -86,6 +86,7 @@ FIRST = (
 )  # fmt: skip
 """Settings that ``--help`` shows."""
 
+_MINUTES = 60.0  # how long a process waits for the others, as while one reads the data
 _ALL_SETTINGS = "comera train --help_all"
 _COLUMN, _WIDEST = 26, 100
 
@@ -188,7 +189,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    """Add a function's parameters to a parser; those without default or before ``/`` are words."""
+    """Add parameters of a function to a parser, as words without a default or before ``/``."""
     texts = {p.arg_name: p.description or "" for p in parse(function.__doc__ or "").params}
     for each in _parameters(function):
         text = " ".join(texts[each.name].split()).replace("``", "").replace("%", "%%")
@@ -288,17 +289,17 @@ def train_or_plan(command: str, settings: RunConfig, console: Console, count: in
     if count == 1:
         return 0 if run(settings, console) else INTERRUPTED
     cuda = settings.device != "cpu" and torch.cuda.is_available()
-    with joined(cuda, settings.parallel.timeout_minutes) as processes:
+    with joined(cuda, _MINUTES) as processes:
         shown = console if processes.is_first else Console(quiet=True)
         return 0 if run(settings, shown, processes=processes) else INTERRUPTED
 
 
 def typed_settings(words: Sequence[str]) -> RunConfig:
-    """Return the settings that the words after ``comera train`` or ``comera plan`` stand for.
+    """Return the settings given by the words after ``comera train`` or ``comera plan``.
 
-    One word may be a YAML file, the name of a configuration that comes along, or the folder of a
-    run. The others are ``--KEY=VALUE`` or ``--KEY VALUE``, which override the file.
-    ``--config=FILE`` is a file too, which overrides those before it. Raises ``FileNotFoundError``
+    One word may be a YAML file, the name of a configuration of the package, or the folder of a
+    run. The other words are ``--KEY=VALUE`` or ``--KEY VALUE``, which override the file.
+    ``--config=FILE`` adds a file that overrides earlier files. Raises ``FileNotFoundError``
     if there is no such file, and ``ValueError``, with what would be right, for any other word, or
     for a setting that is unknown or does not fit.
     """
@@ -419,7 +420,7 @@ def settings_by_name() -> dict[str, tuple[Any, type]]:
 
 
 def _hint_of(key: str) -> Any:
-    """Return the type of a setting, ``Any`` for a key in a mapping; None if there is no such."""
+    """Return the type of a setting: ``Any`` for a key in a mapping, None for an unknown one."""
     known = settings_by_name()
     if key in known or "." not in key:
         return known.get(key, (None,))[0]

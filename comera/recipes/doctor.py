@@ -1,4 +1,4 @@
-"""Commands for this machine: ``doctor`` and ``calibrate``."""
+"""Define the commands for this machine: ``doctor`` and ``calibrate``."""
 
 import platform
 from collections.abc import Callable

@@ -184,7 +184,7 @@ class Search:
                     self._fail(number, f"its {self._metric} is {value}")
 
     def summary(self) -> str:
-        """Return a line with the best trial so far and the number of those that failed."""
+        """Return a line with the best trial so far and the number of failed trials."""
         trials = self._study.trials
         done = [trial for trial in trials if trial.state.name == "COMPLETE"]
         failed = [trial for trial in trials if trial.state.name == "FAIL"]

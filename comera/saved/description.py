@@ -18,7 +18,7 @@ from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import as_torch, split_names
 from comera.nn.linear import TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
-from comera.nn.swap import rename_tied_weights_, swap_layers_
+from comera.nn.swap import swap_layers_
 from comera.nn.targets import TTConfig
 from comera.nn.tied import TableHead, TiedTTLinear
 from comera.serving.freeze import refuses_training
@@ -94,6 +94,7 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
     settings: Any = getattr(model, "config", None)
     if callable(getattr(settings, "to_dict", None)):
         plain = json.loads(json.dumps(settings.to_dict(), default=str))
+        plain.pop("quantization_config", None)  # which save_pretrained has left, of these layers
         origin |= {"config_class": path_of(settings), "config": plain}
     layers = describe_layers(model)
     return {
@@ -191,9 +192,9 @@ def rebuild_(
     """Replace layers of a dense model by ``layers`` of :func:`describe`, in place.
 
     The model, possibly on ``meta``, is made like the dense model before compression. Returns the
-    model, or the layer that replaces it; new layers are on ``meta``. Raises ``ValueError`` with a
-    name if an entry is damaged, there is no such layer to replace, or the tensors of the result
-    would not have these ``shapes`` by name; the model is then unchanged.
+    model, or the layer that replaces it; new layers are on ``meta``. Raises ``ValueError``, which
+    names the entry, if an entry is damaged or has no layer to replace, or if the tensors of the
+    result would not have these ``shapes`` by name; the model is then unchanged.
     """
     made = _build_layers(layers)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -203,9 +204,7 @@ def rebuild_(
         _check_tensors(model, modules, replacements, shapes)
     for name, new in made.items():
         new.train(modules[name].training)
-    model = swap_layers_(model, replacements, biases=False)
-    rename_tied_weights_(model)
-    return model
+    return swap_layers_(model, replacements, biases=False)
 
 
 def _build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
@@ -239,7 +238,7 @@ def _build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
 
 
 def _check_places(modules: Mapping[str, nn.Module], made: Mapping[str, nn.Module]) -> None:
-    """Raise ``ValueError`` unless a model's modules have a layer of equal size for each new one."""
+    """Raise ``ValueError`` unless the model has a layer of equal size for each new layer."""
     taken: dict[int, str] = {}
     for name, new in made.items():
         old = modules.get(name)
@@ -283,7 +282,7 @@ def _check_tensors(
     replacements: Mapping[int, nn.Module],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise ``ValueError`` unless the model, with layers replaced, has these tensor shapes."""
+    """Raise ``ValueError`` unless the model with the new layers has tensors of these shapes."""
     inside = {
         f"{name}.".lstrip("."): replacements[id(old)]
         for name, old in modules.items()

@@ -152,7 +152,7 @@ def load_model(
         FileNotFoundError: If there is no such folder, or no model in it.
         ValueError: If a file is damaged, of another program or of a later version, or the given
             model differs from the saved one; the message says where. The model is then unchanged.
-        TypeError: If ``model`` is neither a module nor makes one, or is given first.
+        TypeError: If ``model`` is neither a module nor makes one, or ``folder`` is a module.
 
     Example::
 

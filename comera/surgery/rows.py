@@ -20,10 +20,10 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     """Make the most frequent indices the hot rows of a table, in place and at any time of training.
 
     An index that becomes hot keeps its row exactly or, with a ``hot_rank``, projected on the basis.
-    It swaps places with an index that becomes cold and then reads the tensor train's row at that
+    It swaps places with an index that becomes cold, which then reads the tensor train's row at that
     place. All other rows and the optimizer state of rows that stay hot do not change. In the state
-    of new hot rows, second moments are means over all rows, ASGD's average is the row, and the rest
-    is zero.
+    of new hot rows, first moments are zero, ASGD's average is the row, and all else, such as second
+    moments, is the mean over all rows.
 
     Averages of weights, as of ``torch.optim.swa_utils.AveragedModel``, must be made again. Every
     process passes the same counts, summed over all.
@@ -107,7 +107,7 @@ def _coordinates(hot: HotRows, rows: Tensor) -> Tensor:
 def _set_rows_(
     param: nn.Parameter, dim: int, places: Tensor, rows: Tensor, optimizer: Optimizer | None
 ) -> None:
-    """Set rows of a parameter, and their optimizer state, so that their steps are not longer."""
+    """Set rows of a parameter; reset their optimizer state so that no step of them is too long."""
     moved = param.data.movedim(dim, 0)
     moved[places] = rows.to(param.dtype).view(len(places), *moved.shape[1:])
     if param.grad is not None:

@@ -90,7 +90,7 @@ def slice_state_(
 
 
 def _power_of_gradient(key: str, state: Mapping[str, object]) -> int:
-    """Return the power of the gradient that state scales with: 1 or 2; -1 if as the parameter."""
+    """Return the power of the gradient that state scales with, 0 to 2; -1 for averaged weights."""
     if key == "momentum_buffer" and "square_avg" in state:
         return 0  # RMSprop's momentum sums steps, already divided by the size of the gradient
     return 2 * (key in _GOES_WITH_SQUARE) + (key in _GOES_WITH_GRADIENT) - (key in AVERAGES)
@@ -120,7 +120,7 @@ def _check_follows(what: str, tensor: Tensor, shape: torch.Size) -> None:
 
 
 def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Tensor]) -> Tensor:
-    """Select the kept entries along each dimension in which a tensor has the parameter's size."""
+    """Cut a tensor to the indices in ``keep``, in dimensions of the parameter's old size."""
     _check_follows(what, tensor, old_shape)
     for dim, indices in keep.items():
         if tensor.shape[dim] == old_shape[dim]:

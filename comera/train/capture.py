@@ -160,7 +160,7 @@ class Capture:
             return self._update(batch)
 
     def _possible(self, state: dict[str, Any], batch: Any) -> tuple[_Course, str | None]:
-        """Return the best way that this process can run, and the reason if it must fall back."""
+        """Return how this process can best run the step, and the reason if it must fall back."""
         like = signature(batch)
         if state != self._state:
             self.free()

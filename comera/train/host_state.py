@@ -144,8 +144,8 @@ def why_not_capturable(optimizer: AnyOptimizer) -> str | None:
 def make_capturable_(optimizer: Optimizer, device: torch.device) -> bool:
     """Set an optimizer up for a CUDA graph, in place; return whether anything was changed.
 
-    ``capturable`` is set; learning rates, filled in place by schedulers, and step counts become
-    tensors on the device.
+    Sets ``capturable`` in the groups. Step counts and learning rates become tensors on the device;
+    schedulers fill the learning rates in place.
     """
     changed = False
     for group in optimizer.param_groups:

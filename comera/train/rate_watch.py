@@ -50,7 +50,7 @@ class Seen:
 
 
 class RateWatch:
-    """Checks the weights that an optimizer holds; warns once of each sign.
+    """Checks an optimizer's weights; warns once of each sign that the learning rate is too high.
 
     ``every`` is the number of steps between checks after the first checks, 0 for none at all;
     ``warns`` is whether this process warns. ``last`` is the result of the last check, or None.
@@ -146,7 +146,7 @@ def _some(param: Tensor) -> Tensor:
 
 
 def _changed(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the sum of the parameters' relative changes in norm; one that was zero counts 0."""
+    """Return the sum of the parameters' relative changes in norm; a zero parameter adds 0."""
     total = torch.zeros((), device=pairs[0][1].device)
     for param, before in pairs:
         if _some(param).shape != before.shape:  # cut meanwhile

@@ -74,8 +74,8 @@ def load_checkpoint(
 
     The training step has the same model, optimizer and rank settings; ``at`` is the step at which
     the checkpoint was saved, or ``latest`` for the last sound one. Returns its ``extra``. Raises
-    ``FileNotFoundError`` if there is no such or no sound checkpoint, and ``ValueError`` if it is
-    damaged, not from a training step, or from another model.
+    ``FileNotFoundError`` if the step has no checkpoint or none is sound, and ``ValueError`` if the
+    checkpoint is damaged, not from a training step, or from another model.
     """
     return restore_(step, chain.load(at), chain.folder)
 

@@ -325,7 +325,7 @@ class TrainStep:
 
 @contextmanager
 def _without_compiler_warnings() -> Iterator[None]:
-    """Ignore warnings of torch.compile, forward and backward, of which nobody can be rid."""
+    """Ignore warnings of torch.compile, forward and backward, that users cannot avoid."""
     with warnings.catch_warnings():
         # It looks at .grad of all tensors that it is given, shared factors included.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")

@@ -8,16 +8,19 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.block_linear import BTTLinear
+from comera.nn.convert import tensorize_
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import tensor_trains
+from comera.nn.targets import TTConfig
 from comera.rank.two_stage import TwoStage
 from comera.surgery.canonical import canonicalize_
 from comera.surgery.truncate import truncate_
+from tests.peers import peer
 
 MODULES = {
     "linear": lambda rank=4, **kw: TTLinear(24, 18, rank=rank, **kw),
@@ -214,6 +217,31 @@ def test_a_type_that_is_not_floating_is_refused(make):
         make(dtype=torch.int8)
 
 
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.channels_last_3d], ids=str)
+def test_formats_of_pictures_leave_cores_alone(make, memory_format):
+    module = make()
+    kept, x = copy.deepcopy(module), example(module)
+    module(x).sum().backward()
+    rank = 4 if memory_format is torch.channels_last else 5
+    model = nn.ModuleList([module, nn.Conv2d(3, 3, 2) if rank == 4 else nn.Conv3d(3, 3, 2)])
+    for change in ({"memory_format": memory_format}, {"dtype": torch.float64}):
+        model.to(**change)
+        strides = [[param.stride() for param in layer.parameters()] for layer in (module, kept)]
+        assert strides[0] == strides[1]
+        assert model[1].weight.is_contiguous(memory_format=memory_format)
+    torch.testing.assert_close(module.weight, kept.double().weight, rtol=1e-6, atol=1e-6)
+
+
+def test_modules_made_in_inference_mode_can_be_trained(make):
+    with torch.inference_mode():
+        module = make()
+    is_table = hasattr(module, "num_embeddings")
+    module(torch.arange(50).view(5, 10) if is_table else example(module)).square().sum().backward()
+    before = [param.detach().clone() for param in module.parameters()]
+    torch.optim.SGD(module.parameters(), 0.1).step()
+    assert not any(map(torch.equal, before, module.parameters()))
+
+
 @pytest.mark.parametrize(
     ("cast", "dtype"),
     [
@@ -334,7 +362,7 @@ def test_what_writes_to_computed_tensors_is_refused(make, part):
         with pytest.raises(ValueError, match=rf"{part}.0 is computed from other tensors"):
             write()
     assert torch.equal(module.weight, before)
-    with pytest.raises(RuntimeError, match=rf"{part}.0 is computed from other tensors"):
+    with pytest.raises(ValueError, match=rf"{part}.0 is computed from other tensors"):
         module.load_state_dict(file)
     assert module.ranks == make().ranks
 
@@ -372,3 +400,44 @@ def test_what_a_layer_says_of_its_size_counts_all_of_it():
     layer = TTLinear(128, 64, rank=10_000)
     assert layer.num_stored > 128 * 64
     assert f"{layer.num_stored / (128 * 64):.1f}x larger" in repr(layer)
+
+
+@pytest.mark.parametrize(
+    ("read", "make"),
+    [
+        (torch.jit.script, lambda: TTEmbedding(50, 24, rank=2)),
+        (torch.jit.script, lambda: TTLinear(24, 24, rank=2)),
+        (torch.fx.symbolic_trace, lambda: TTEmbedding(50, 24, rank=2)),
+        (torch.fx.symbolic_trace, lambda: BTTLinear(24, 24, rank=2)),
+        (torch.onnx.export, lambda: TTLinear(24, 24, rank=2)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # said inside the exporter
+def test_what_reads_only_layers_of_torch_is_told_how_to_get_them(read, make, tmp_path):
+    if read is torch.onnx.export:
+        peer("onnxscript")
+    x = torch.randn(3, 24)
+    more = ((x,), tmp_path / "model.onnx") if read is torch.onnx.export else ()
+    with pytest.raises(Exception, match=r"cannot read a .*: comera.to_plain_\(copy.deepcopy\(m"):
+        read(nn.Sequential(make()), *more)
+
+
+def test_a_weight_cannot_be_parametrized_and_a_bias_can():
+    layer = TTLinear(24, 24, rank=2)
+    for norm in (parametrizations.weight_norm, parametrizations.spectral_norm):
+        with pytest.raises(ValueError, match=r"TTLinear.weight is computed .*exclude_modules"):
+            norm(layer)
+    assert not parametrize.is_parametrized(layer)
+    parametrize.register_parametrization(layer, "bias", nn.Tanh())
+    assert parametrize.is_parametrized(layer, "bias")
+    assert layer(torch.zeros(1, 24)).abs().max() < 1
+
+
+def test_parts_of_a_model_may_be_differentiated_one_after_the_other():
+    layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+    tensorize_(layers, TTConfig(rank=2, init="orthogonal", tokens=1 << 16))
+    x = torch.randn(5, 32)
+    actor, critic = (nn.Sequential(*part)(x).sum() for part in (layers[:4], layers[4:]))
+    actor.backward()
+    critic.backward()
+    assert all(layer.cores[0].grad.any() for layer in layers)

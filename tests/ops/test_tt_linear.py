@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from comera.ops.context import static_shapes
 from comera.ops.contract_cores import contract_cores, contract_layer
-from comera.ops.cores import rank_gate_reference
+from comera.ops.cores import rank_gate
 from comera.ops.linear.tt_linear import factorized_linears, low_rank_linear, tt_to_dense
 from comera.shapes import TTShape
 
@@ -90,7 +90,7 @@ class Problem:
 
     def gated_cores(self):
         pairs = zip(self.cores, self.gates, strict=False)
-        gated = [rank_gate_reference(core, gate, 0.01) for core, gate in pairs]
+        gated = [rank_gate(core, gate, 0.01) for core, gate in pairs]
         return gated + self.cores[len(gated) :]
 
     def reference(self):
@@ -237,9 +237,9 @@ def test_the_dense_matrix_equals_that_of_tensorly():
 
 def test_a_wrong_width_is_named():
     problem = Problem("3+3")
-    with pytest.raises(ValueError, match=r"width 24 \(shape \(2, 24\)\), but this layer takes 23"):
+    with pytest.raises(RuntimeError, match=r"width 24 \(shape \(2, 24\)\), but this .* takes 23"):
         problem.ours(torch.zeros(2, 24, dtype=torch.float64))
-    with pytest.raises(ValueError, match="one number, but this layer takes tensors of width 23"):
+    with pytest.raises(RuntimeError, match="one number, but this layer takes a width of 23"):
         problem.ours(torch.zeros((), dtype=torch.float64))
 
 
@@ -266,7 +266,7 @@ def plainly(x, *params):
 
 def densely(x, *params):
     pairs = zip(params[:3], params[4:], strict=True)
-    gated = [rank_gate_reference(core, gate, THRESHOLD) for core, gate in pairs]
+    gated = [rank_gate(core, gate, THRESHOLD) for core, gate in pairs]
     return x @ tt_to_dense([*gated, params[3]], 2).T
 
 

@@ -46,11 +46,11 @@ class Walk:
         blocks: Number of thread blocks that share the columns of the last core.
         share: Numbers that a block writes for the second backward launch.
         room: Offsets in shared memory of the partial products, and the end of their room. Partial
-            products alternate between both ends of it, as each is needed for the next one only.
-        room_back: Such offsets for the second backward launch, which keeps all partial products;
+            products alternate between both ends of the room: each is needed for the next one only.
+        room_back: Offsets like ``room`` of the second backward launch, which keeps all products;
             the gradient of each overwrites the next one.
         at_once: How many values of each inner core's mode are loaded to shared memory at once.
-        at_once_back: Such counts for the second backward launch, which loads gradients as well.
+        at_once_back: The counts of the second backward launch, which loads gradients as well.
         shared: Bytes of shared memory of a block in the forward and the two backward launches.
     """
 
@@ -114,7 +114,7 @@ class Walk:
         return _up_to_four(outer * (modes * inner + self.right))
 
     def _beside(self, core: int, modes: int) -> int:
-        """Count the numbers in shared memory for such slices together with their gradient."""
+        """Count the numbers of :meth:`staged` and, beside them, those of the slices' gradient."""
         spans = max(1, -(-self.bonds[core] // 32))
         grad = modes * self.rows[core - 1] * (32 * spans + 4)
         return self.staged(core, modes) + max(grad, 256)
@@ -269,7 +269,7 @@ _captured: set[object] = set()  # keys of those that graphs hold
 def _plans(
     file: str, groups: Sequence[Chains], widths: Sequence[int], backward: bool
 ) -> list[_Plan]:
-    """Return the launches that contract these groups; cached ones have descriptors already."""
+    """Return the launches for these groups or their gradients, from the cache if it has them."""
     device = groups[0].cores[0].device
     tensors = [t for g in groups for of in (g.cores, g.biases) for t in of]
     # In numbers from the first gate: the same wherever all lie together.
@@ -311,7 +311,7 @@ class _Draft:
         self.shares = 0
 
     def on_card(self, file: str, device: torch.device) -> _Plan:
-        """Write the descriptors to the card: by kernels, so that a CUDA graph can capture it."""
+        """Write the descriptors to the card by kernels, which a CUDA graph can capture."""
         # Long ones first.
         numbers = sorted(range(len(self.walks)), key=lambda n: -self.walks[n].share)
         codes = [n << 16 | block for n in numbers for block in range(self.walks[n].blocks)]

@@ -86,8 +86,8 @@ def grads_of(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return gradients of both factors, hot rows, their basis and the weights of entries.
 
-    Gradients of factors are float64, parts of one tensor. The gradient of a weight is the dot
-    product of its row and the gradient of its bag.
+    Gradients of factors are float64 and share the memory of one tensor. The gradient of a weight is
+    the dot product of its row and the gradient of its bag.
     """
     hot_HK, basis_KD = given.hot_HK, given.basis_KD
     given = _laid_out(given)
@@ -177,7 +177,7 @@ class _WarpTable(ctypes.Structure):
 
 
 def warps_take(dtype: torch.dtype) -> bool:
-    """Return whether ``ttm_warps.cu`` reads a dtype; its right factor is stored transposed."""
+    """Return whether ``ttm_warps.cu`` reads a dtype; it reads right factors stored transposed."""
     return dtype in DTYPES and dtype.itemsize == 2
 
 

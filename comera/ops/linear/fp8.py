@@ -36,7 +36,7 @@ class Fp8Matrix(NamedTuple):
 
     @property
     def T(self) -> "Fp8Matrix":
-        """A transposed copy: products read both matrices row by row."""
+        """A transposed copy, as products read both of their matrices row by row."""
         return Fp8Matrix(self.values.T.contiguous(), self.scale)
 
 

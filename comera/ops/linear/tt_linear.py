@@ -1,8 +1,8 @@
 """Multiply by matrices stored as tensor trains, without ever forming them.
 
 The input cores contract to a narrow ``(I, R)`` matrix and the output cores to ``(R, O)``; the batch
-meets only those two. That costs ``B * R * (I + O)`` instead of ``B * I * O``; autograd saves only
-x, the narrow ``x @ left`` and the factors (CoMERA, arXiv 2405.14377, section 4).
+is multiplied by these two only. That costs ``B * R * (I + O)`` instead of ``B * I * O``; autograd
+saves only x, the narrow ``x @ left`` and the factors (CoMERA, arXiv 2405.14377, section 4).
 """
 
 import contextlib
@@ -35,8 +35,8 @@ def factorized_linears(
 ) -> list[Tensor]:
     """Compute ``x @ left @ right`` for each pair of factors, all in one pass over x.
 
-    Returns ``(*, O)`` for each pair, at autocast's dtype where autocast is on, except of float64.
-    Raises ``ValueError`` if x has another width than the layer.
+    Returns ``(*, O)`` for each pair. The dtype is autocast's where autocast is on, unless the
+    factors are float64. Raises ``ValueError`` if x has another width than the layer.
 
     Args:
         x_BI: ``(*, I)``.
@@ -88,11 +88,11 @@ def low_rank_linear(
 
 
 def check_width(x_BI: Tensor, width: int) -> None:
-    """Raise ``ValueError`` if x has another width than the layer."""
+    """Raise ``RuntimeError`` as nn.Linear does if x has another width than the layer."""
     if x_BI.dim() == 0:
-        raise ValueError(f"the input is one number, but this layer takes tensors of width {width}")
+        raise RuntimeError(f"the input is one number, but this layer takes a width of {width}")
     if x_BI.shape[-1] != width:
-        raise ValueError(
+        raise RuntimeError(
             f"the input has width {x_BI.shape[-1]} (shape {tuple(x_BI.shape)}), "
             f"but this layer takes {width}"
         )

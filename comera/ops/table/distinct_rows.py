@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
 from comera.ops.dispatch import is_eager, is_on_cpu, may_read_values
+from comera.ops.operator import is_traced
 
 _MOST = 8  # rows of a group at most: more make no faster products, and more slots that stay empty
 
@@ -55,7 +56,7 @@ class Lookup(NamedTuple):
         return cls._make([*given, num_embeddings, width])
 
     def arguments(self) -> tuple[list[Tensor], list[int], int, int]:
-        """Return operator arguments: the given tensors, which of seven are given, and two sizes."""
+        """Return operator arguments: the given tensors, a flag for each of all seven, two sizes."""
         given = self[:7]
         present = [int(tensor is not None) for tensor in given]
         tensors = [tensor for tensor in given if tensor is not None]
@@ -194,12 +195,12 @@ def check_integers(indices: Tensor) -> None:
 def check_range(indices: Tensor, num_embeddings: int) -> bool:
     """Raise ``IndexError`` for the first index out of range, ``TypeError`` for non-integers.
 
-    The range is checked only if values can be read (on a CPU). Returns False while compiling, where
-    the operator has to check the range when it runs.
+    The range is checked only if values can be read (on a CPU). Returns False while compiling or
+    tracing, where the operator has to check the range when it runs.
     """
     check_integers(indices)
     if not may_read_values(indices) or not indices.numel():
-        return is_eager()
+        return is_eager() and not is_traced()
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low >= 0 and high < num_embeddings:
         return True
@@ -263,7 +264,7 @@ def make_rows(slots: Slots, given: Lookup) -> Tensor:
 
 
 def factor_grads(slots: Slots, grad_TGQ: Tensor, given: Lookup) -> tuple[Tensor, Tensor]:
-    """Return gradients of both factors, from those of all groups' rows ``(T, group * P, Q)``."""
+    """Return both factors' gradients; ``grad_TGQ`` is the rows' gradient ``(T, group * P, Q)``."""
     left_VPR = given.left_VPR
     (V, P, R), (W, _, Q) = left_VPR.shape, given.right_WRQ.shape
     to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)

@@ -83,11 +83,9 @@ def tt_embedding(request: Request) -> Tensor:
     return rows if offsets_B is not None else rows.reshape(*indices.shape, request.embedding_dim)
 
 
-def ttm_to_dense(
-    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
-) -> Tensor:
+def ttm_to_dense(cores: Sequence[Tensor]) -> Tensor:
     """Contract all cores to the ``(rows, columns)`` table, padding included; differentiable."""
-    left_VPR, right_WRQ = contract_table(cores, gates, threshold)
+    left_VPR, right_WRQ = contract_table(cores)
     table_VWPQ = torch.einsum("vpr,wrq->vwpq", left_VPR, right_WRQ)
     return table_VWPQ.flatten(0, 1).flatten(1)
 
@@ -97,8 +95,8 @@ def contract_table(
 ) -> tuple[Tensor, Tensor]:
     """Contract to ``left (V, P, R)`` and ``right (W, R, Q)``; row v * W + w is left[v] @ right[w].
 
-    Both have the dtype of the cores. Without a kernel the right one lies in memory as
-    ``(W, Q, R)``. Arguments are those of a :class:`Request`.
+    Both have the dtype of the cores. Without a kernel, or in 16 bits, the right one lies in memory
+    as ``(W, Q, R)``; a kernel in 16 bits pads R. Arguments are those of a :class:`Request`.
     """
     return contract_tables([(cores, gates, threshold)])[0]
 
@@ -160,7 +158,7 @@ def _in_part(request: Request) -> tuple[Tensor, Tensor, Tensor, int] | None:
     """Contract only the slices that a batch reads; return None if whole factors are cheaper.
 
     Returns the indices renumbered to these slices, the slices of both factors, and the number of
-    rows that hot rows and slices make.
+    rows: hot rows, and a row for each pair of slices.
     """
     indices_N, cores, split = request.indices, request.cores, len(request.cores) // 2
     left_whole, right_whole = is_whole(indices_N, cores[:split]), is_whole(indices_N, cores[split:])
@@ -193,7 +191,7 @@ _WORTH_IT = 1 << 20
 
 
 def is_whole(indices_N: Tensor, factor: Sequence[Tensor]) -> bool:
-    """Return whether to contract a whole factor, as only the slices a batch reads cost more."""
+    """Return whether to contract a whole factor rather than only the slices that a batch reads."""
     if len(factor) == 1 or not may_read_values(indices_N):
         return True
     if factor[0].dtype.itemsize < 4:  # slices would be rounded twice
@@ -209,7 +207,7 @@ def is_whole(indices_N: Tensor, factor: Sequence[Tensor]) -> bool:
 def _slices(factor: Sequence[Tensor], numbers_N: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
     """Return slices ``(U, left bond, columns, right bond)`` of gated cores, and each entry's slice.
 
-    ``numbers_N`` are the entries' slices in the whole factor; the result numbers those in U.
+    ``numbers_N`` numbers each entry's slice in the whole factor, the result numbers it within U.
     """
     if whole:
         return _rows_first(contract_chain(factor), factor), numbers_N
@@ -227,8 +225,8 @@ def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tenso
     Returns ``(B, D)`` for each table, in the dtype of the factors.
 
     Args:
-        tables: Lookups of bags, with unchecked indices. Tables have one width, dtype and device,
-            factors of equal P and Q, and dense hot rows; bonds are padded to the largest.
+        tables: Lookups of bags; indices are not checked here. All tables have one width, dtype and
+            device, slices of equal widths P and Q, and dense hot rows; bonds may differ.
         places_5T: The result of :func:`places` as a tensor, on the device of the tables.
     """
     indices_N, left_VPR, right_WRQ, hot_HD, _, weights_N, offsets_B, *_ = zip(*tables, strict=True)
