@@ -85,8 +85,8 @@ class BTTLinear(CompressedLinear):
         blocks = weight_to_blocks(weight, shape.in_modes, shape.out_modes)
         return split_blocks(blocks, shape.ranks[0], tolerance)
 
-    def _draw_cores_(self, std: float, init: Init) -> None:
-        left, right = self.cores
+    def _draw_cores_(self, cores: list[Tensor], std: float, init: Init) -> None:
+        left, right = cores
         draw = nn.init.orthogonal_ if init == "orthogonal" else nn.init.normal_
         wide = torch.promote_types(left.dtype, torch.float32)
         for block in (*left.unbind(1), *right.unbind(1)):  # each is drawn as a matrix
