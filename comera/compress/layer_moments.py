@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from comera.extras import listed
 from comera.files import replacing
 from comera.nn.swap import evaluation_mode, every_layer_called
-from comera.nn.targets import TTConfig, find_targets, other_holders, tied_groups
+from comera.nn.targets import TTConfig, find_targets, other_holders, say_dense, tied_groups
 from comera.params import checksum
 from comera.planning.printing import with_bar
 
@@ -69,7 +69,7 @@ def linear_targets(
             dense.setdefault(why, []).extend(names)
     for why, names in dense.items():
         if caller:
-            log.warning("%s leaves %s dense: %s", caller, listed(names), why)
+            say_dense(caller, model, names, why)
     if "" in found:
         raise ValueError(
             "the model is itself a linear layer or a table: put it into a module to replace it"

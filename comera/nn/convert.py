@@ -22,7 +22,7 @@ from comera.nn.forms import (
     rows_at,
 )
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
-from comera.nn.module import TensorTrainModule, check_model
+from comera.nn.module import TensorTrainModule, check_model, check_unsharded, is_sharded
 from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
@@ -31,9 +31,11 @@ from comera.nn.targets import (
     find_targets,
     matches,
     other_holders,
+    say_dense,
     tied_groups,
 )
 from comera.nn.tied import TiedTTLinear
+from comera.params import renew_wrappers_
 from comera.planning.planner import Plan, plan_layer
 from comera.shapes import BTTShape
 
@@ -53,6 +55,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _WORST_RATIO = 1.1
 """Predicted time or memory, in units of dense's, above which a layer is named."""
+
+_NO_SMALLER = "as a {} it would hold no fewer numbers (a lower rank, or more compression, would)"
 
 _NAMED_KINDS = 3
 """Kinds of layers of which a line says how much slower they are."""
@@ -129,7 +133,11 @@ def _tensorized(
             skipped.setdefault(reason, []).extend(names)
             continue
         if len(modules) > 1 and config.tied == "share":
-            replacements |= _convert_tied(names, modules, config)
+            tied = _convert_tied(names, modules, config)
+            if isinstance(tied, str):
+                skipped.setdefault(tied, []).extend(names)
+            else:
+                replacements |= tied
             continue
         for name, module in zip(names, modules, strict=True):
             new = _convert(name, module, config)
@@ -138,7 +146,8 @@ def _tensorized(
             else:
                 replacements[id(module)] = new
     for reason, names in skipped.items():
-        log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)
+        nothing = "" if replacements else " converts nothing: it"
+        say_dense(f"tensorize_{nothing}", model, names, reason)
     name_of = {id(module): name for name, module in targets.items()}
     made = {name_of[key]: new for key, new in replacements.items()}
     lost = [name for name, new in made.items() if _holds_numbers(new)]
@@ -158,16 +167,18 @@ def _tensorized(
             listed(dense_now),
         )
     _name_those_that_lose(model, made, config.tokens or _TOKENS)
-    return cast(Model, swap_layers_(model, replacements))  # or the layer in its place
+    converted = swap_layers_(model, replacements)
+    renew_wrappers_(converted.modules())
+    return cast(Model, converted)  # or the layer in its place
 
 
 def densify_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by the torch layer with the same weight, in place.
 
     Layers that share cores share the dense weight. Returns the model or the layer that replaces it.
-    Raises ``TypeError`` if ``model`` is no module.
+    Raises ``TypeError`` if ``model`` is no module, ``ValueError`` if a tensor train is sharded.
     """
-    check_model(model)
+    check_unsharded(model, "densify_")
     replacements: dict[int, nn.Module] = {}
     heads: list[TiedTTLinear] = []
     weights: dict[int, Any] = {}
@@ -181,7 +192,9 @@ def densify_(model: nn.Module) -> nn.Module:
     for head in heads:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
-    return fuse_experts_(swap_layers_(model, replacements))
+    model = fuse_experts_(swap_layers_(model, replacements))
+    renew_wrappers_(model.modules())
+    return model
 
 
 def plans_of(
@@ -327,6 +340,11 @@ def _convert(
             made.dense_form = form.name
         return made
     weight: Any = module.weight
+    if is_sharded(weight):
+        raise ValueError(
+            f"tensorize_ needs whole matrices, and {name or 'the weight'} of shape "
+            f"{tuple(weight.shape)} is sharded: convert the model first, and shard it then"
+        )
     if config.init != "svd" and not (weight.requires_grad or weight.is_meta):
         return 'it is frozen, and new cores would be noise (init="svd" approximates its weight)'
     if getattr(module, "max_norm", None) is not None:
@@ -338,14 +356,14 @@ def _convert(
             return 'linear_format="btt" is for layers whose features are last'
         least = BTTShape.fit(module.in_features, module.out_features, rank=1).num_params
         if _first(config.shape_pattern, name) is None and least >= module.weight.numel():
-            return f"as a block tensor train it would hold {least} numbers or more"
+            return _NO_SMALLER.format("block tensor train")
     try:
         new = _build(name, module, config, feature_dim)
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     if new.num_stored >= new.num_dense:
         made = "tensor train" if new.is_chain else "block tensor train"
-        return f"as a {made} it would hold {new.num_stored} numbers for {new.num_dense}"
+        return _NO_SMALLER.format(made)
     return new
 
 
@@ -403,13 +421,12 @@ def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> Tensor
 
 def _convert_tied(
     names: list[str], modules: list[nn.Module], config: TTConfig
-) -> dict[int, nn.Module]:
+) -> dict[int, nn.Module] | str:
     tables = [k for k, module in enumerate(modules) if not isinstance(module, nn.Linear)]
     first = tables[0] if tables else 0
     lead = _convert(names[first], modules[first], config)
     if isinstance(lead, str):
-        log.warning("tensorize_ leaves %s dense: %s", listed(names), lead)
-        return {}
+        return lead
     made: dict[int, nn.Module] = {id(modules[first]): lead}
     for k, module in enumerate(modules):
         if k == first:

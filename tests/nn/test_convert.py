@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 
 import comera
 from comera.nn.convert import densify_, tensorize_
@@ -199,11 +199,12 @@ class Special(nn.Linear):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: nn.Linear(4, 4), r"hold \d+ numbers for 16"),
+        (lambda: nn.Linear(4, 4), "as a tensor train it would hold no fewer numbers"),
         (lambda: Special(64, 64), "a subclass"),
         (lambda: nn.LazyLinear(64), "a subclass"),  # it has no shape yet
         (lambda: nn.Embedding(60, 24, max_norm=1.0), "max_norm"),
         (lambda: nn.Embedding(60, 24, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (lambda: parametrizations.weight_norm(nn.Linear(64, 64)), "the weight or the bias is made"),
         (lambda: nn.utils.weight_norm(nn.Linear(64, 64)), "the weight or the bias is made from"),
         (lambda: nn.utils.spectral_norm(nn.Linear(64, 64)), "the weight or the bias is made from"),
         (lambda: prune.l1_unstructured(nn.Linear(64, 64), "weight", 0.5), "the weight or the bias"),
