@@ -69,9 +69,11 @@ def info(name):
         elif name in BAGS:
             flat = torch.cat([rows.flatten(), torch.tensor([3, 3, 9])])  # 3 is the padding
             calls = [(rows,), (flat, torch.tensor([0, 3, 3, 9, 24])), (rows.T,)]
-            reference = lambda m, _, *x: F.embedding_bag(
-                x[0], m.weight, *x[1:], mode=settings["mode"], padding_idx=3
-            )
+
+            def reference(m, _, *x):
+                mode = settings["mode"]
+                return F.embedding_bag(x[0], m.weight, *x[1:], mode=mode, padding_idx=3)
+
         made = torchs.FunctionInput(*((24, 18) if name in LINEARS else (50, 16)), **settings)
         called = [torchs.FunctionInput(*call) for call in calls]
         return [torchs.ModuleInput(made, call, reference_fn=reference) for call in called]
