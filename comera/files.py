@@ -61,6 +61,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file of text in UTF-8, which appears whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def cache_folder() -> Path:
     """Return the folder for cached data: ``$COMERA_CACHE``, or one in the user's cache folder."""
     if chosen := os.environ.get("COMERA_CACHE"):

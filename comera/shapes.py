@@ -208,7 +208,7 @@ class Shape:
         return tuple(bonds[1:-1])
 
     def with_compression(self, compression: float) -> Self:
-        """Return the shape of the largest uniform rank with this compression: dense size over size.
+        """Return the shape at the largest uniform rank that compresses at least so many times.
 
         Raises ValueError if rank one is too large, or ``compression`` is not above 1.
         """
@@ -578,6 +578,6 @@ def only_one(**given: object) -> None:
 
 
 def padded_rank(rank: int, bias: bool) -> int:
-    """Return the rank of a linear layer's factors, plus one for a bias, rounded up to 8."""
+    """Return the rank of the factors, plus one for a bias, rounded up to a multiple of 8."""
     # int: a size that torch's compiler leaves open does not add to a truth value.
     return -(-(rank + int(bias)) // _FAST_MULTIPLE) * _FAST_MULTIPLE

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,28 +53,19 @@ class Manifest:
     sha256: str
     raw_bytes: int
     streams: dict[str, tuple[int, int]]
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any]
 
     @property
     def checksum(self) -> str:
         """SHA-256 of the manifest's text without this checksum."""
-        return hashlib.sha256(self._text({}).encode()).hexdigest()
+        return hashlib.sha256(self._text().encode()).hexdigest()
 
     def text(self) -> str:
         """Return the content of the manifest's file; equal manifests have equal text."""
-        return self._text({"checksum": self.checksum})
+        return self._text(checksum=self.checksum)
 
-    def _text(self, more: Mapping[str, str]) -> str:
-        fields = {
-            "version": VERSION,
-            "step": self.step,
-            "previous": self.previous and {"step": self.previous[0], "checksum": self.previous[1]},
-            "files": {TENSORS: {"bytes": self.size, "sha256": self.sha256}},
-            "raw_bytes": self.raw_bytes,
-            "streams": self.streams,
-            "figures": self.figures,
-            **more,
-        }
+    def _text(self, **more: str) -> str:
+        fields = {"version": VERSION, **asdict(self), **more}
         return json.dumps(fields, indent=1, sort_keys=True) + "\n"
 
 
@@ -130,13 +121,14 @@ class Archive:
         match fields:
             case {
                 "step": int(number),
-                "previous": None | {"step": int(), "checksum": str()} as previous,
-                "files": {"tensors.safetensors": {"bytes": int(size), "sha256": str(sha256)}},
+                "previous": None | [int(), str()] as previous,
+                "size": int(size),
+                "sha256": str(sha256),
                 "raw_bytes": int(raw_bytes),
                 "streams": dict(streams),
                 "figures": dict(figures),
-            } if previous is None or previous["step"] < number:
-                link = previous and (previous["step"], previous["checksum"])
+            } if previous is None or previous[0] < number:
+                link = previous and (previous[0], previous[1])
                 manifest = Manifest(number, link, size, sha256, raw_bytes, streams, figures)
             case _:
                 raise DamagedError(f"{path} lacks what a manifest has")

@@ -334,7 +334,7 @@ class CheckpointChain:
                 each damaged checkpoint after it.
 
         Raises:
-            FileNotFoundError: If there is no checkpoint of that step, or none at all.
+            FileNotFoundError: If there is no checkpoint of that step, or none that is undamaged.
             ValueError: If this checkpoint or one it builds on is damaged; the message names the
                 file.
         """

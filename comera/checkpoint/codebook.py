@@ -32,8 +32,6 @@ class Codebook:
 
     def codes(self, values_n: Tensor) -> Tensor:
         """Return for each entry the index of its cell, uint8 (n,)."""
-        if len(self.walls) > 32:
-            return torch.bucketize(values_n, self.walls).to(torch.uint8)
         values, walls = values_n.numpy(), self.walls.numpy()
         count = np.zeros(len(values), np.uint8)
         above = np.empty(_AT_A_TIME, bool)
@@ -70,8 +68,8 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
     if not len(sorted_n):
         return _between(values_n.new_zeros(0 if zeros is None else 1).double())
     if rate == 0:
-        few = _distinct(sorted_n, size)
-        if few is not None and (zeros is None or 0 in few):
+        few = sorted_n.unique_consecutive()
+        if len(few) <= size and (zeros is None or 0 in few):
             return _between(few.double())
     # At a largest magnitude of about 1, squares are neither inf nor 0.
     largest = float(max(-sorted_n[0], sorted_n[-1]))
@@ -83,16 +81,6 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
 
 def _between(values: Tensor) -> Codebook:
     return Codebook(values.float(), ((values[1:] + values[:-1]) / 2).float())
-
-
-def _distinct(sorted_n: Tensor, size: int) -> Tensor | None:
-    found, rest = sorted_n[:0], sorted_n
-    while len(rest):  # ``size`` searches at most instead of a look at every value
-        if len(found) == size:
-            return None
-        found = torch.cat((found, rest[:1]))
-        rest = rest[int(torch.searchsorted(rest, rest[0], right=True)) :]
-    return found
 
 
 def _learned(sorted_n: Tensor, size: int, rate: float, beside: float) -> Codebook:
@@ -248,12 +236,6 @@ def norm(values: Tensor) -> float:
     if 1e-15 < found < 1e15:  # no square left the range of float32 that counts
         return found
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
-
-
-def median(values_n: Tensor) -> Tensor:
-    """Return the lower median of one or more values."""
-    middle = (len(values_n) - 1) // 2
-    return torch.from_numpy(np.partition(values_n.numpy(), middle))[middle]
 
 
 def positions(mask_n: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.checkpoint.codebook import learn, median, norm, positions
+from comera.checkpoint.codebook import learn, norm, positions
 from comera.checkpoint.skeleton import DTYPES
 from comera.checkpoint.streams import (
     Bytes,
@@ -285,9 +285,11 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
     second moments, of any shape, or None; an ``alpha`` of 0 keeps every change.
     """
     size = change_n.abs()
+    if not alpha:
+        return size > 0
     root = 0.0 if second is None else float(second.mean(dtype=torch.float64)) ** 0.5
-    medians = min(_MOST_MEDIANS, alpha / root if root else _MOST_MEDIANS) if alpha else 0.0
-    return size > median(size) * medians
+    medians = min(_MOST_MEDIANS, alpha / root if root else _MOST_MEDIANS)
+    return size > size.median() * medians
 
 
 def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
@@ -372,8 +374,8 @@ def write_moments(
 ) -> Record:
     """Write first moments, and any second moments, pruned together and quantised.
 
-    A first moment that is left out is read as zero, its second moment as the product of the means
-    of left-out moments in its row and its column. Roots of second moments are quantised.
+    Left-out first moments are read as zero, their second moments as the mean of those left out or,
+    in a large matrix, row mean times column mean over mean. Roots of second moments are quantised.
 
     Args:
         streams: The streams to write to.

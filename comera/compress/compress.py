@@ -116,8 +116,8 @@ def compress_(
             ``nn.Embedding`` (by name or ``"all"``) becomes a :class:`~comera.TTEmbedding` of low
             rank; its rows are weighted by how often the data read them, and rows that they never
             read by how often such rows are expected.
-        exclude_modules: Layers to leave out, given like ``target_modules``. Layers that share their
-            weight with another module, as an output layer tied to its embedding, stay as they are.
+        exclude_modules: Layers to leave out, as for :class:`~comera.TTConfig`. Layers that share
+            weights with other modules, as output layers tied to embeddings, stay as they are.
         keep: File for the moments, written every two minutes and at the end of calibration. If it
             exists, the batches that are in it are skipped: all of them, if it is complete.
         progress: Whether to show a progress bar.
@@ -269,8 +269,8 @@ def _low_rank(layer: Layer, left_OR: Tensor, right_RI: Tensor) -> TTLinear | TTE
     if isinstance(layer, nn.Embedding):
         rows, width = layer.weight.shape
         table = TTEmbedding(
-            rows, width, layer.padding_idx, sparse=layer.sparse, device="meta",
-            dtype=layer.weight.dtype, shape=((rows, 1), (1, width)), rank=rank, scatter_rows=False,
+            rows, width, layer.padding_idx, device="meta", dtype=layer.weight.dtype,
+            shape=((rows, 1), (1, width)), rank=rank, scatter_rows=False,
         ).to_empty(device=layer.weight.device)  # fmt: skip
         table.set_cores_([right_RI.T[None, :, None], left_OR.T[:, None, :, None]])
         table.freeze_like_(layer)

@@ -81,7 +81,7 @@ def compress_folder(
             else as the only argument.
         budget: Share of the parameters of each block that is left, in (0, 1).
         target_modules: Layers to compress, as for :class:`~comera.TTConfig`.
-        exclude_modules: Layers to leave out, given like ``target_modules``.
+        exclude_modules: Layers to leave out, as for :class:`~comera.TTConfig`.
         blocks: Name of the list that holds the blocks; if None, the list with most of the layers.
         seed: Seed of the random projections.
         progress: Whether to show a progress bar.

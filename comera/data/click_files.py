@@ -380,7 +380,7 @@ def _codes(values: "pd.Series") -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Columns of a file, which its first line may name; a typed file has no separator."""
+    """Columns of a file, which its first line may name; .npz and .parquet have no separator."""
 
     names: list[str]
     separator: str = ""

@@ -18,29 +18,8 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from comera.data.click_files import (
-    CATEGORIES,
-    EXPECTED,
-    RARE,
-    ClickRows,
-    Columns,
-    Field,
-    columns_of,
-    read_chunks,
-    transformed,
-)
-from comera.data.vocabulary import (
-    PATH,
-    array_digest,
-    changed_meanwhile,
-    check_unchanged,
-    content_digest,
-    find_file,
-    save_arrays,
-    short_digest,
-    signature,
-)
-from comera.files import cache_folder, replacing
+from comera.data import click_files, vocabulary
+from comera.files import cache_folder, replacing, write_text
 
 log = logging.getLogger("comera")
 
@@ -62,16 +41,18 @@ class ClickData:
             (empty, or NaN in ``.npz`` and ``.parquet``) become 0.
         min_count: Categories seen less often in training share one row.
         hash_rows: Number of rows that the categories of a field share by their hashes, in each
-            field with more categories than this number; null shares no rows by hash.
+            field with at least so many categories in training; null shares no rows by hash.
         heldout: Share of the rows for evaluation, by which settings are chosen.
         test: Share of the rows for one last evaluation, after all settings are chosen.
         split: ``random``, or ``last`` for the last rows of the file, such as a log's last day, of
             which a test takes the very last.
-        skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there. A
-            malformed line has other columns, or words, ``nan`` or ``inf`` in place of a number.
+        skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there: lines
+            of more or fewer columns, without label, or with words, ``nan`` or ``inf`` for numbers.
     """
 
-    file: str = field(default="", metadata=PATH)
+    has_end = True  # whether runs may be as long as so many epochs
+
+    file: str = field(default="", metadata=vocabulary.PATH)
     format: Literal["table", "criteo", "movielens"] = "table"
     label: str | None = None
     positive: float = 0.0
@@ -96,19 +77,23 @@ class ClickData:
             )
 
     def find(self) -> None:
-        """Raise ``FileNotFoundError`` if the file does not exist; nothing is read."""
-        find_file(self.file, EXPECTED)
+        """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
+        vocabulary.find_file(self.file, click_files.EXPECTED)
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of the file by its name in the settings."""
-        return {self.file: content_digest(find_file(self.file, EXPECTED))}
+        """Return the digest of the file."""
+        return {
+            self.file: vocabulary.content_digest(
+                vocabulary.find_file(self.file, click_files.EXPECTED)
+            )
+        }
 
 
 class Clicks:
     """Prepared rows, and batches that depend only on a seed and a step number.
 
-    ``skipped`` is the number of malformed lines that were left out, ``digests`` has the digest of
-    the file, ``prepared`` is the digest of the prepared rows.
+    ``splits`` are the row numbers of ``train``, ``valid`` and ``test``, ``skipped`` is how many
+    malformed lines were left out, ``digests`` that of the file, ``prepared`` that of the rows.
     """
 
     def __init__(
@@ -124,7 +109,7 @@ class Clicks:
         self._folder = folder
         self._arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
         self.num_continuous = int(self._arrays["continuous"].shape[1])
-        self._train, self._valid, self._test = (np.load(folder / f"{s}.npy") for s in _SPLITS)
+        self.splits = {name: np.load(folder / f"{name}.npy") for name in _SPLITS}
         self._order: tuple[tuple[int, int], np.ndarray] | None = None
 
     @classmethod
@@ -136,10 +121,10 @@ class Clicks:
         line malformed, or a share leaves no rows.
         """
         settings.check()
-        path = find_file(settings.file, EXPECTED)
+        path = vocabulary.find_file(settings.file, click_files.EXPECTED)
         digests = settings.digests() if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
-        folder = cache_folder() / f"clicks-{short_digest([4, relevant])}"
+        folder = cache_folder() / f"clicks-{vocabulary.short_digest([4, relevant])}"
         if not (folder / _FACTS).is_file():
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock"):  # another run may be preparing the same
@@ -148,13 +133,13 @@ class Clicks:
         return cls(settings, folder, digests)
 
     @property
-    def categories(self) -> ClickRows:
-        """Encoder of raw rows as inputs of the model; each access reads the cache."""
-        return ClickRows.load(self._folder / CATEGORIES)
+    def categories(self) -> click_files.ClickRows:
+        """Encoder of raw rows as inputs of the model; each access reads it from the cache."""
+        return click_files.ClickRows.load(self._folder / click_files.CATEGORIES)
 
     @property
     def num_train(self) -> int:
-        return len(self._train)
+        return len(self.splits["train"])
 
     def steps_per_epoch(self, batch_size: int) -> int:
         return self.num_train // batch_size
@@ -170,20 +155,14 @@ class Clicks:
         epoch, position = divmod(step, per_epoch)
         if self._order is None or self._order[0] != (epoch, seed):
             rng = np.random.default_rng([seed % 2**32, epoch])
-            self._order = (epoch, seed), rng.permutation(self._train)
+            self._order = (epoch, seed), rng.permutation(self.splits["train"])
         return self._rows(self._order[1][position * batch_size : (position + 1) * batch_size])
 
-    def valid_batches(
-        self, batch_size: int, limit: int | None = None
+    def held_out(
+        self, split: str, batch_size: int, limit: int | None = None
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield the held-out rows, or the first ``limit``, in batches like those of training."""
-        return self._in_order(self._valid[:limit], batch_size)
-
-    def test_batches(self, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the test rows in batches like those of training."""
-        return self._in_order(self._test, batch_size)
-
-    def _in_order(self, rows: np.ndarray, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the rows of ``valid`` or ``test``, or the first ``limit``, in batches."""
+        rows = self.splits[split][:limit]
         return (self._rows(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size))
 
     def _rows(self, rows: np.ndarray) -> dict[str, Tensor]:
@@ -197,7 +176,7 @@ _SPLITS = ("train", "valid", "test")
 
 
 def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str, str]) -> None:
-    columns = columns_of(
+    columns = click_files.columns_of(
         path, settings.format, settings.label, settings.continuous, settings.fields
     )
     chunks = _read(settings, path, columns, folder / "chunks")
@@ -232,36 +211,39 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     arrays = {
         "labels": labels,
         "fields": fields,
-        "continuous": transformed(continuous, settings.transform, *scale),
+        "continuous": click_files.transformed(continuous, settings.transform, *scale),
         **splits,
     }
-    rows = ClickRows(known, list(columns.continuous), settings.transform, *scale)
-    rows.save(folder / CATEGORIES)
+    rows = click_files.ClickRows(known, list(columns.continuous), settings.transform, *scale)
+    rows.save(folder / click_files.CATEGORIES)
     for name, array in arrays.items():
         with replacing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
             np.save(file, array)
     # The folder is named after these digests: rows of another content must not be found there.
     if settings.digests() != digests:
         shutil.rmtree(folder / "chunks")
-        raise changed_meanwhile(path)
+        raise vocabulary.changed_meanwhile(path)
     facts = {
         "table_sizes": sizes, "fields": list(columns.fields), "skipped": skipped,
-        "prepared": array_digest(arrays),
+        "prepared": vocabulary.array_digest(arrays),
     }  # fmt: skip
-    with replacing(folder / _FACTS) as temporary:
-        temporary.write_text(json.dumps(facts), encoding="utf-8")
+    write_text(folder / _FACTS, json.dumps(facts))
     shutil.rmtree(folder / "chunks")
 
 
-def _read(settings: ClickData, path: Path, columns: Columns, folder: Path) -> list[Path]:
-    """Write the chunks that an earlier preparation left unwritten; return the paths of all."""
+def _read(
+    settings: ClickData, path: Path, columns: click_files.Columns, folder: Path
+) -> list[Path]:
+    """Write the chunks that an earlier preparation has not written to files, and list all."""
     folder.mkdir(parents=True, exist_ok=True)
-    found, before = sorted(folder.glob("*.npz")), signature(path)
-    chunks = read_chunks(path, settings.format, columns, settings.skip_bad_lines, len(found))
+    found, before = sorted(folder.glob("*.npz")), vocabulary.signature(path)
+    chunks = click_files.read_chunks(
+        path, settings.format, columns, settings.skip_bad_lines, len(found)
+    )
     for number, chunk in enumerate(chunks, start=len(found)):
-        check_unchanged(path, before)
+        vocabulary.check_unchanged(path, before)
         found.append(folder / f"{number:06d}.npz")
-        save_arrays(found[-1], chunk)
+        vocabulary.save_arrays(found[-1], chunk)
     if not found:
         raise ValueError(f"{path} holds no rows")
     return found
@@ -292,15 +274,17 @@ def _split(settings: ClickData, rows: int) -> dict[str, np.ndarray]:
 
 def _numbered(
     name: str, integers: bool, codes: np.ndarray, settings: ClickData
-) -> tuple[Field, int]:
-    """Number a field's categories by the training rows; return them and the table's row count."""
+) -> tuple[click_files.Field, int]:
+    """Number the categories of training rows, and count the rows of their table."""
     known, counts = np.unique(codes, return_counts=True)
     none = np.empty(0, np.uint64), np.empty(0, np.int32)
     if settings.hash_rows is not None and len(known) >= settings.hash_rows:
-        return Field(name, integers, settings.hash_rows, *none), settings.hash_rows
+        return click_files.Field(name, integers, settings.hash_rows, *none), settings.hash_rows
     frequent = counts >= settings.min_count
     order = np.argsort(-counts, kind="stable")
     order = order[frequent[order]]
-    number = np.full(len(known), RARE, np.int32)
+    number = np.full(len(known), click_files.RARE, np.int32)
     number[order] = 1 + np.arange(len(order))
-    return Field(name, integers, None, known[frequent], number[frequent]), 1 + len(order)
+    return click_files.Field(name, integers, None, known[frequent], number[frequent]), 1 + len(
+        order
+    )

@@ -13,26 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.data.vocabulary import (
-    CLS,
-    PAD,
-    PATH,
-    SEP,
-    array_digest,
-    as_array,
-    cached_arrays,
-    changed_meanwhile,
-    content_digest,
-    find_file,
-    find_vocabulary,
-    frequency_order,
-    from_array,
-    load_word_pieces,
-    renumbered,
-    save_arrays,
-    short_digest,
-    train_word_pieces,
-)
+from comera.data import vocabulary
 from comera.files import cache_folder, naming_what_is_no_text
 
 log = logging.getLogger("comera")
@@ -68,10 +49,12 @@ class NliData:
             cut, the longer sentence first.
     """
 
-    train: str | list[str] = field(default_factory=list, metadata=PATH)
-    dev: str | list[str] = field(default_factory=list, metadata=PATH)
-    test: str | list[str] = field(default_factory=list, metadata=PATH)
-    vocab: str | None = field(default=None, metadata=PATH)
+    has_end = True  # whether runs may be as long as so many epochs
+
+    train: str | list[str] = field(default_factory=list, metadata=vocabulary.PATH)
+    dev: str | list[str] = field(default_factory=list, metadata=vocabulary.PATH)
+    test: str | list[str] = field(default_factory=list, metadata=vocabulary.PATH)
+    vocab: str | None = field(default=None, metadata=vocabulary.PATH)
     vocab_size: int = 30522
     length: int = 128
 
@@ -103,9 +86,9 @@ class NliData:
                 raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
             for source in sources:
                 if not _is_on_hub(source):
-                    find_file(source, _EXPECTED)
+                    vocabulary.find_file(source, _EXPECTED)
         if self.vocab:
-            find_vocabulary(self.vocab)
+            vocabulary.find_vocabulary(self.vocab)
 
     def digests(self) -> dict[str, str]:
         """Return digests of all files and data sets, by their names in the settings.
@@ -116,7 +99,7 @@ class NliData:
         self.find()
         found = {s: _digest(s) for sources in self.splits.values() for s in sources}
         if self.vocab:
-            found[self.vocab] = content_digest(find_vocabulary(self.vocab))
+            found[self.vocab] = vocabulary.content_digest(vocabulary.find_vocabulary(self.vocab))
         return found
 
 
@@ -127,8 +110,6 @@ class NliPairs:
     files and data sets that were read, ``prepared`` is the digest of the encoded pairs.
     """
 
-    num_classes = len(LABELS)
-
     def __init__(
         self,
         settings: NliData,
@@ -136,22 +117,20 @@ class NliPairs:
         digests: Mapping[str, str] | None = None,
     ) -> None:
         arrays = dict(arrays)
-        self.tokenizer = from_array(arrays.pop("tokenizer"))
+        self.tokenizer = vocabulary.from_array(arrays.pop("tokenizer"))
         self.settings = settings
         self.digests = digests or {}
-        self.prepared = array_digest(arrays)
+        self.prepared = vocabulary.array_digest(arrays)
         self.vocab_size = int(arrays["vocab_size"])
-        self.train = _Split(arrays, "train")
-        self.dev = _Split(arrays, "dev")
-        self.test = _Split(arrays, "test") if settings.test else None
+        self.splits = {name: _Split(arrays, name) for name in settings.splits}
+        self.train = self.splits["train"]
         self._order: tuple[tuple[int, int, int], np.ndarray] | None = None
 
     @classmethod
     def prepare(cls, settings: NliData, digests: Mapping[str, str] | None = None) -> "NliPairs":
         """Read and encode the pairs, or load them from the cache; ``digests`` are computed if None.
 
-        Raises ``FileNotFoundError``, which describes the expected format, if a file is missing, and
-        ``ValueError`` if a row has no label or sentence, or no file is named.
+        Raises ``FileNotFoundError``, and ``ValueError`` if a row has no label or sentence.
         """
         digests = settings.digests() if digests is None else digests
         first: dict[str, tuple[str, str]] = {}
@@ -167,13 +146,13 @@ class NliPairs:
             **{name: [digests[s] for s in sources] for name, sources in settings.splits.items()},
             "vocab": settings.vocab and digests[settings.vocab],
         }
-        cache = cache_folder() / f"nli-{short_digest(['nli-3', relevant])}.npz"
-        arrays = cached_arrays(cache)
+        cache = cache_folder() / f"nli-{vocabulary.short_digest(['nli-3', relevant])}.npz"
+        arrays = vocabulary.cached_arrays(cache)
         if arrays is None:
             arrays = _encode(settings)
             if settings.digests() != digests:
-                raise changed_meanwhile(", ".join(digests))
-            save_arrays(cache, arrays)
+                raise vocabulary.changed_meanwhile(", ".join(digests))
+            vocabulary.save_arrays(cache, arrays)
         return cls(settings, arrays, digests)
 
     def steps_per_epoch(self, batch_size: int) -> int:
@@ -211,13 +190,15 @@ class NliPairs:
         batches = order.reshape(-1, batch_size)
         return batches[rng.permutation(len(batches))].reshape(-1)
 
-    def dev_batches(self, batch_size: int, limit: int | None = None) -> list[dict[str, Tensor]]:
-        """Return the evaluation rows, or the first ``limit``, in batches sorted by length."""
-        return self.dev.batches(batch_size, limit)
-
-    def test_batches(self, batch_size: int) -> list[dict[str, Tensor]]:
-        """Return all test rows in batches sorted by length; none if there is no test."""
-        return self.test.batches(batch_size) if self.test else []
+    def held_out(
+        self, split: str, batch_size: int, limit: int | None = None
+    ) -> list[dict[str, Tensor]]:
+        """Return rows of ``dev`` or ``test``, at most ``limit``, in batches sorted by length."""
+        if (part := self.splits.get(split)) is None:
+            return []
+        rows = np.arange(len(part.labels))[:limit]
+        rows = rows[np.argsort(part.lengths[rows], kind="stable")]
+        return [part.collate(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size)]
 
 
 class _Split:
@@ -230,15 +211,10 @@ class _Split:
         self.labels = arrays[f"{name}_labels"]
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
 
-    def batches(self, batch_size: int, limit: int | None = None) -> list[dict[str, Tensor]]:
-        rows = np.arange(len(self.labels))[:limit]
-        rows = rows[np.argsort(self.lengths[rows], kind="stable")]
-        return [self.collate(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size)]
-
     def collate(self, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
         """Pad rows to ``tokens`` and ``segments`` ``(B, T)``, with ``labels`` ``(B,)``."""
         width = width or int(self.lengths[rows].max())
-        tokens = np.full((len(rows), width), PAD, np.int64)
+        tokens = np.full((len(rows), width), vocabulary.PAD, np.int64)
         segments = np.zeros((len(rows), width), np.int64)
         for k, row in enumerate(rows):
             start, length = self.starts[row], self.lengths[row]
@@ -251,7 +227,7 @@ class _Split:
 
 def _digest(source: str) -> str:
     if not _is_on_hub(source):
-        return content_digest(find_file(source, _EXPECTED))
+        return vocabulary.content_digest(vocabulary.find_file(source, _EXPECTED))
     running = hashlib.sha256()
     for row in _hub_rows(source):
         running.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -289,7 +265,7 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
     if _is_on_hub(source):
         yield from _hub_rows(source)
         return
-    path = find_file(source, _EXPECTED)
+    path = vocabulary.find_file(source, _EXPECTED)
     open_text = gzip.open if path.suffix == ".gz" else open
     with naming_what_is_no_text(path), open_text(path, "rt", encoding="utf-8") as file:
         first = file.readline()
@@ -335,10 +311,10 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
         for name, sources in settings.splits.items()
     }
     if settings.vocab:
-        tokenizer = load_word_pieces(settings.vocab)
+        tokenizer = vocabulary.load_word_pieces(settings.vocab)
     else:
         sentences = (text for pair in splits["train"] for text in pair[:2])
-        tokenizer = train_word_pieces(sentences, settings.vocab_size)
+        tokenizer = vocabulary.train_word_pieces(sentences, settings.vocab_size)
     encoded = {
         name: [
             [np.asarray(e.ids, np.int64) for e in tokenizer.encode_batch([p[side] for p in pairs])]
@@ -353,10 +329,10 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
             "so many are their characters and the special tokens"
         )
     seen = np.concatenate([*encoded["train"][0], *encoded["train"][1]])
-    number = frequency_order(tokenizer, np.bincount(seen, minlength=size))
+    number = vocabulary.frequency_order(tokenizer, np.bincount(seen, minlength=size))
     arrays: dict[str, np.ndarray] = {
         "vocab_size": np.asarray(size),
-        "tokenizer": as_array(renumbered(tokenizer, number)),
+        "tokenizer": vocabulary.as_array(vocabulary.renumbered(tokenizer, number)),
     }
     for name, (premises, hypotheses) in encoded.items():
         rows, first = zip(
@@ -381,4 +357,6 @@ def joined(premise: np.ndarray, hypothesis: np.ndarray, length: int) -> tuple[np
     cut_right = min(excess - cut_left, max(0, right - left))
     rest = excess - cut_left - cut_right
     left, right = left - cut_left - (rest + 1) // 2, right - cut_right - rest // 2
-    return np.concatenate([[CLS], premise[:left], [SEP], hypothesis[:right], [SEP]]), left + 2
+    return np.concatenate(
+        [[vocabulary.CLS], premise[:left], [vocabulary.SEP], hypothesis[:right], [vocabulary.SEP]]
+    ), left + 2

@@ -12,25 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.data.vocabulary import (
-    CLS,
-    MASK,
-    PATH,
-    SPECIAL,
-    Tokenizer,
-    array_digest,
-    as_array,
-    cached_arrays,
-    changed_meanwhile,
-    check_vocab_size,
-    frequency_order,
-    from_array,
-    read_blocks,
-    renumbered,
-    save_arrays,
-    short_digest,
-    train_byte_pairs,
-)
+from comera.data import vocabulary
 from comera.files import cache_folder
 
 _STREAMS = ("train", "valid", "test")
@@ -46,16 +28,18 @@ class TextData:
         folder: Folder of the text files, with its subfolders except those written by runs; by
             default the standard library of the running interpreter.
         pattern: Glob pattern of the text files; ``.gz`` and ``.xz`` files are decompressed.
-        max_megabytes: Stop reading after so much text, in a fixed pseudo-random order of files.
+        max_megabytes: Read files in a fixed pseudo-random order until they exceed so much text.
         vocab_size: Tokens of the byte-pair tokenizer, trained on the text.
         length: Tokens of a sequence.
-        heldout: Share of the text kept for evaluation, by which settings are chosen: the first
-            files of the pseudo-random order, or the end of the text if there is only one file.
-        test: Share of the text kept for one evaluation of the trained model, after all settings are
-            chosen: the files after the held-out files, or the text before the held-out end.
+        heldout: Share of the files, or of the text of a single file, kept for evaluation, by which
+            settings are chosen: the first files in that order, at least one, or the text's end.
+        test: Share kept in the same way for one evaluation of the trained model, after all settings
+            are chosen: the files after the held-out files, or the text before the held-out end.
     """
 
-    folder: str | None = field(default=None, metadata=PATH)
+    has_end = False  # whether runs may be as long as so many epochs
+
+    folder: str | None = field(default=None, metadata=vocabulary.PATH)
     pattern: str = "**/*.py"
     max_megabytes: float = 12.0
     vocab_size: int = 8192
@@ -63,25 +47,24 @@ class TextData:
     heldout: float = 0.05
     test: float = 0.0
 
-    def check(self, name: str) -> None:
-        """Raise ``ValueError`` for settings that no text could fit; ``name`` is the section."""
+    def check(self, name: str = "text") -> None:
+        """Raise ``ValueError`` for settings that are wrong for any text, in section ``name``."""
         if not self.max_megabytes > 0:
             raise ValueError(f"{name}.max_megabytes={self.max_megabytes} must be above 0")
         if self.length < 2:
             raise ValueError(f"{name}.length={self.length} must be at least 2")
-        self.check_shares(f"{name}.")
-        check_vocab_size(self.vocab_size, f"{name}.vocab_size")
-
-    def check_shares(self, prefix: str = "") -> None:
-        """Raise ``ValueError`` if ``heldout`` and ``test`` leave no text to train on."""
+        if self.vocab_size < (least := len(vocabulary.SPECIAL) + 256):
+            raise ValueError(
+                f"{name}.vocab_size={self.vocab_size} must be at least {least}: one for each byte"
+            )
         if not 0 <= self.heldout < 1:
             raise ValueError(
-                f"{prefix}heldout={self.heldout} must be a share of the text, in [0, 1)"
+                f"{name}.heldout={self.heldout} must be a share of the text, in [0, 1)"
             )
         if not 0 <= self.test < 1 - self.heldout:
             raise ValueError(
-                f"{prefix}test={self.test} must be a share of the text that leaves some to train "
-                f"on, beside {prefix}heldout={self.heldout}"
+                f"{name}.test={self.test} must be a share of the text that leaves some to train "
+                f"on, beside {name}.heldout={self.heldout}"
             )
 
     def find(self) -> None:
@@ -98,7 +81,7 @@ class TextData:
         characters = 0
         for path in _text_files(folder, self.pattern):
             digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")("replace")
-            for block in read_blocks(path):  # a file may be larger than memory
+            for block in vocabulary.read_blocks(path):  # a file may be larger than memory
                 digest.update(block)
                 characters += len(decoder.decode(block))
             characters += len(decoder.decode(b"", final=True))
@@ -122,11 +105,7 @@ class TextStreams:
     test: Tensor
     digests: Mapping[str, str] = field(default_factory=dict)
     prepared: str = ""
-    tokenizer: Tokenizer | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        return self.settings.vocab_size
+    tokenizer: vocabulary.Tokenizer | None = None
 
     @classmethod
     def prepare(cls, settings: TextData, digests: Mapping[str, str] | None = None) -> "TextStreams":
@@ -135,17 +114,18 @@ class TextStreams:
         ``digests`` is the result of ``settings.digests()``, if known already. Raises
         ``FileNotFoundError`` if no file matches, and ``ValueError`` if there is too little text.
         """
+        settings.check()
         folder = _folder(settings)
         digests = settings.digests() if digests is None else digests
         relevant = {key: getattr(settings, key) for key in ("vocab_size", "heldout", "test")}
-        key = short_digest(["text-5", relevant, list(digests.items())])
+        key = vocabulary.short_digest(["text-5", relevant, list(digests.items())])
         cache = cache_folder() / f"text-{key}.npz"
-        arrays = cached_arrays(cache)
+        arrays = vocabulary.cached_arrays(cache)
         if arrays is None:
             arrays = _encode([folder / name for name in digests], settings)
             if settings.digests() != digests:
-                raise changed_meanwhile(folder)
-            save_arrays(cache, arrays)
+                raise vocabulary.changed_meanwhile(folder)
+            vocabulary.save_arrays(cache, arrays)
         for name in _STREAMS if settings.test else _STREAMS[:2]:
             if len(arrays[name]) <= 2 * settings.length:
                 raise ValueError(
@@ -154,8 +134,12 @@ class TextStreams:
                     f"sequences of {settings.length}"
                 )
         train, valid, test = (torch.from_numpy(arrays[name]) for name in _STREAMS)
-        tokenizer = from_array(arrays.pop("tokenizer"))  # not in the digest: its order may vary
-        return cls(settings, train, valid, test, digests, array_digest(arrays), tokenizer)
+        tokenizer = vocabulary.from_array(
+            arrays.pop("tokenizer")
+        )  # not in the digest: its order may vary
+        return cls(
+            settings, train, valid, test, digests, vocabulary.array_digest(arrays), tokenizer
+        )
 
 
 def _folder(settings: TextData) -> Path:
@@ -200,7 +184,9 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
-    texts = [b"".join(read_blocks(path)).decode("utf-8", errors="replace") for path in files]
+    texts = [
+        b"".join(vocabulary.read_blocks(path)).decode("utf-8", errors="replace") for path in files
+    ]
     parts = _split(texts, settings)
     sample, used = [], 0
     for text in parts["train"]:
@@ -208,7 +194,7 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
         used += len(text)
         if used > _TOKENIZER_SAMPLE:
             break
-    tokenizer = train_byte_pairs(sample, settings.vocab_size)
+    tokenizer = vocabulary.train_byte_pairs(sample, settings.vocab_size)
     encoded = {
         name: np.concatenate([np.asarray(e.ids, np.int64) for e in tokenizer.encode_batch(part)])
         if part
@@ -216,15 +202,14 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
         for name, part in parts.items()
     }
     seen = np.bincount(encoded["train"], minlength=settings.vocab_size)
-    number = frequency_order(tokenizer, seen)
+    number = vocabulary.frequency_order(tokenizer, seen)
     arrays = {name: number[tokens].astype(np.int32) for name, tokens in encoded.items()}
-    return {**arrays, "tokenizer": as_array(renumbered(tokenizer, number))}
+    return {**arrays, "tokenizer": vocabulary.as_array(vocabulary.renumbered(tokenizer, number))}
 
 
 def _split(texts: list[str], settings: TextData) -> dict[str, list[str]]:
     """Split texts for training, evaluation and test; cut the text if there is only one."""
     held, tested = settings.heldout, settings.test
-    settings.check_shares()
     if len(texts) == 1:
         (text,) = texts
         first, second = (round(share * len(text)) for share in (1 - held - tested, 1 - held))
@@ -238,6 +223,7 @@ _PREDICTED_SHARE = 0.15
 """Share of the tokens to predict: 80 % of them masked, 10 % replaced, 10 % kept (BERT)."""
 
 
+@dataclass
 class MaskedText:
     """Batches of a masked language model, which depend only on a seed and a step number.
 
@@ -245,22 +231,15 @@ class MaskedText:
     hold ``tokens (B, T)``, ``positions (B, M)`` to predict and ``targets (B, M)``, all int64.
     """
 
-    def __init__(self, streams: TextStreams) -> None:
-        self.streams = streams
+    streams: TextStreams
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
         """Draw training batch number ``step``."""
         return self._masked(self.streams.train, batch_size, generator_of(seed, step))
 
-    def valid_batches(self, count: int, batch_size: int) -> list[dict[str, Tensor]]:
-        """Draw ``count`` evaluation batches, the same in every run."""
-        return self._drawn(self.streams.valid, count, batch_size)
-
-    def test_batches(self, count: int, batch_size: int) -> list[dict[str, Tensor]]:
-        """Draw ``count`` batches of the test text; none if there is no test text."""
-        return self._drawn(self.streams.test, count, batch_size)
-
-    def _drawn(self, stream: Tensor, count: int, batch_size: int) -> list[dict[str, Tensor]]:
+    def held_out(self, split: str, batch_size: int, count: int) -> list[dict[str, Tensor]]:
+        """Draw ``count`` batches of ``valid`` or ``test``, the same in every run."""
+        stream = getattr(self.streams, split)
         numbers = range(count) if len(stream) else ()
         return [self._masked(stream, batch_size, generator_of(-1, k)) for k in numbers]
 
@@ -273,39 +252,35 @@ class MaskedText:
         positions = torch.rand(batch_size, length, generator=generator).argsort(1)[:, :count]
         targets = window.gather(1, positions)
         fate = torch.rand(batch_size, count, generator=generator)
-        low, high = len(SPECIAL), self.streams.vocab_size
+        low, high = len(vocabulary.SPECIAL), self.streams.settings.vocab_size
         noise = torch.randint(low, high, (batch_size, count), generator=generator)
-        shown = torch.where(fate < 0.8, MASK, torch.where(fate < 0.9, noise, targets))
+        shown = torch.where(fate < 0.8, vocabulary.MASK, torch.where(fate < 0.9, noise, targets))
         tokens = window.scatter(1, positions, shown)
-        tokens = torch.cat([torch.full((batch_size, 1), CLS), tokens], 1)
+        tokens = torch.cat([torch.full((batch_size, 1), vocabulary.CLS), tokens], 1)
         return {"tokens": tokens, "positions": positions + 1, "targets": targets}
 
 
+@dataclass
 class CausalText:
     """Batches of a causal language model, which depend only on a seed and a step number.
 
-    Batches hold ``tokens`` and ``targets``, both int64 ``(B, T)``: ``settings.length`` tokens, each
-    with the next as target.
+    ``tokens`` and ``targets``, the next ones, are both int64 ``(B, T)``.
     """
 
-    def __init__(self, streams: TextStreams) -> None:
-        self.streams = streams
+    streams: TextStreams
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
         """Draw training batch number ``step``."""
         length = self.streams.settings.length + 1
         return _shifted(windows(self.streams.train, batch_size, length, generator_of(seed, step)))
 
-    def valid_batches(self, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
-        """Cut the first ``count`` batches (None: all) of the held-out text, in order."""
-        return self._cut(self.streams.valid, count, batch_size)
-
-    def test_batches(self, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
-        """Cut the first ``count`` batches (None: all) of the test text, if there is any."""
-        return self._cut(self.streams.test, count, batch_size) if len(self.streams.test) else []
-
-    def _cut(self, stream: Tensor, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
-        length = self.streams.settings.length
+    def held_out(
+        self, split: str, batch_size: int, count: int | None = None
+    ) -> list[dict[str, Tensor]]:
+        """Cut the first ``count`` batches of ``valid`` or ``test``, by default all, in order."""
+        stream, length = getattr(self.streams, split), self.streams.settings.length
+        if not len(stream):
+            return []
         rows = (len(stream) - 1) // length
         if count is not None:
             rows = min(rows, count * batch_size)

@@ -27,24 +27,15 @@ with needed_by("a vocabulary of text"):
 
 log = logging.getLogger("comera")
 
-PATH = {"path": True}
-"""Mark of a setting that is a path to data, or a list of them."""
+PATH = {"path": True}  # mark of a setting that is a path to data, or a list of them
 
 PAD, UNKNOWN, CLS, SEP, MASK = range(5)
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 """The first tokens of every vocabulary, in this order."""
 
 
-def check_vocab_size(size: int, name: str = "vocab_size") -> None:
-    """Raise ``ValueError`` if a vocabulary cannot hold ``SPECIAL`` and a token for each byte."""
-    least = len(SPECIAL) + 256
-    if size < least:
-        raise ValueError(f"{name}={size} must be at least {least}: one for each byte")
-
-
 def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer, in which the tokens ``SPECIAL`` come first."""
-    check_vocab_size(vocab_size)
+    """Train a byte-level BPE tokenizer, ``SPECIAL`` first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

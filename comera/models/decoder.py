@@ -79,19 +79,10 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token embedding, a stack of layers and a norm.
+    """Token embedding, a stack of layers and a norm: tokens ``(B, T)`` to ``(B, T, D)``.
 
-    Args:
-        vocab_size: Number of tokens.
-        d_model: Width.
-        num_layers: Number of layers.
-        num_heads: Attention heads of each layer; ``d_model`` is a multiple of twice this number.
-        ffn_dim: Width of the feed-forward part; LLaMA's is 8/3 of ``d_model``.
-        dropout: Probability on both residual branches; LLaMA has none.
-        qk_norm: Normalise the queries and keys of every head, as Qwen3 does.
-
-    Shapes:
-        tokens ``(B, T)`` integers; output ``(B, T, D)``.
+    ``d_model`` is a multiple of ``2 * num_heads``; LLaMA's ``ffn_dim`` is 8/3 of it. ``dropout`` is
+    on both residual branches; LLaMA has none. ``qk_norm`` normalises queries and keys, as Qwen3.
     """
 
     def __init__(
@@ -129,11 +120,9 @@ class Decoder(nn.Module):
 class CausalLanguageModel(nn.Module):
     """Language model that predicts each token from the tokens before it.
 
-    A state dict of ``transformers.LlamaForCausalLM`` loads and gives the same logits, if that model
-    has as many key as query heads and an untied output layer.
-
-    Shapes:
-        tokens ``(B, T)`` integers; output ``(B, T, V)``, at each position logits of the next token.
+    A state dict of ``transformers.LlamaForCausalLM`` loads and gives the same logits, if it has as
+    many key as query heads and an untied output layer. Tokens ``(B, T)`` become logits
+    ``(B, T, V)``, at each position those of the next.
     """
 
     def __init__(self, decoder: Decoder, vocab_size: int) -> None:

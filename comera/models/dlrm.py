@@ -39,8 +39,7 @@ class DLRM(nn.Module):
         of many values a pair ``(indices (N,), offsets (B,))`` each; output ``(B,)``, logits of a
         click.
 
-    Raises:
-        ValueError: If there is no table, a size is below one, or inputs do not fit the model.
+    Raises ``ValueError`` if there is no table, a size is below one, or inputs do not fit.
     """
 
     def __init__(
@@ -195,12 +194,10 @@ class SmallTable(nn.Module):
 
 
 class HashedTable(SmallTable):
-    """Table in which indices with equal remainders share a row (arXiv 0902.2206).
+    """Rows shared by the remainder of their index (arXiv 0902.2206), frequent indices first.
 
-    Args:
-        num_embeddings: Number of indices, the most frequent ones first.
-        kept: Number of stored rows; the first ``own`` of them belong to one index each.
-        rank: Width R of stored rows, which a matrix ``(R, D)`` maps to D; None for D itself.
+    Of ``kept`` rows the first ``own`` have one index each. They are stored in width ``rank``, which
+    a matrix brings to D.
     """
 
     def __init__(
@@ -248,12 +245,9 @@ class QuotientRemainderTable(SmallTable):
 
 
 class SharedArrayTable(SmallTable):
-    """Table whose rows are blocks of one array that all tables share (ROBE, arXiv 2108.02191).
+    """Rows cut in blocks from one array that all tables share (ROBE, arXiv 2108.02191).
 
-    Args:
-        array: Module whose parameter ``(M,)`` is the array.
-        block: Numbers in a block; divides D.
-        number: Number of this table, which seeds its hash.
+    ``array`` is a module whose parameter is the array; ``number`` of the table seeds its hash.
     """
 
     def __init__(
@@ -287,11 +281,11 @@ def replace_tables_(
 ) -> nn.ModuleDict:
     """Replace dense tables by small tables with at most ``params`` parameters in all, in place.
 
-    All small tables get equally many rows; a table with no more rows than that stays dense.
-    ``tables`` are :class:`torch.nn.EmbeddingBag` of one width by name; ``kind`` is ``hashed``,
-    ``quotient_remainder`` or ``shared_array``. In a :class:`HashedTable`, ``own`` is the share of
-    rows that belong to one index each, and ``rank`` the width of rows; ``block`` is that of a
-    :class:`SharedArrayTable`. Raises ``ValueError`` if ``params`` is too small.
+    Tables of kind ``hashed`` get equally many rows, of ``quotient_remainder`` equally many
+    remainders; a table that would not shrink stays dense, unless a ``rank`` or a ``shared_array``
+    replaces all. ``tables`` are :class:`torch.nn.EmbeddingBag` of one width by name. ``own`` is the
+    share of hashed rows that belong to one index each, ``rank`` the width of these rows; ``block``
+    is that of a :class:`SharedArrayTable`. Raises ``ValueError`` if ``params`` is too small.
     """
     sizes = {name: int(table.num_embeddings) for name, table in tables.items()}  # type: ignore[arg-type]
     width = int(next(iter(tables.values())).embedding_dim)  # type: ignore[arg-type]

@@ -83,20 +83,10 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Token, position and optional segment embeddings, then a stack of blocks.
 
-    Args:
-        vocab_size: Number of tokens; token 0 is padding.
-        d_model: Width.
-        num_layers: Number of blocks.
-        num_heads: Attention heads of each block; divides ``d_model``.
-        ffn_dim: Width of the feed-forward layer.
-        max_length: Longest sequence.
-        dropout: Dropout probability in attention, on both residual branches and on embeddings.
-        num_segments: Size of the segment vocabulary; 0 for no segments.
-        norm: ``"pre"`` or ``"post"`` layer norm.
-        qk_norm: Normalise the queries and keys of every head, which bounds attention scores at
-            high learning rates. Tensor trains then attend by heads, not in the space of ranks.
-        position_std: Standard deviation of initial position and segment embeddings; tokens have
-            0.02.
+    Token 0 is padding. ``dropout`` is in attention, on both residual branches and the embeddings.
+    ``qk_norm`` normalises the queries and keys of every head, which bounds attention scores at high
+    learning rates; tensor trains then attend by heads, not in the space of ranks. Embeddings of
+    positions and segments begin with the standard deviation ``position_std``, those of tokens 0.02.
 
     Shapes:
         tokens ``(B, T)`` integers; segments ``(B, T)`` integers or None; output ``(B, T, D)``.

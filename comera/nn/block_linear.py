@@ -86,16 +86,8 @@ class BTTLinear(CompressedLinear):
         blocks = weight_to_blocks(weight, shape.in_modes, shape.out_modes)
         return split_blocks(blocks, shape.ranks[0], tolerance)
 
-    @torch.no_grad()
-    def _init_cores_(self, std: float, init: Init) -> None:
-        """Draw random cores of a weight with root mean square ``std``; set the gates to one."""
-        for gate in self.gates:
-            gate.fill_(1)
+    def _draw_cores_(self, std: float, init: Init) -> None:
         left, right = self.cores
-        if left.is_meta or 0 in self.ranks:
-            return
-        if init not in ("orthogonal", "normal"):
-            raise ValueError(f"init={init!r} must be 'orthogonal' or 'normal'")
         draw = nn.init.orthogonal_ if init == "orthogonal" else nn.init.normal_
         wide = torch.promote_types(left.dtype, torch.float32)
         for block in (*left.unbind(1), *right.unbind(1)):  # each is drawn as a matrix
@@ -104,14 +96,9 @@ class BTTLinear(CompressedLinear):
             block.copy_(drawn.view(block.shape))
         of_left = torch.einsum("zabcr,zabcs->acrs", left.double(), left.double())
         of_right = torch.einsum("rcadz,scadz->acrs", right.double(), right.double())
-        size = self._modes.num_dense
-        now = math.sqrt(float((of_left * of_right).sum()) / size)
-        if std:
-            for core in (left, right):
-                core.mul_(math.sqrt(std / now))
-        else:  # were both of them zero, neither would ever have a gradient
-            left.mul_(size**-0.125 / now**0.5)
-            right.zero_()
+        now = math.sqrt(float((of_left * of_right).sum()) / self._modes.num_dense)
+        for core in (left, right):
+            core.mul_(math.sqrt(std / now))
 
 
 def _rank_norms(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:

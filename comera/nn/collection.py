@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from comera.nn.embedding import TTEmbeddingBag
 from comera.nn.fused import is_plain
 from comera.nn.table import HotRows
-from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
 from comera.ops.table.distinct_rows import Lookup
-from comera.ops.table.tt_embedding import Request, places, read_factors, tt_embedding_bags
+from comera.ops.table.tt_embedding import places, read_factors, tt_embedding_bags
 
 _RANKS_ALIKE = 8
 """Ranks are padded to multiples of this."""
@@ -99,10 +98,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
             table = self[name]
             assert isinstance(table, TTEmbeddingBag)
             with _named(name):
-                flat, starts, weights = table._request(*request[name])
-            bags = {"weights_N": weights, "offsets_B": starts}
-            rows, train = table._kept_at(flat), table._train() | bags
-            requests.append(Request(rows, **train, checked=is_eager()))
+                requests.append(table._request(*request[name])[2])
         parts = dict(zip(names, read_factors(requests), strict=True))
         sums = tt_embedding_bags(list(parts.values()), self._places(parts))
         return dict(zip(names, sums, strict=True))

@@ -23,12 +23,7 @@ from comera.nn.forms import (
 )
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model
-from comera.nn.swap import (
-    evaluation_mode,
-    every_layer_called,
-    rename_tied_weights_,
-    swap_layers_,
-)
+from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     TTConfig,
@@ -163,10 +158,15 @@ def _tensorized(
         )
     elif config.init == "svd":
         _warn_of_approximations(model, targets, made, calibration)
+    dense_now = [name for name, new in made.items() if getattr(new, "dense_sparse", False)]
+    if dense_now:
+        log.warning(
+            "tensorize_: %s had sparse gradients (sparse=True); those of cores are dense, and "
+            "small: train by AdamW or SGD, not SparseAdam",
+            listed(dense_now),
+        )
     _name_those_that_lose(model, made, config.tokens or _TOKENS)
-    converted = swap_layers_(model, replacements)
-    rename_tied_weights_(converted)
-    return cast(Model, converted)  # or the layer in its place
+    return cast(Model, swap_layers_(model, replacements))  # or the layer in its place
 
 
 def densify_(model: nn.Module) -> nn.Module:
@@ -189,9 +189,7 @@ def densify_(model: nn.Module) -> nn.Module:
     for head in heads:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
-    model = fuse_experts_(swap_layers_(model, replacements))
-    rename_tied_weights_(model)
-    return model
+    return fuse_experts_(swap_layers_(model, replacements))
 
 
 def plans_of(
@@ -395,7 +393,7 @@ def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> Tensor
             settings["bias"] = module.bias is not None
         else:
             sizes = module.num_embeddings, module.embedding_dim
-            own = ("padding_idx", "sparse", *kind._own_settings)
+            own = ("padding_idx", *kind._own_settings)
             settings |= {key: getattr(module, key) for key in own}
             settings["scatter_rows"] = config.scatter_rows if init != "svd" else False
         new = kind(*sizes, **settings)

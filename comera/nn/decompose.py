@@ -43,12 +43,6 @@ def decompose_table(
     ]
 
 
-def decompose_at(weight: Tensor, shape: TTShape, tolerance: float | None) -> list[Tensor]:
-    """Decompose as :func:`decompose_matrix` does, and pad the cores to the ranks of the shape."""
-    cores = decompose_matrix(weight, shape, tolerance)
-    return cores if tolerance is not None else widened(cores, shape.ranks)
-
-
 def widened(cores: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
     """Pad cores ``(left bond, mode(s), right bond)`` with zeros to these inner ranks."""
     bonds, wide = [1, *ranks, 1], []

@@ -1,10 +1,11 @@
 """Provide the dense weight of a tensor train as a read-only tensor."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from comera.ops.dispatch import is_eager
 
@@ -42,8 +43,7 @@ class DenseWeight(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            found = _tensors((args, kwargs.values()))
-            guarded = [tensor for tensor in found if isinstance(tensor, cls)]
+            guarded = [part for part in tree_leaves((args, kwargs)) if isinstance(part, cls)]
             if func == Tensor.data.__set__ and guarded:  # type: ignore[attr-defined]
                 raise RuntimeError(guarded[0]._remedy)
             before = [tensor._version for tensor in guarded]
@@ -61,9 +61,9 @@ def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
     """
     if torch.is_inference_mode_enabled():  # where torch counts no versions
         with torch.inference_mode(False), torch.no_grad():
-            weight = compute()
+            weight = compute().contiguous()
     else:
-        weight = compute()
+        weight = compute().contiguous()
     if not is_eager() or type(weight) is not Tensor or _is_transformed(weight):
         return weight
     return _guarded(weight, remedy)
@@ -98,11 +98,3 @@ def _guard_views(result: Any, guarded: list[Any]) -> Any:
 def _memory(tensor: Tensor) -> int | None:
     has_storage = tensor.layout == torch.strided and not _is_transformed(tensor)
     return tensor.untyped_storage()._cdata if has_storage else None
-
-
-def _tensors(parts: Iterable[Any]) -> Iterator[Tensor]:
-    for part in parts:
-        if isinstance(part, Tensor):
-            yield part
-        elif isinstance(part, (list, tuple, type({}.values()))):
-            yield from _tensors(part)

@@ -1,5 +1,6 @@
 """Define embeddings and embedding bags on tensor-train matrices with trainable ranks."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
 from comera.ops.dispatch import is_eager, may_read_values
-from comera.ops.table.distinct_rows import check_integers, check_range
+from comera.ops.operator import is_traced
+from comera.ops.table.distinct_rows import bag_of_entries, check_integers, check_range
 from comera.ops.table.tt_embedding import Request, tt_embedding
 from comera.shapes import TTMShape
 
@@ -24,7 +26,7 @@ class TTEmbedding(TTTable):
         max_norm: Not supported: rows share cores, so one row cannot be renormalised.
         norm_type: Has no effect; it keeps the order of torch's arguments.
         scale_grad_by_freq: Not supported.
-        sparse: Has no effect: the gradients of the cores are small and dense.
+        sparse: Not supported: the gradients of the cores are small and dense.
         rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
         shape: ``(row_modes, col_modes)``, e.g. ``((16, 20, 10, 10), (4, 4, 8, 6))`` for 30522 rows
             of 768, or a :class:`~comera.TTMShape`; if None, modes chosen for fast lookups.
@@ -46,7 +48,7 @@ class TTEmbedding(TTTable):
     Raises:
         ValueError: If modes or ranks do not fit the table.
         TypeError: If indices are no whole numbers.
-        NotImplementedError: For ``max_norm`` and ``scale_grad_by_freq``.
+        NotImplementedError: For ``max_norm``, ``scale_grad_by_freq`` and ``sparse``.
 
     Source: CoMERA, arXiv 2405.14377, section 3.
     """
@@ -133,17 +135,13 @@ class TTEmbeddingBag(TTTable):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         self._check_there(input)
-        flat, starts, weights = self._request(input, offsets, per_sample_weights)
-        if self.mode == "max":
-            return self._maxima(flat, starts)
-        rows, train, checked = self._kept_at(flat), self._train(), is_eager()
-        bags = Request(rows, **train, weights_N=weights, offsets_B=starts, checked=checked)
-        return tt_embedding(bags)
+        flat, starts, bags = self._request(input, offsets, per_sample_weights)
+        return self._maxima(flat, starts, bags) if self.mode == "max" else tt_embedding(bags)
 
     def _request(
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Check the input; return entries, bag starts, and weights (None for ones or ``max``)."""
+    ) -> tuple[Tensor, Tensor, Request]:
+        """Return the indices of all entries, the starts of bags, and the request of the bags."""
         check_integers(input)
         if input.dim() == 2:
             if offsets is not None:
@@ -177,7 +175,11 @@ class TTEmbeddingBag(TTTable):
             if weights.dtype != dtype:
                 raise ValueError(f"per_sample_weights are {weights.dtype}, the table {dtype}")
             weights = weights.reshape(-1)[: flat.shape[0]]
-        return flat, starts, None if self.mode == "max" else self._weights(flat, starts, weights)
+        if self.mode != "max":
+            weights = self._weights(flat, starts, weights)
+        rows, train, checked = self._kept_at(flat), self._train(), is_eager()
+        bags = Request(rows, **train, weights_N=weights, offsets_B=starts, checked=checked)
+        return flat, starts, bags
 
     def _weights(self, flat: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor | None:
         """Return the weight of each entry in the sum of its bag; None if all are one."""
@@ -195,13 +197,19 @@ class TTEmbeddingBag(TTTable):
         sizes = wide.new_zeros(starts.shape[0] + 1).index_add_(0, bag, wide)
         return counted / sizes.clamp(min=1).index_select(0, bag).to(dtype)
 
-    def _maxima(self, flat: Tensor, starts: Tensor) -> Tensor:
-        rows = self._rows(flat)
+    def _maxima(self, flat: Tensor, starts: Tensor, bags: Request) -> Tensor:
+        rows = tt_embedding(bags._replace(offsets_B=None))
         # Every entry gets a row of its own, so torch's bag arithmetic serves unchanged.
         count, padding = flat.shape[0], None
         entries = torch.arange(count, device=flat.device)
-        # torch refuses an empty table; in a graph, how many there are is not known yet
-        if self.padding_idx is not None or not is_eager() or not count:
+        if not is_eager() or is_traced():  # torch's bags bind a graph to one number of entries
+            if self.padding_idx is not None:
+                rows = rows.masked_fill((flat == self.padding_idx).unsqueeze(1), -math.inf)
+            bag = bag_of_entries(starts, count).unsqueeze(1).expand_as(rows)
+            most = rows.new_full((starts.shape[0], rows.shape[1]), -math.inf)
+            most = most.scatter_reduce(0, bag, rows, "amax")
+            return most.masked_fill(most == -math.inf, 0)
+        if self.padding_idx is not None or not count:  # torch refuses an empty table
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         if self.padding_idx is not None:
             padding = count
@@ -226,7 +234,7 @@ def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
     if with_end and not offsets.shape[0]:
         raise ValueError("offsets are empty; with include_last_offset the end of the input is one")
     known = may_read_values(offsets)
-    if offsets.shape[0] == with_end and not (known and with_end) and entries:
+    if offsets.shape[0] == int(with_end) and not (known and with_end) and entries:
         # torch reads past the end of such offsets
         raise ValueError(f"offsets begin no bag, and the input has {entries} entries for bags")
     if not offsets.numel() or not known:

@@ -84,7 +84,7 @@ def register_feed_forward(
         kind: The class, or its module and name joined by a dot.
         layers: Names of the first and the second layer, or of gate, up and down projection.
         activation: Name of the activation's attribute; or ``F.gelu``, ``F.relu`` or ``F.silu`` if
-            the method calls that. With any other activation the part runs layer by layer.
+            the method calls that. If the attribute is none of these, the part is not fused.
         before: Names of modules called on the input, such as a norm.
         between: Names of ``nn.Dropout`` on the hidden activation; active ones prevent fusing.
         after: Names of modules called on the result, such as dropout; None adds the input.
@@ -118,11 +118,11 @@ def path_of(kind: type | str) -> str:
 def fuse_feed_forwards_(model: nn.Module) -> list[str]:
     """Run the registered feed-forward parts of a model as one operation each, in place.
 
-    An attribute replaces the method of each part whose layers are all :class:`~comera.TTLinear`,
-    and of every ``nn.Sequential`` of such a layer, an activation and another such layer. Outputs
-    and gradients stay the same. The part still runs layer by layer for fewer than 16 rows, under
-    ``torch.compile``, ``torch.func`` and other tracing, while dropout acts on the hidden
-    activation, and if a hook or patched module inside would be skipped. Returns the parts' names.
+    Parts are modules of registered classes whose layers are all :class:`~comera.TTLinear`, and each
+    ``nn.Sequential`` with two such layers around an activation. The new method is an attribute of
+    the module, with the same outputs and gradients. It still runs layer by layer for fewer than 16
+    rows, under ``torch.compile``, ``torch.func`` and other tracing, while dropout acts on the
+    hidden activation, and if a hook or patch inside would be skipped. Returns the parts' names.
     """
     unfuse_feed_forwards_(model)
     names = []

@@ -14,17 +14,6 @@ from torch import Tensor, nn
 Init = Literal["orthogonal", "normal"]
 
 
-def init_(cores: Sequence[Tensor], split: int, std: float, init: Init) -> None:
-    """Fill cores by the method ``init``; raise ``ValueError`` if it is unknown."""
-    if init == "orthogonal":
-        orthogonal_(cores, split, std)
-    elif init == "normal":
-        normal_(cores, std)
-    else:
-        raise ValueError(f"init={init!r} must be 'orthogonal' or 'normal'")
-
-
-@torch.no_grad()
 def normal_(cores: Sequence[Tensor], std: float) -> None:
     """Fill cores with normal numbers, so that entries of their product have deviation ``std``."""
     paths = max(1, math.prod(core.shape[-1] for core in cores))

@@ -9,12 +9,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import decompose_matrix, widened
+from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name, may_share, params_of
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
 from comera.ops.contract_cores import contract_cores, contract_layer
-from comera.ops.dispatch import on_this_machine
 from comera.ops.linear.tt_linear import (
     Factors,
     factorized_linears,
@@ -35,6 +34,7 @@ class CompressedLinear(TensorTrainModule):
     _modes: LinearShape
     _settings: ClassVar[tuple[str, ...]] = ("in_features", "out_features", "bias", "prune_below")
 
+    @torch.inference_mode(False)  # else the parameters could never be trained
     def __init__(
         self,
         in_features: int,
@@ -83,15 +83,11 @@ class CompressedLinear(TensorTrainModule):
     def at(self, tokens: int, *, together: int = 1) -> Layer:
         return Layer(
             self.shape, tokens, self.in_features, self.out_features, self.bias is not None,
-            together=together if self.is_chain else 1,
+            together=together if isinstance(self, TTLinear) else 1,
         )  # fmt: skip
 
     def _weight_size(self) -> tuple[int, int]:
         return self.out_features, self.in_features
-
-    @property
-    def num_dense(self) -> int:
-        return self.in_features * self.out_features
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
@@ -106,15 +102,6 @@ class CompressedLinear(TensorTrainModule):
             dense.bias.copy_(self.bias)
             dense.bias.requires_grad_(self.bias.requires_grad)
         return dense.train(self.training)
-
-    @staticmethod
-    def _cores_of(weight: Tensor, shape: Any, tolerance: float | None) -> Sequence[Tensor]:
-        """Decompose a weight to cores with at most the shape's ranks, or to a tolerance."""
-        raise NotImplementedError
-
-    def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
-        cores = self._cores_of(weight, self.shape, tolerance)
-        self.set_cores_(cores if tolerance is not None else widened(cores, self.ranks))
 
     @classmethod
     @torch.no_grad()
@@ -245,7 +232,7 @@ class TTLinear(CompressedLinear):
         widths, dense = self.in_features + self.out_features, self.in_features * self.out_features
         if 2 * rank * widths <= dense:
             return False  # the factors need fewer operations at any number of rows
-        if on_this_machine() is not None:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
             return False  # an exported graph may run anywhere
         rows, core = input.numel() // max(1, input.shape[-1]), self.cores[0]
         shape = self._modes.in_modes, self._modes.out_modes, self.ranks
@@ -297,9 +284,7 @@ class TTLinear(CompressedLinear):
         dense = tt_to_dense(self.gated_cores(), self._split)
         return dense[: self.out_features, : self.in_features]
 
-    @staticmethod
-    def _cores_of(weight: Tensor, shape: TTShape, tolerance: float | None) -> list[Tensor]:
-        return decompose_matrix(weight, shape, tolerance)
+    _cores_of = staticmethod(decompose_matrix)
 
 
 def _dense_from(shape: Any, layer: Any, dtype: str, device: str) -> int:

@@ -1,6 +1,7 @@
 """Define the base of every tensor-train module: cores, gates, ranks, loading and moving."""
 
 import logging
+import math
 import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,8 +11,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, fx, nn
 
-from comera.nn.dense_weight import read_only
-from comera.nn.init import Init, init_
+from comera.nn.decompose import widened
+from comera.nn.dense_weight import DenseWeight, read_only
+from comera.nn.init import Init, normal_, orthogonal_
 from comera.ops.context import machine_of
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
@@ -62,7 +64,7 @@ _WRITTEN = (
     "{0}.weight is computed from the layer's cores, so that an edit in place would change nothing. "
     "layer.set_weight_(W, tolerance=0.01), or layer.weight = W at the present ranks, approximates "
     "a weight; comera.densify_(model) makes layers whose weight can be edited, such as "
-    "by the merge of an adapter"
+    "by torch.nn.utils.prune or the merge of an adapter"
 )
 
 _PARAMETRIZED = (
@@ -104,6 +106,8 @@ class WeightByAssignment(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Set the property on ``layer.weight = nn.Parameter(...)``; register other parameters."""
+        if isinstance(param, DenseWeight):  # as torch.nn.utils.prune does, to multiply it by a mask
+            raise RuntimeError(param._remedy)
         if name == "weight" and param is not None:
             self.weight = param.detach()
         else:
@@ -209,7 +213,7 @@ class TensorTrainModule(WeightByAssignment):
     @property
     def num_dense(self) -> int:
         """Number of entries of the dense weight."""
-        raise NotImplementedError
+        return math.prod(self._weight_size())
 
     @property
     def num_stored(self) -> int:
@@ -264,7 +268,7 @@ class TensorTrainModule(WeightByAssignment):
             The relative Frobenius error of the weight that the module now holds.
 
         Raises:
-            ValueError: If the shape differs, an entry is not finite, or all ranks were cut.
+            ValueError: If the shape differs, an entry is not finite, or no rank was left to keep.
             TypeError: If ``weight`` is no tensor.
         """
         if not isinstance(weight, Tensor):
@@ -294,6 +298,12 @@ class TensorTrainModule(WeightByAssignment):
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
         """Set cores and gates to approximate a weight, at the present ranks or to a tolerance."""
+        cores = self._cores_of(weight, self.shape, tolerance)
+        self.set_cores_(cores if tolerance is not None else widened(cores, self.ranks))
+
+    @staticmethod
+    def _cores_of(weight: Tensor, shape: Any, tolerance: float | None) -> Sequence[Tensor]:
+        """Decompose a weight to cores with at most the shape's ranks, or to a tolerance."""
         raise NotImplementedError
 
     def _weight_size(self) -> tuple[int, int]:
@@ -400,14 +410,22 @@ class TensorTrainModule(WeightByAssignment):
     @torch.no_grad()
     def _init_cores_(self, std: float, init: Init) -> None:
         """Draw random cores of a weight with root mean square ``std``; set the gates to one."""
+        if init not in ("orthogonal", "normal"):
+            raise ValueError(f"init={init!r} must be 'orthogonal' or 'normal'")
         for gate in self.gates:
             gate.fill_(1)
         if self.cores[0].is_meta or 0 in self.ranks:
             return
-        cores = list(self.cores)
-        init_(cores, self._split, std or self.num_dense**-0.25, init)
+        self._draw_cores_(std or self.num_dense**-0.25, init)
         if not std:  # were all of them zero, none would ever have a gradient
-            cores[-1].zero_()
+            self.cores[-1].zero_()
+
+    def _draw_cores_(self, std: float, init: Init) -> None:
+        """Draw cores of a weight with root mean square ``std``, which is not zero."""
+        if init == "orthogonal":
+            orthogonal_(list(self.cores), self._split, std)
+        else:
+            normal_(list(self.cores), std)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         """Load a state dict of any ranks: resize the parameters to it first."""
@@ -421,6 +439,13 @@ class TensorTrainModule(WeightByAssignment):
             if fits and ranks != self.ranks:
                 self.resize_ranks_(ranks)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def without_format(tensor: Tensor) -> Tensor:  # cores are no pictures with channels
+            few = tensor.dim() not in (4, 5) or is_sharded(tensor)
+            return fn(tensor) if few else fn(tensor[None, None])[0, 0]
+
+        return super()._apply(without_format, recurse)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes without cached tensors of a :class:`~comera.BatchedContraction`."""

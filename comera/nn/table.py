@@ -1,5 +1,6 @@
 """Define the base of embeddings and bags: a table held as a tensor-train matrix."""
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,11 +9,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import decompose_at, decompose_table, widened
+from comera.nn.decompose import decompose_matrix, decompose_table, widened
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, whole_numbers
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
+from comera.ops.operator import is_traced
 from comera.ops.table.distinct_rows import check_range
 from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
 from comera.planning.lookup_ways import Lookup
@@ -23,7 +25,7 @@ class HotRows(TensorTrainModule):
     """The hot rows of a table as a ``(rows, width)`` matrix of low rank, with one gated bond.
 
     Raises:
-        ValueError: If the rank is below one, or so high that dense rows would have fewer numbers.
+        ValueError: If the rank is below one, or so high that dense rows have no more numbers.
     """
 
     shape: TTShape  # type: ignore[assignment]
@@ -64,15 +66,12 @@ class HotRows(TensorTrainModule):
     def dense_weight(self) -> Tensor:
         return self.coordinates @ self.basis
 
-    def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
-        self.set_cores_(decompose_at(weight.T, self.shape, tolerance))
+    @staticmethod
+    def _cores_of(weight: Tensor, shape: TTShape, tolerance: float | None) -> list[Tensor]:
+        return decompose_matrix(weight.T, shape, tolerance)
 
     def _weight_size(self) -> tuple[int, int]:
         return self.shape.in_width, self.shape.out_width
-
-    @property
-    def num_dense(self) -> int:
-        return self.shape.num_dense
 
     def extra_repr(self) -> str:
         return self._describe_ranks(self.num_dense / max(1, self.num_stored))
@@ -89,22 +88,26 @@ class TTTable(TensorTrainModule):
         scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, with k
             near the golden section; saved as extra state of a state dict.
         twins: The tables tied to this one, which share its cores and hot rows.
+        sparse: False: gradients of cores are dense, and small.
+        dense_sparse: Whether the dense table, which :meth:`to_dense` makes, has sparse gradients.
     """
 
     row_order: Tensor | None
     twins: "tuple[TTTable, ...]" = ()
+    dense_sparse: bool = False
     hot: nn.Parameter | HotRows | None
     shape: TTMShape  # type: ignore[assignment]
     _modes: TTMShape
     _shapes = TTMShape
     _settings: ClassVar[tuple[str, ...]] = (
-        "num_embeddings", "embedding_dim", "padding_idx", "sparse", "hot_rows", "hot_rank",
-        "scatter_rows", "prune_below",
+        "num_embeddings", "embedding_dim", "padding_idx", "hot_rows", "hot_rank", "scatter_rows",
+        "prune_below",
     )  # fmt: skip
     _dense_class: ClassVar[Any]
     _own_settings: ClassVar[tuple[str, ...]] = ()
     """Class of torch's table, and the settings it has beside those of ``nn.Embedding``."""
 
+    @torch.inference_mode(False)  # else the parameters could never be trained
     def __init__(
         self,
         num_embeddings: int,
@@ -129,11 +132,12 @@ class TTTable(TensorTrainModule):
         super().__init__()
         if num_embeddings < 1:
             raise ValueError(f"num_embeddings={num_embeddings} must be at least 1")
-        for name, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
+        refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+        for name, value in refused.items():
             if value not in (None, False):
                 raise NotImplementedError(
                     f"{type(self).__name__} does not support {name}={value}: rows share their "
-                    "cores, so one row cannot be scaled by itself"
+                    "cores, whose gradients are dense, so one row cannot be changed by itself"
                 )
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
@@ -144,7 +148,7 @@ class TTTable(TensorTrainModule):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx
         self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, False
         self.hot_rows, self.hot_rank = hot_rows, hot_rank
         if scatter_rows and hot_rows:
             raise ValueError(
@@ -225,7 +229,7 @@ class TTTable(TensorTrainModule):
             return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
         if self._step is not None:
             scattered = indices.long() * self._step % self.num_embeddings
-            if not is_eager():  # else their range is checked
+            if not is_eager() or is_traced():  # else their range is checked
                 outside = (indices < 0) | (indices >= self.num_embeddings)
                 scattered = torch.where(outside, indices, scattered)
             return scattered
@@ -268,7 +272,7 @@ class TTTable(TensorTrainModule):
         self.set_cores_(cores)
         hot = weight[: self.hot_rows]
         if isinstance(self.hot, HotRows):
-            self.hot.set_cores_(decompose_at(hot.T, self.hot.shape, None))
+            self.hot._decompose_(hot, None)
         elif self.hot is not None:
             self.hot.copy_(hot)
 
@@ -308,11 +312,18 @@ class TTTable(TensorTrainModule):
 
     def config(self) -> dict[str, Any]:
         hot = self.hot.config() if isinstance(self.hot, HotRows) else None
-        return {**super().config(), "row_order": self.row_order is not None, "hot": hot}
+        config = {**super().config(), "row_order": self.row_order is not None, "hot": hot}
+        return {**config, "sparse": self.dense_sparse}
+
+    def freeze_like_(self, dense: Any) -> None:
+        """Copy ``requires_grad`` of a dense table, and whether its gradients are sparse."""
+        super().freeze_like_(dense)
+        self.dense_sparse = dense.sparse
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
         table = super().from_config(config, lead)
+        table.dense_sparse = config["sparse"]
         if config["row_order"]:
             table.row_order = torch.empty(table.num_embeddings, dtype=torch.int32, device="meta")
         if isinstance(table.hot, HotRows):
@@ -359,7 +370,7 @@ class TTTable(TensorTrainModule):
         make: Any = cls
         layer = make(
             *weight.shape, max_norm=embedding.max_norm,
-            scale_grad_by_freq=embedding.scale_grad_by_freq, sparse=embedding.sparse,
+            scale_grad_by_freq=embedding.scale_grad_by_freq,
             device="meta", dtype=weight.dtype, padding_idx=embedding.padding_idx,  # nothing drawn
             shape=replace(fitted, ranks=tuple(core.shape[-1] for core in cores[:-1])),
             hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=False, prune_below=prune_below,
@@ -369,13 +380,27 @@ class TTTable(TensorTrainModule):
         layer.freeze_like_(embedding)
         return layer.train(embedding.training)
 
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, *args: Any, **settings: Any
+    ) -> Self:
+        """Approximate a dense ``(rows, width)`` tensor by :meth:`from_embedding`.
+
+        Arguments are those of ``from_pretrained`` of torch's table, which freezes by default, and
+        by keyword those of :meth:`from_embedding`.
+        """
+        ours = inspect.signature(TTTable.from_embedding).parameters.keys() & settings.keys()
+        own = {name: settings.pop(name) for name in ours}
+        dense = cls._dense_class.from_pretrained(embeddings, freeze, *args, **settings)
+        return cls.from_embedding(dense, **own)
+
     @torch.no_grad()
     def to_dense(self) -> Any:
         """Return an ``nn.Embedding`` or ``nn.EmbeddingBag`` with this layer's dense table."""
         like = self.cores[0]
         dense = self._dense_class(
             self.num_embeddings, self.embedding_dim, padding_idx=self.padding_idx,
-            sparse=self.sparse, device="meta", dtype=like.dtype,  # on meta nothing is drawn
+            sparse=self.dense_sparse, device="meta", dtype=like.dtype,  # on meta nothing is drawn
             **{name: getattr(self, name) for name in self._own_settings},
         ).to_empty(device=like.device)  # fmt: skip
         dense.weight.copy_(self.dense_weight())

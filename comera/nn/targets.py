@@ -55,7 +55,7 @@ class TTConfig:
         target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
             regular expression that must match the whole module name; a list holds names or ends
             of names (``"fc1"`` takes ``layers.0.fc1``).
-        exclude_modules: Modules to leave out, written like ``target_modules``; wins over it.
+        exclude_modules: Modules to leave out: a regular expression or a list, as above.
         rank_pattern: Maps regular expressions over whole module names to ranks that replace
             ``rank`` in modules that match. The first match counts.
         shape_pattern: Maps regular expressions to pairs of mode lists, like ``rank_pattern``.
@@ -193,6 +193,7 @@ _IN_ATTENTION = (
     "nn.MultiheadAttention reads its weight directly, and its in_proj_weight, which is no layer "
     "and stays dense too"
 )
+_ADAPTER = "adapters of PEFT stay what they are unless target_modules names them, as lora_A"
 _SUBCLASS = (
     "a subclass of the torch layer may do more than the layer (comera.register_layer can tell)"
 )
@@ -218,10 +219,18 @@ def find_targets(
         if isinstance(module, nn.MultiheadAttention)
         for part in module.modules()
     }
+    adapters = {
+        id(module): part
+        for layer in model.modules()
+        if any(cls.__name__ == "BaseTunerLayer" for cls in type(layer).__mro__)
+        for part, child in layer.named_children()
+        if part != "base_layer"
+        for module in child.modules()
+    }
     wanted, excluded = config.target_modules, config.exclude_modules
     known: list[str] = []
     chosen: dict[str, nn.Module] = {}
-    dense: dict[str, list[str]] = {_IN_ATTENTION: [], _SUBCLASS: [], _COMPUTED: []}
+    dense: dict[str, list[str]] = {_IN_ATTENTION: [], _ADAPTER: [], _SUBCLASS: [], _COMPUTED: []}
     small = False
     for name, module in model.named_modules():
         layer = as_torch(module)
@@ -238,6 +247,8 @@ def find_targets(
             continue
         if id(module) in inside_attention:
             dense[_IN_ATTENTION].append(name)
+        elif id(module) in adapters and adapters[id(module)] not in str(wanted):
+            dense[_ADAPTER].append(name)
         elif "weight" not in module._parameters or (
             isinstance(getattr(module, "bias", None), Tensor) and "bias" not in module._parameters
         ):

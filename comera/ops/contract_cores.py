@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from comera.ops.context import is_autocast_on, shapes_are_static, without_autocast
 from comera.ops.cores import Chains, open_gate
 from comera.ops.dispatch import Case, Way, Ways, is_eager
-from comera.ops.kernels import choose
-from comera.ops.operator import is_readable, operator, recomputed_grads
+from comera.ops.kernels import choose, contract_kernel
+from comera.ops.operator import is_readable, is_traced, operator, recomputed_grads
 
 
 def contract_layer(
@@ -151,11 +151,13 @@ def contract_groups(groups: Sequence[Chains]) -> list[Tensor]:
     """
     core = groups[0].cores[0]
     numbers = sum(core.numel() for group in groups for core in group.cores)
-    if (
-        not is_eager()  # one node of a graph saves and launches less
-        or shapes_are_static(core)
-        or numbers > _FEW * sum(group.num_layers for group in groups)  # autograd saves as many
-        or kernel_refuses(groups) is None  # a kernel is one launch
+    if not is_eager() or (
+        not is_traced()
+        and (  # one node of a graph saves and launches less
+            shapes_are_static(core)
+            or numbers > _FEW * sum(group.num_layers for group in groups)  # autograd saves as many
+            or kernel_refuses(groups) is None  # a kernel is one launch
+        )
     ):
         return _contract_groups(*arguments_of(groups))
     return [factor for group in groups for factor in contract_by_torch(group)]
@@ -257,9 +259,7 @@ def _contract_backward(
     """Return the gradients of all cores, followed by those of all gates."""
     groups = _groups((cores, gates, [], layout, thresholds))
     if kernel_refuses(groups) is None:
-        from comera.ops.kernels.contract_kernel import contract_backward
-
-        return list(contract_backward(groups, grads))
+        return list(contract_kernel.contract_backward(groups, grads))
     # A graph that was compiled where kernels run may be called where they do not.
     of_cores, of_gates = _grads_by_torch(groups, grads)
     flat_cores = [grad.flatten() for grad in of_cores]
@@ -321,22 +321,12 @@ def kernel_refuses(groups: Sequence[Chains]) -> str | None:
     if file is None and like.dtype in choose.DTYPES:
         return f"no kernel contracts cores of {like.dtype} to factors of {dtype}"
     reason = choose.kernel_refuses(file or "contract_f32", like)
-    if reason is not None:
-        return reason
-    from comera.ops.kernels.contract_kernel import unfit  # where a kernel may run
-
-    return unfit(groups)
+    return reason if reason is not None else contract_kernel.unfit(groups)
 
 
 def may_take_kernel(groups: Sequence[Chains]) -> bool:
     """Return whether a kernel contracts these groups; on a GPU True while compiling."""
     return kernel_refuses(groups) is None if is_eager() else groups[0].cores[0].is_cuda
-
-
-def _by_kernel(groups: Sequence[Chains]) -> list[Tensor]:
-    from comera.ops.kernels.contract_kernel import contract
-
-    return contract(groups)
 
 
 def _by_torch(groups: Sequence[Chains]) -> list[Tensor]:
@@ -347,7 +337,8 @@ def _by_torch(groups: Sequence[Chains]) -> list[Tensor]:
 
 CONTRACT = Ways(
     "contract_cores", "contract_cores", _case, _sample,
-    Way("kernel", _by_kernel, kernel_refuses, "contract_cores"), Way("torch", _by_torch),
+    Way("kernel", contract_kernel.contract, kernel_refuses, "contract_cores"),
+    Way("torch", _by_torch),
 )  # fmt: skip
 _CONTRACT_BACK = Ways(
     "contract_cores_backward", "contract_cores", _case, _sample,

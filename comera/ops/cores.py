@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import without_autocast
-from comera.ops.operator import operator
 from comera.shapes import padded_rank
 
 
@@ -98,7 +97,7 @@ def contract_chain(
     with without_autocast(cores[0]):
         gated = [core.to(wide) for core in cores]
         for k, gate in enumerate(gates):
-            gated[k] = rank_gate_reference(gated[k], gate, threshold)
+            gated[k] = rank_gate(gated[k], gate, threshold)
         contracted = gated[0]
         for core in gated[1:]:
             contracted = torch.tensordot(contracted, core, 1)
@@ -110,33 +109,10 @@ def open_gate(gate_R: Tensor, threshold: float) -> Tensor:
     return torch.threshold(gate_R, threshold, 0.0)
 
 
-def rank_gate_reference(core: Tensor, gate_R: Tensor, threshold: float) -> Tensor:
-    return core * open_gate(gate_R, threshold).to(core.dtype)
-
-
-@operator("comera::rank_gate")
 def rank_gate(core: Tensor, gate_R: Tensor, threshold: float) -> Tensor:
     """Multiply the last dimension of ``core`` by ``gate_R`` where that is above ``threshold``.
 
     Elsewhere a rank is pruned: its slice is zero and gets no gradient. The core is
     ``(..., R)`` of any floating dtype, the gate ``(R,)`` of float32 or float64.
     """
-    return rank_gate_reference(core, gate_R, threshold)
-
-
-rank_gate.register_fake(lambda core, gate_R, threshold: torch.empty_like(core))
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    core, gate_R, ctx.threshold = inputs
-    ctx.save_for_backward(core, gate_R)
-
-
-def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    core, gate_R = ctx.saved_tensors
-    per_rank_R = (grad.to(gate_R.dtype) * core).flatten(0, -2).sum(0)
-    grad_gate_R = torch.where(gate_R > ctx.threshold, per_rank_R, 0)
-    return rank_gate_reference(grad, gate_R, ctx.threshold), grad_gate_R, None
-
-
-rank_gate.register_autograd(_backward, setup_context=_setup_context)
+    return (core * open_gate(gate_R, threshold)).to(core.dtype)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 NOT_PLAIN = (
     "{0} cannot read a {1}: comera.to_plain_(copy.deepcopy(model)) makes a model of torch's own "
@@ -141,6 +142,26 @@ def recomputed_grads(
     return torch.autograd.grad(outputs, leaves, grads, create_graph=again, materialize_grads=True)
 
 
+def gradients_again(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor
+) -> list[Tensor | None]:
+    """Return gradients of ``function``, the plain reference, by operations of torch.
+
+    They can be differentiated again if autograd is on. The gradient is None for inputs that are
+    None or need none.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Of views: one input may depend on another, as the second pass through a layer's factors
+        # does on the first, and the gradient by way of that one does not belong here.
+        views = [each if each is None else each.view_as(each) for each in inputs]
+        result = function(*views)
+    leaves = [each if each is not None and each.requires_grad else None for each in views]
+    wanted = [each for each in leaves if each is not None]
+    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=create_graph))
+    return [each if each is None else next(found) for each in leaves]
+
+
 def is_concrete(value: Any) -> bool:
     """Return whether a tensor has values: it is neither traced nor on the meta device."""
     if not isinstance(value, Tensor):
@@ -154,9 +175,10 @@ def is_readable(value: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether ``torch.func`` transforms, or a tracer records, the operations."""
+    """Return whether ``torch.func``, forward-mode AD or a tracer has to see all operations."""
     return (
         torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     )

@@ -63,7 +63,7 @@ class GaLore(Optimizer):
             ``rank``; ``update_proj_gap``, steps between two subspaces, 200; ``scale``, factor of
             every step, 0.25; ``proj_type``: ``"std"`` (the shorter side) or ``"full"`` (both).
             A tensor of more than two dimensions is taken as ``(first, all others)``. A matrix
-            whose sides are not above the rank is neither projected nor scaled.
+            with a side that is not above the rank is neither projected nor scaled.
         inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`. The attribute
             ``inner`` is that optimizer, of the stand-ins and all parameters that are not projected.
         **settings: Settings of the inner optimizer: ``lr``, ``betas``, ...; groups may differ.

@@ -76,7 +76,7 @@ def param_groups(
             None leaves all cores at one rate. Tables and hot rows keep their rate.
 
     Returns:
-        Groups with ``name``, ``params``, ``lr`` and ``weight_decay``; the dense matrices' group has
+        Groups with ``name``, ``params``, ``lr`` and ``weight_decay``; groups of dense matrices have
         no ``weight_decay`` if that is None. Empty groups are left out. With ``scale_rates`` each
         factor has a group ``"cores"``, with the factor as ``rate_scale``.
 
@@ -155,7 +155,7 @@ def galore_param_groups(
     """Split the parameters as :func:`param_groups` does, with dense weights in a group for GaLore.
 
     Tensor-train cores, gates, biases, norms and embeddings are never projected, nor is a weight
-    that an embedding shares, nor one whose sides are not above the rank.
+    that an embedding shares, nor one with a side that is not above the rank.
 
     Args:
         model: Any model; frozen parameters are left out.

@@ -44,7 +44,7 @@ class OptimizerInBackward:
         0.2 ms for each on a CPU. The hooks live as long as the parameters, or until :meth:`remove`.
 
     Raises:
-        TypeError: If ``optimizer`` is not an optimizer, or (in a step) keeps counts in its groups.
+        TypeError: If ``optimizer`` is no optimizer; in backward, if its steps change its groups.
         ValueError: If it cannot step in backward; the message says why, and what to use instead.
 
     Example::

@@ -204,9 +204,9 @@ def block_step(shape: torch.Size) -> float:
 
 
 def core_matrix(shape: torch.Size) -> tuple[int, int]:
-    """Return the sides of a core as a matrix, one of which is the core's wider bond.
+    """Return rows and columns of a core as a matrix, one of which is the core's wider bond.
 
-    Other tensors, with no bond above one, are ``(first, all others)``.
+    Of other tensors, first and last dimension count as bonds. If both are equal, it is the last.
     """
     left_is_wider = shape[0] > shape[-1]
     split = 1 if len(shape) == 2 or left_is_wider else len(shape) - 1

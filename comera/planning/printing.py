@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def show_count(number: float, digits: int = 3) -> str:
-    """Write a count with three digits, or more, and a unit: ``94.4M``."""
+    """Write a count with a unit, to ``digits`` significant digits: ``94.4M``."""
     return _in_units(number, 1000, ("", "k", "M", "G", "T"), digits)
 
 

@@ -31,7 +31,7 @@ _OBSERVED = 100
 
 @dataclass
 class ImportanceSettings:
-    """Settings of :class:`ImportancePruning`, and of the section ``importance`` of a run.
+    """Settings of :class:`ImportancePruning`, and of the section ``importance_pruning`` of runs.
 
     Args:
         min_keep: Entries that every layer keeps at least, as a share of what it would have if all

@@ -145,9 +145,9 @@ class SizeOfRanks:
     def hold_(self, before: Tensor, floor: float) -> Tensor:
         """Reopen gates if too many closed in one step: a closed gate never opens by itself.
 
-        A gate that has just closed is set to 1.5 times ``prune_below`` if its bond has no open gate
-        left, or if the size is below ``floor``. Returns whether the size was below the floor, a
-        boolean on the device.
+        If the size is below ``floor``, gates that have just closed are set to 1.5 times
+        ``prune_below``; so is the largest gate of a bond without an open one, unless ``min_rank``
+        is 0. Returns whether the size was below the floor, a boolean on the device.
 
         Args:
             before: Whether each gate was open before the optimizer step.
@@ -334,7 +334,7 @@ class RankLearning(ABC):
 
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
-        """Reopen gates if a step closed too many: the part of :meth:`step` in a CUDA graph."""
+        """Reopen gates if a step closed too many; a CUDA graph holds this part of :meth:`step`."""
         if self._live is not None:
             # Many gates may close in one step, and a closed one has no gradient to open again.
             self._target_met |= self.size.hold_(self._live, self.target_size)

@@ -49,7 +49,7 @@ def prune_to_(
             for the whole model. By default a rank's share in the squared norm of the bond's
             remaining ranks.
         min_keep: Entries that every layer keeps at least, as a share of what it would keep if all
-            layers shrank alike, in ``[0, 1]``; met up to one rank.
+            layers shrank alike, in ``[0, 1]``; as far as whole ranks allow.
     """
     check_min_rank(min_rank)
     check_min_keep(min_keep)

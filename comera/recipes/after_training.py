@@ -14,15 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from comera.checkpoint.archive import Archive
+from comera.recipes import run_folder
 from comera.recipes.cli import changes_of
-from comera.recipes.folder import (
-    DataRecord,
-    missing_data,
-    named_data,
-    other_data,
-    read_result,
-    with_places,
-)
 from comera.recipes.jobs import LOG, last_session, why_failed
 from comera.recipes.parse import read_yaml
 from comera.recipes.run import find_device, without_remarks
@@ -77,19 +70,13 @@ def evaluate(
     runs = {("compressed" if trained.config.tensorize else "dense"): trained}
     if (folder / "dense" / "result.json").is_file():
         runs["dense"] = load_run(folder, twin=True, device=where)
-    config = with_places(trained.config, changes_of(set))
-    data = named_data(config)
+    config = run_folder.with_places(trained.config, changes_of(set))
+    data = ", ".join(f"{key}={path}" for key, path in run_folder.data_paths(config))
     try:
         digests = config.data.digests()
     except FileNotFoundError as problem:
-        key = next(iter(missing_data(config)), None)
-        if key is None:
-            raise
-        raise FileNotFoundError(
-            f"{problem}; the run in {folder} was trained on that: if it is elsewhere now, give its "
-            f"new place, --set='[{key}=...]'"
-        ) from None
-    difference = other_data(folder, DataRecord(digests))
+        raise run_folder.place_of_moved(problem, config, "--set='[{}=...]'") from None
+    difference = run_folder.other_data(folder, run_folder.DataRecord(digests))
     if difference is not None:
         raise ValueError(
             f"the data {data or 'there are'} are not those that {folder} was trained on "
@@ -175,19 +162,8 @@ def _lines(file: str | None) -> Iterator[str]:
 
 
 _FILES = {
-    "config.yaml": "all settings; comera train takes it",
-    "data_digests.json": "digests of the data that it was begun with",
-    "metrics.jsonl": "what was logged, a line each",
-    "tensorboard": "the same for TensorBoard",
-    "checkpoints": "states to go on from; comera checkpoint looks into them",
-    "result.json": "figures of the trained model",
-    "model.safetensors": "its weights; comera.load_run(folder) makes the model",
-    "comera.json": "what its layers are",
-    "tokenizer.json": "its vocabulary, for the package tokenizers",
-    "categories.safetensors": "the rows of its tables by the categories of the log",
-    "dense": "the same of the dense twin",
+    **run_folder.WRITTEN_BY_A_RUN,
     LOG: "what it printed, as a run of a sweep",
-    "report.html": "pictures, written by comera report",
     "results.json": "figures of all runs of a sweep",
     "results.md": "the same as a table",
 }
@@ -232,8 +208,7 @@ def holds_runs(folder: Path) -> bool:
 def runs_table(folder: Path) -> Table:
     """Return a table of the runs in a folder and below, the last written one first.
 
-    Raises:
-        FileNotFoundError: If there is no such folder, or no run in it.
+    Raises ``FileNotFoundError`` if there is no such folder, or no run in it.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
@@ -272,13 +247,13 @@ def _row(run: Path) -> tuple[str, ...]:
     if _has_only_a_log(run):
         error = why_failed(last_session(run) or "")
         return "", "0", f"failed: {escape(error)}" if error else "not begun", "", "", size
-    settings, result = _read(read_yaml, run / "config.yaml"), _read(read_result, run)
+    settings, result = _read(read_yaml, run / "config.yaml"), _read(run_folder.read_result, run)
     logged, evaluated = last_logged(run, "loss"), last_logged(run, "eval/loss")
     done = result.get("steps") or (logged[0] if logged else 0)
     of = settings["train"].get("steps") or result.get("steps")
     state = "finished" if result else _begun(run)
     has_twin = settings.get("twin") and settings.get("tensorize")
-    if result and has_twin and not _read(read_result, run / "dense"):
+    if result and has_twin and not _read(run_folder.read_result, run / "dense"):
         state += f", its dense twin {_begun(run / 'dense')}"
     metrics = result.get("metrics") or ({"loss": evaluated[1]} if evaluated else {})
     return (

@@ -17,10 +17,10 @@ from comera.checkpoint.chain import KEY_EVERY, CheckpointChain
 from comera.checkpoint.contents import Quality
 from comera.checkpoint.streams import DamagedError
 from comera.files import replacing
-from comera.recipes.folder import other_data
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run import build_step, find_device, make_model, without_remarks
 from comera.recipes.run_config import RunConfig
+from comera.recipes.run_folder import other_data
 from comera.recipes.tasks.task import prepare_task
 from comera.train.log import progress_bar, read_metrics
 from comera.train.loop import evaluated
@@ -221,8 +221,6 @@ def evaluate(
     metrics = read_metrics(folder)
     logged = {line["step"]: line["eval/loss"] for line in metrics if "eval/loss" in line}
     config = parse_settings(RunConfig, read_yaml(folder / "config.yaml"))
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
     device = find_device(config.device)
     task = prepare_task(config, device)
     difference = other_data(folder, task.record)
@@ -283,8 +281,8 @@ def compress(
         mode: Whether small errors are accepted (lossy) or every bit is kept (lossless).
         bits: Bits of the code of a changed entry, 2 to 8.
         rate: Error that is accepted to save one bit, as a share of the values' variance.
-        alpha: Factor alpha of the paper's rule for changes that are left out; 0 leaves it to the
-            rate.
+        alpha: Alpha of ExCP's rule for leaving out small changes, see ``comera.CheckpointChain``;
+            at 0 the rate alone decides.
         beta: Leave out first moments smaller than this many times their mean.
         key_every: Number of checkpoints from one complete checkpoint to the next.
         key_bits: Bits of the code of a weight in a complete checkpoint.
@@ -292,20 +290,9 @@ def compress(
     folder, place = Path(out).expanduser(), Path(source).expanduser()
     if folder.resolve() == place.resolve():
         raise ValueError(f"out={out} is where the series is: choose another folder")
-    if found := _find_archive(place):
-        link = CheckpointChain(found.folder)
-        steps = link.steps()
-
-        def read(step: int) -> dict[str, Any]:
-            return {name: part for name, part in vars(link.load(step)).items() if name != "step"}
-
-    else:
-        series = find_series(place)
-        steps = list(series)
-
-        def read(step: int) -> dict[str, Any]:
-            return read_foreign(series[step])
-
+    found = _find_archive(place)
+    link = None if found is None else CheckpointChain(found.folder)
+    series = find_series(place) if link is None else dict.fromkeys(link.steps(), place)
     with (
         CheckpointChain(
             folder, background=False, mode=mode, bits=bits, rate=rate, alpha=alpha, beta=beta,
@@ -314,10 +301,11 @@ def compress(
         progress_bar(console=console) as bar,
     ):  # fmt: skip
         done = set(chain.steps())
-        task = bar.add_task("compress", total=len(steps), figures="")
-        for step in steps:
+        task = bar.add_task("compress", total=len(series), figures="")
+        for step, path in series.items():
             if step not in done:  # the same command resumes
-                chain.save(step, **read(step))
+                parts = read_foreign(path) if link is None else vars(link.load(step))
+                chain.save(**{**parts, "step": step})
             bar.update(task, advance=1, figures=f"step {step:,}")
     return inspect(str(folder), console)
 

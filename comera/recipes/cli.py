@@ -86,6 +86,7 @@ FIRST = (
 )  # fmt: skip
 """Settings that ``--help`` shows."""
 
+_MINUTES = 60.0  # how long a process waits for the others, as while one reads the data
 _ALL_SETTINGS = "comera train --help_all"
 _COLUMN, _WIDEST = 26, 100
 
@@ -288,7 +289,7 @@ def train_or_plan(command: str, settings: RunConfig, console: Console, count: in
     if count == 1:
         return 0 if run(settings, console) else INTERRUPTED
     cuda = settings.device != "cpu" and torch.cuda.is_available()
-    with joined(cuda, settings.parallel.timeout_minutes) as processes:
+    with joined(cuda, _MINUTES) as processes:
         shown = console if processes.is_first else Console(quiet=True)
         return 0 if run(settings, shown, processes=processes) else INTERRUPTED
 

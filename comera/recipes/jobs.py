@@ -25,15 +25,8 @@ from rich.console import Console
 
 from comera._command import INTERRUPTED
 from comera.extras import did_you_mean, needed_by
-from comera.files import replacing
-from comera.recipes.folder import (
-    DataRecord,
-    is_finished,
-    other_data,
-    other_settings,
-    read_record,
-    settings_of,
-)
+from comera.files import write_text
+from comera.recipes import run_folder
 from comera.recipes.run_config import RunConfig
 from comera.train.processes import PARENT, on_stop_signals
 
@@ -92,10 +85,8 @@ def why_failed(printed: str) -> str | None:
 def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
     """Mark the jobs that are finished, and check that the other jobs can begin.
 
-    Finished runs must have used the same data as the waiting runs. Only data of waiting runs are
-    read. With ``overwrite`` a run with other settings or data restarts. Raises ``ValueError`` if
-    settings or data differ and ``overwrite`` is False, and ``FileNotFoundError`` if the data of a
-    started run are missing.
+    With ``overwrite`` a run with other settings or data restarts; otherwise raises ``ValueError``.
+    Data are compared if a waiting run reads them, and raise ``FileNotFoundError`` if missing.
     """
 
     def begin_anew(job: Job, what: str) -> None:
@@ -107,16 +98,22 @@ def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
         job.state, job.config = "waiting", dataclasses.replace(job.config, overwrite=True)
 
     for job in jobs:
-        if is_finished(job.config):
+        if (begun := run_folder.begun_run(job.config)) is None:
+            continue
+        if begun.is_finished(job.folder):
             job.state = "finished"
-        elif (difference := other_settings(job.config)) is not None:
-            begin_anew(job, f"with other settings ({difference}); choose")
+        elif begun.difference is not None:
+            begin_anew(job, f"with other settings ({begun.difference}); choose")
     needed = [job.config.data for job in jobs if job.state == "waiting"]
     for job in jobs:
-        if job.config.overwrite or job.config.data not in needed or read_record(job.folder) is None:
+        if (
+            job.config.overwrite
+            or job.config.data not in needed
+            or run_folder.read_record(job.folder) is None
+        ):
             continue
-        found = DataRecord(job.config.data.digests())
-        if (difference := other_data(job.folder, found)) is not None:
+        found = run_folder.DataRecord(job.config.data.digests())
+        if (difference := run_folder.other_data(job.folder, found)) is not None:
             begin_anew(job, f"that was begun with other data ({difference}); restore them, choose")
 
 
@@ -147,20 +144,39 @@ def make_launcher(
     ``settings`` are those of all launchers, as in the sweep's file. Raises ``ValueError`` if the
     launcher or a setting is unknown, and ``MissingPackageError`` if its package is missing.
     """
+    if name not in get_args(LauncherName):
+        near = did_you_mean(name, get_args(LauncherName))
+        raise ValueError(f"launcher={name} is no launcher{near}")
     if name == "local":
         # Runs share the threads that torch would use.
         threads = max(1, torch.get_num_threads() // (at_once or 1))
 
-        def start(folder: str, overwrite: bool) -> Started:
+        def start_here(folder: str, overwrite: bool) -> Started:
             process = start_run(folder, overwrite, threads=threads)
             return Started(process.poll, lambda: process.send_signal(signal.SIGINT))
 
-        return Launcher(start, at_once or 1)
-    if name == "submitit":
-        return _submitit(settings.get(name, {}), out, at_once, console)
-    if name == "ray":
-        return _ray(settings.get(name, {}), at_once)
-    raise ValueError(f"launcher={name} is no launcher{did_you_mean(name, get_args(LauncherName))}")
+        return Launcher(start_here, at_once or 1)
+    own = settings.get(name, {})
+    try:
+        submit, most = _submitit({**own}, out, console) if name == "submitit" else _ray({**own})
+    except (NameError, TypeError, ValueError, AssertionError, ConnectionError) as problem:
+        raise ValueError(f"{name}={dict(own)}: {problem}") from None
+    # This process holds the file: runs stop when it is gone, wherever they are.
+    permit = (out / f".runs-{uuid4().hex}").absolute()
+    permit.touch()
+
+    def start(folder: str, overwrite: bool) -> Started:
+        poll, cancel = submit(Remote(folder, overwrite, os.getcwd(), str(permit)))
+        asked = itertools.count()
+
+        def stop() -> None:
+            permit.unlink(missing_ok=True)
+            if next(asked):
+                cancel()
+
+        return Started(poll, stop)
+
+    return Launcher(start, at_once or most, lambda: permit.unlink(missing_ok=True))
 
 
 def start_run(
@@ -211,22 +227,21 @@ class Remote:
     permit: str = ""
     _process: Any = field(default=None, init=False, repr=False)
 
+    @property
+    def is_revoked(self) -> bool:
+        return bool(self.permit) and not Path(self.permit).exists()
+
     def __call__(self) -> int:
-        """Train the run, and return the exit status of ``comera train``."""
-        if self._is_revoked():
+        """Train it, and return the exit status of ``comera train``."""
+        if self.is_revoked:
             return INTERRUPTED
         self._process = start_run(self.folder, self.overwrite, self.cwd)
         asked = False
-        try:
-            while self._process.poll() is None:
-                time.sleep(_EVERY_SECONDS)
-                if not asked and self._is_revoked():
-                    asked = True
-                    self._process.send_signal(signal.SIGINT)
-        except KeyboardInterrupt:  # Ray's way to cancel
-            asked = True
-            self._stop()
-        status = self._process.returncode
+        while (status := self._process.poll()) is None:
+            time.sleep(_EVERY_SECONDS)
+            if not asked and self.is_revoked:
+                asked = True
+                self._process.send_signal(signal.SIGINT)
         if status == INTERRUPTED and not asked and self.permit:
             # Slurm told all processes of the job. If it is to be queued again, submitit is told
             # next, and this process does not come back from here.
@@ -237,49 +252,38 @@ class Remote:
         """Save and stop the run; submitit calls this when time is up, and queues the result."""
         from submitit.helpers import DelayedSubmission
 
-        self._stop()
-        return DelayedSubmission(dataclasses.replace(self, overwrite=False))
-
-    def _stop(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
             self._process.wait()
+        return DelayedSubmission(dataclasses.replace(self, overwrite=False))
 
-    def _is_revoked(self) -> bool:
-        return bool(self.permit) and not Path(self.permit).exists()
+
+_Submit = Callable[[Remote], Started]  # queues a run; stop of what it returns cancels it
 
 
 def _submitit(
-    settings: Mapping[str, Any], out: Path, at_once: int | None, console: Console
-) -> Launcher:
-    """Return a launcher that starts runs through Slurm, or without Slurm as local processes.
+    parameters: dict[str, Any], out: Path, console: Console
+) -> tuple[_Submit, int | None]:
+    """Start runs through Slurm; without Slurm as processes of submitit, one at a time by default.
 
     A run whose time is up saves and goes back into the queue. The settings are those of
     ``submitit.AutoExecutor.update_parameters``, and ``cluster``: ``slurm`` or ``local``.
     """
     with needed_by("--launcher=submitit"):
         from submitit import AutoExecutor
-    parameters = dict(settings)
-    cluster = parameters.pop("cluster", None)
-    try:
-        executor = AutoExecutor((out / "submitit").absolute(), cluster)
-        if executor.cluster == "local":
-            parameters.setdefault("timeout_min", _A_WEEK)
-        executor.update_parameters(**parameters)
-    except (NameError, ValueError, AssertionError) as problem:
-        raise ValueError(f"submitit={dict(settings)}: {problem}") from None
-    local = executor.cluster == "local"
-    where = "processes of this machine, as there is no Slurm" if local else "Slurm"
+    executor = AutoExecutor((out / "submitit").absolute(), parameters.pop("cluster", None))
+    is_local = executor.cluster == "local"
+    if is_local:
+        parameters.setdefault("timeout_min", _A_WEEK)
+    executor.update_parameters(**parameters)
+    where = "processes of this machine, as there is no Slurm" if is_local else "Slurm"
     console.print(f"submitit starts the runs through {where}", markup=False)
-    # This process holds the file: runs stop when it is gone, wherever they are.
-    permit = (out / f".runs-{uuid4().hex}").absolute()
-    permit.touch()
 
-    def start(folder: str, overwrite: bool) -> Started:
-        job = executor.submit(Remote(folder, overwrite, os.getcwd(), str(permit)))
+    def submit(run: Remote) -> Started:
+        job = executor.submit(run)
 
         def poll() -> int | str | None:
-            if not permit.exists() and job.state in ("PENDING", "REQUEUED"):
+            if run.is_revoked and job.state in ("PENDING", "REQUEUED"):
                 job.cancel(check=False)
                 return INTERRUPTED
             try:
@@ -287,39 +291,25 @@ def _submitit(
             except Exception as problem:  # whatever the run or the cluster came to
                 return f"its job {job.job_id} ended: {str(problem).strip()}"
 
-        def stop() -> None:
-            if not permit.exists():
-                job.cancel(check=False)
-            permit.unlink(missing_ok=True)
+        return Started(poll, lambda: job.cancel(check=False))
 
-        return Started(poll, stop)
-
-    return Launcher(
-        start, at_once or (1 if local else None), lambda: permit.unlink(missing_ok=True)
-    )
+    return submit, 1 if is_local else None
 
 
-def _ray(settings: Mapping[str, Any], at_once: int | None) -> Launcher:
-    """Return a launcher that starts runs on a Ray cluster, or by Ray on this machine.
+def _ray(options: dict[str, Any]) -> tuple[_Submit, int | None]:
+    """Start runs on the machines of a Ray cluster, or by a Ray of this machine.
 
     The settings are the ``address`` of a cluster (``auto``: the one that this machine is in), and
     settings of a task, such as ``num_cpus`` and ``num_gpus``.
     """
     with needed_by("--launcher=ray"):
         import ray
-    options = dict(settings)
     address = options.pop("address", None)
-    try:
-        task: Any = ray.remote(lambda run: run()).options(**options)
-        ray.init(
-            address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR
-        )
-    except (TypeError, ValueError, ConnectionError) as problem:
-        raise ValueError(f"ray={dict(settings)}: {problem}") from None
+    task: Any = ray.remote(lambda run: run()).options(**options)
+    ray.init(address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
 
-    def start(folder: str, overwrite: bool) -> Started:
-        result = task.remote(Remote(folder, overwrite, os.getcwd()))
-        force = itertools.chain([False], itertools.repeat(True))
+    def submit(run: Remote) -> Started:
+        result = task.remote(run)
 
         def poll() -> int | str | None:
             if not ray.wait([result], timeout=0)[0]:
@@ -331,9 +321,9 @@ def _ray(settings: Mapping[str, Any], at_once: int | None) -> Launcher:
             except Exception as problem:  # whatever the run or the cluster came to
                 return f"its task ended: {str(problem).strip()}"
 
-        return Started(poll, lambda: ray.cancel(result, force=next(force)))
+        return Started(poll, lambda: ray.cancel(result, force=True))
 
-    return Launcher(start, at_once, ray.shutdown)
+    return submit, None
 
 
 def run_jobs(
@@ -345,13 +335,8 @@ def run_jobs(
     """Run all waiting jobs in their order; return False after a signal.
 
     A job that fails does not stop the others. Ctrl-C, SIGTERM or a closed terminal is passed on to
-    every running job, which saves and stops; a second signal stops them at once.
-
-    Args:
-        jobs: The jobs as :func:`resolve` left them; their states are updated.
-        launcher: Starts the jobs.
-        watch: Function that is called several times a second, after states have changed.
-        more: Function that returns further jobs, if any; called if there is room and none waits.
+    every running job, which saves and stops; a second signal stops them at once. ``watch`` is
+    called several times a second, ``more`` for jobs to append when there is room and none waits.
     """
     running: dict[Job, Started] = {}
     signals: list[int] = []
@@ -390,10 +375,8 @@ def run_jobs(
 def write_settings(config: RunConfig) -> None:
     """Write the settings of a run beside its folder, for ``comera train``."""
     path = Path(f"{config.out}.yaml")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump({"out": config.out, **settings_of(config)}, sort_keys=False)
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    settings = {"out": config.out, **run_folder.settings_of(config)}
+    write_text(path, yaml.safe_dump(settings, sort_keys=False))
 
 
 def _close(job: Job, status: int | str, stopped: bool) -> None:

@@ -34,8 +34,8 @@ class OptimizerConfig:
             ``comera.MuonAdamW``. By default muon in a run with a section ``tensorize``
             (``docs/experiments.md``), else adamw.
         lr: Peak learning rate; by default 5e-4 for adamw and came, 7e-4 for muon, 1e-2 for
-            adafactor, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by
-            ``scale``.
+            adafactor, also with galore, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are
+            multiplied by ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
         core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
         scale_rates: contracted multiplies the rate of each linear layer's cores by a factor from
@@ -46,9 +46,10 @@ class OptimizerConfig:
         in_backward: Step each parameter inside backward and free its gradient at once, see
             ``comera.OptimizerInBackward``. Needs ``train.clip_norm: null``.
         warmup_share: Share of all steps with a rising rate.
-        schedule: How the rate falls afterwards, to zero.
+        schedule: How the rate falls to zero afterwards; constant keeps it.
     """
 
+    choices: ClassVar[list[type["OptimizerConfig"]]]  # all optimizers
     default_lr: ClassVar[float]
 
     name: str | None = None
@@ -66,13 +67,10 @@ class OptimizerConfig:
     def choose(
         given: Mapping[str, Any], run: Mapping[str, Any]
     ) -> tuple[type["OptimizerConfig"], dict[str, Any]]:
-        """Return the dataclass for a section, and its settings without other optimizers' nulls.
+        """Return the dataclass of a section ``given``, and its settings without others' nulls.
 
-        Raises ``ValueError`` if the name is unknown, or a key belongs to another optimizer.
-
-        Args:
-            given: The section as the user wrote it.
-            run: All sections of the run: if no name is given, ``tensorize`` decides.
+        Without a name the section ``tensorize`` of ``run`` decides. Raises ``ValueError`` if the
+        name is unknown, or a key belongs to another optimizer.
         """
         name = given.get("name")
         chosen = str(name or default_name(run.get("tensorize") is not None))
@@ -91,11 +89,6 @@ class OptimizerConfig:
                     "of them"
                 )
         return OPTIMIZERS[chosen], kept | {"name": name}
-
-    @staticmethod
-    def choices() -> list[type["OptimizerConfig"]]:
-        """Return the dataclasses of all optimizers."""
-        return list(OPTIMIZERS.values())
 
     def check(self) -> None:
         """Raise ``ValueError`` for a value that is out of range."""
@@ -240,6 +233,7 @@ class CAMEConfig(OptimizerConfig):
     """
 
     default_lr = 5e-4
+    state_dtype: ClassVar[Literal["8bit"] | None] = None
     name: str | None = "came"
     betas: tuple[float, float] | tuple[float, float, float] = (0.9, 0.999, 0.9999)
 
@@ -248,21 +242,17 @@ class CAMEConfig(OptimizerConfig):
             self.betas = (*self.betas, 0.9999)
 
     def make(self, groups: Groups) -> Optimizer:
-        return self._came(groups)
-
-    def _came(self, groups: Groups, **state: Any) -> Optimizer:
         betas: Any = self.betas
-        return CAME(groups, betas=betas, bias_correction=True, **state)
+        dtype = self.state_dtype
+        return CAME(groups, betas=betas, bias_correction=True, state_dtype=dtype)
 
 
 @dataclass(kw_only=True)
 class CAME8bitConfig(CAMEConfig):
     """``comera.CAME`` with its state in eight bits."""
 
+    state_dtype = "8bit"
     name: str | None = "came8bit"
-
-    def make(self, groups: Groups) -> Optimizer:
-        return self._came(groups, state_dtype="8bit")
 
 
 @dataclass(kw_only=True)
@@ -270,8 +260,8 @@ class GaLoreConfig(OptimizerConfig):
     """Settings of the projection of ``comera.GaLore``, for the optimizers below.
 
     Args:
-        rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, about that
-            of its authors.
+        rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, for clicks
+            of ``dlrm.embedding_dim``; about that of its authors.
         update_proj_gap: Steps between two subspaces of GaLore.
         scale: Factor of every projected step of GaLore.
         target_modules: Dense layers to project, a regular expression or names; by default all.
@@ -339,6 +329,8 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     )
 }  # fmt: skip
 """Registry of the optimizers by name."""
+
+OptimizerConfig.choices = list(OPTIMIZERS.values())
 
 
 def default_name(compressed: bool) -> str:

@@ -23,16 +23,11 @@ T = TypeVar("T")
 
 
 def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -> T:
-    """Return a dataclass of settings, such as ``RunConfig``.
+    """Return a dataclass of settings, such as ``RunConfig``, from values by field.
 
-    Sections are fields that are dataclasses themselves. If the section's dataclass has a function
-    ``choose``, this picks one of several dataclasses by the section's values. Raises ``ValueError``
-    if a key is no field, or a value has another type.
-
-    Args:
-        kind: The dataclass.
-        values: Values by field, and mappings for sections; other fields keep their defaults.
-        within: Prefix of the keys in errors, such as ``train.``.
+    Sections are mappings; their fields are dataclasses. One with a function ``choose`` is one of
+    several dataclasses, by its values. Errors have keys with the prefix ``within``. Raises
+    ``ValueError`` if a key is no field, or a value of another type.
     """
     hints = hints_of(kind)
     suited = f" for {name}" if (name := getattr(kind, "name", None)) else ""
@@ -133,7 +128,7 @@ def spelled_out(settings: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
-    """Turn dotted keys into mappings: ``tensorize.rank: 16`` into ``tensorize: {rank: 16}``.
+    """Turn dotted keys of the outermost level into mappings: ``a.b: 1`` into ``a: {b: 1}``.
 
     Only keys of the outermost mapping are split, as inner keys, such as those of ``rank_pattern``,
     may be regular expressions. Raises ``ValueError`` if a key is given twice, or ``a.b`` is given
@@ -159,10 +154,9 @@ def _add(place: dict[str, Any], more: Mapping[str, Any], within: str) -> None:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file.
+    """Return the mapping in a YAML file; raises ``FileNotFoundError``.
 
-    Raises ``FileNotFoundError`` if there is no file, and ``ValueError`` if it cannot be read, holds
-    no mapping, or has a key twice.
+    Raises ``ValueError`` if the file cannot be read, holds no mapping, or has a key twice.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -195,7 +189,7 @@ class _Loader(yaml.SafeLoader):
 
 def choices_of(kind: type) -> list[type]:
     """Return the dataclasses from which a section's ``choose`` picks; none without a ``choose``."""
-    return kind.choices() if "choose" in vars(kind) else []  # type: ignore[attr-defined]
+    return vars(kind).get("choices", [])
 
 
 def hints_of(kind: type) -> dict[str, Any]:

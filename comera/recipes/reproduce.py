@@ -14,7 +14,7 @@ from rich.console import Console
 
 from comera import __version__
 from comera.extras import did_you_mean
-from comera.files import replacing
+from comera.files import write_text
 from comera.params import model_size
 from comera.planning.machine import processor_name
 from comera.planning.printing import show_bytes
@@ -128,10 +128,8 @@ def write_reproduction(out: Path) -> Path:
     parts = ["# Reproduction", "What the papers report, and what came out here."]
     for name, scales in experiments().items():
         parts += [_section(name, s, scales[s], out) for s in get_args(Scale) if s in scales]
-    out.mkdir(parents=True, exist_ok=True)
     path = out / "REPRODUCTION.md"
-    with replacing(path) as temporary:
-        temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_text(path, "\n\n".join(parts) + "\n")
     return path
 
 
@@ -176,8 +174,7 @@ def write_facts(folder: Path, changes: Mapping[str, Any]) -> None:
     if changes:
         changed = ", ".join(f"{key}={value}" for key, value in changes.items())
         facts += f" Of its settings these are others (--set): {changed}."
-    with replacing(folder / _FACTS) as temporary:
-        temporary.write_text(facts, encoding="utf-8")
+    write_text(folder / _FACTS, facts)
 
 
 def try_out(

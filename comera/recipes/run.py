@@ -16,35 +16,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from comera.checkpoint.archive import Archive
+from comera.files import write_text
 from comera.nn.convert import tensorize_
 from comera.nn.init import init_keys_as_queries_
 from comera.nn.module import tensor_trains
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.learning import target_entries
-from comera.recipes.folder import (
-    Begun,
-    DataRecord,
-    Outcome,
-    begun_run,
-    changed_data,
-    check_data,
-    check_folder,
-    claim,
-    lock,
-    missing_data,
-    outcome_table,
-    read_outcome,
-    with_whole_paths,
-    write_result,
-)
+from comera.recipes import run_folder
 from comera.recipes.optimizers import OptimizerConfig
 from comera.recipes.run_config import RunConfig, check_processes
 from comera.recipes.tasks.task import Task, prepare_task, task_of
+from comera.report import model_plan
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
-from comera.report.model_plan import ModelPlan
-from comera.report.model_plan import plan as plan_model
 from comera.saved.model_folder import save_state
+from comera.train.log import to_json
 from comera.train.loop import evaluated, train
 from comera.train.processes import Processes
 from comera.train.sharded import shard_dense_, whole_state
@@ -58,7 +44,7 @@ def run(
     console: Console | None = None,
     quiet: bool = False,
     processes: Processes | None = None,
-) -> list[Outcome]:
+) -> list[run_folder.Outcome]:
     """Train the models of a run, resuming models that are unfinished in its folder.
 
     Figures of a finished run are read from its folder, without its data. Returns the outcome of the
@@ -80,11 +66,11 @@ def run(
     processes = processes or Processes()
     config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))
     config.check()
-    config = with_whole_paths(config)
+    config = run_folder.with_whole_paths(config)
     check_processes(config, processes.count)
     console = console or Console()
     folder = Path(config.out)
-    found = processes.from_first(lambda: begun_run(config))
+    found = processes.from_first(lambda: run_folder.begun_run(config))
     outcomes = processes.from_first(lambda: _finished(config, found, console))
     if outcomes is not None:
         return outcomes
@@ -94,18 +80,16 @@ def run(
     _print(console, f"run folder {folder}, device {device}{together}: preparing data")
     digests = processes.in_turn(config.data.digests)
     # Before anything is made of the data, and before anything is written.
-    processes.from_first(lambda: _check_content(config, DataRecord(digests)))
+    processes.from_first(lambda: _check_content(config, run_folder.DataRecord(digests)))
     with contextlib.ExitStack() as held:
-        processes.from_first(lambda: held.enter_context(lock(folder)))
+        processes.from_first(lambda: held.enter_context(run_folder.lock(folder)))
         task = processes.in_turn(lambda: prepare_task(config, device, digests, processes))
         if config.ranks is not None:
             config.ranks.check(task.steps)
         _check_same_data(task.record, processes)
         processes.from_first(lambda: _begin(config, task.record, console))
-        if config.train.threads:
-            torch.set_num_threads(config.train.threads)
-        trained: list[Outcome] = []
-        for place, (name, settings) in zip(_places(config), _jobs(config), strict=True):
+        trained: list[run_folder.Outcome] = []
+        for place, (name, settings) in _jobs(config).items():
             outcome = _train_one(
                 name, folder / place, settings, task, console, quiet, trained, processes
             )
@@ -113,7 +97,7 @@ def run(
                 _print(console, f"interrupted; the same command resumes the run in {folder}")
                 return []
             trained.append(outcome)
-        console.print(outcome_table(trained))
+        console.print(run_folder.outcome_table(trained))
         return trained
 
 
@@ -121,51 +105,52 @@ def _print(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, markup=False)
 
 
-def _finished(config: RunConfig, found: Begun | None, console: Console) -> list[Outcome] | None:
+def _finished(
+    config: RunConfig, found: run_folder.Begun | None, console: Console
+) -> list[run_folder.Outcome] | None:
     folder = Path(config.out)
     if config.overwrite or found is None or not found.is_finished(folder):
         return None
+    names = [each.name for each in dataclasses.fields(run_folder.Outcome)]
+    places = [folder / place for place in _jobs(config)]
     try:
-        outcomes = [read_outcome(folder / place) for place in _places(config)]
-    except (OSError, ValueError, TypeError):  # the last step writes it again
+        results = [run_folder.read_result(place) for place in places]
+        outcomes = [run_folder.Outcome(**{k: facts[k] for k in names}) for facts in results]
+    except (OSError, ValueError, KeyError):  # the last step writes it again
         return None
-    if not all((folder / place / "model.safetensors").is_file() for place in _places(config)):
+    if not all((place / "model.safetensors").is_file() for place in places):
         return None
-    with lock(folder):  # no other process replaces it meanwhile
+    with run_folder.lock(folder):  # no other process replaces it meanwhile
         _print(console, f"the run in {folder} is finished")
-        console.print(outcome_table(outcomes))
+        console.print(run_folder.outcome_table(outcomes))
         return outcomes
 
 
-def _check_settings(config: RunConfig, found: Begun | None) -> None:
+def _check_settings(config: RunConfig, found: run_folder.Begun | None) -> None:
     if not task_of(config).is_told_by_data:
         _planned(config)
     try:
         config.data.find()
     except FileNotFoundError as problem:
-        key = next(iter(missing_data(config)), None)
-        if key is None or found is None:
+        if found is None:
             raise
-        raise FileNotFoundError(
-            f"{problem}; the run in {config.out} was begun with that: if it is elsewhere now, give "
-            f"its new place, --{key}=..."
-        ) from None
-    check_folder(config, found)
+        raise run_folder.place_of_moved(problem, config, "--{}=...") from None
+    run_folder.check_folder(config, found)
 
 
-def _check_content(config: RunConfig, record: DataRecord) -> None:
+def _check_content(config: RunConfig, record: run_folder.DataRecord) -> None:
     """Check the data against the folder's run, and the model if data determine its sizes."""
-    check_data(config, record)
+    run_folder.check_data(config, record)
     if task_of(config).is_told_by_data:
         _planned(config)
 
 
-def _check_same_data(record: DataRecord, processes: Processes) -> None:
+def _check_same_data(record: run_folder.DataRecord, processes: Processes) -> None:
     """Raise ``ValueError`` unless every process has read the same data as the first."""
     first = processes.from_first(lambda: record)
 
     def check() -> None:
-        difference = changed_data(first, record)
+        difference = run_folder.changed_data(first, record)
         if difference is not None:
             raise ValueError(
                 f"it has read other data than process 0 ({difference}): give every machine the same"
@@ -174,11 +159,11 @@ def _check_same_data(record: DataRecord, processes: Processes) -> None:
     processes.together(check)
 
 
-def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
+def _begin(config: RunConfig, record: run_folder.DataRecord, console: Console) -> None:
     """Check the folder again now that it is locked, and write this run's settings into it."""
-    found = begun_run(config)
-    check_folder(config, found)
-    check_data(config, record)
+    found = run_folder.begun_run(config)
+    run_folder.check_folder(config, found)
+    run_folder.check_data(config, record)
     if found is not None and not config.overwrite:
         if found.longer:
             _print(
@@ -189,34 +174,30 @@ def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
             )
         if found.rhythm:
             _print(console, f"the run in {config.out} goes on with {', '.join(found.rhythm)}")
-    claim(config, record, found)
+    run_folder.claim(config, record, found)
 
 
-def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
-    """Return names and settings of a run's models: its own and, if requested, the dense twin."""
-    jobs = [("compressed" if config.tensorize else "dense", config)]
+def _jobs(config: RunConfig) -> dict[str, tuple[str, RunConfig]]:
+    """Return the models of a run by folder inside its own: its own, then the twin if requested."""
+    jobs = {"": ("compressed" if config.tensorize else "dense", config)}
     if config.twin and config.tensorize:
         optimizer = config.optimizer and config.optimizer.of_twin()
         twin = dataclasses.replace(
             config, tensorize=None, two_stage=None, importance_pruning=None, optimizer=optimizer
         )
-        jobs.append(("dense", twin))
+        jobs["dense"] = "dense", twin
     return jobs
 
 
-def _places(config: RunConfig) -> list[str]:
-    return [name if number else "" for number, (name, _) in enumerate(_jobs(config))]
-
-
-def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | None]:
-    """Return report and plan of a run's model and its final size; allocate and read nothing."""
+def plan(config: RunConfig) -> tuple[CompressionReport, model_plan.ModelPlan | None, int | None]:
+    """Return a run's report, plan and target size of the cores; allocate and read nothing."""
     config.check()
     model = planned_model(config)
     report = compression_report(model, config.tokens)
     if config.tensorize is None:
         return report, None, None
-    layers = plan_model(model, tokens=config.tokens)
-    assert isinstance(layers, ModelPlan), "the model is not one layer"
+    layers = model_plan.plan(model, tokens=config.tokens)
+    assert isinstance(layers, model_plan.ModelPlan), "the model is not one layer"
     if config.ranks is None:
         return report, layers, None
     return report, layers, math.floor(config.ranks.target * report.live_params)
@@ -262,26 +243,23 @@ def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
             ", ".join(unused), config.task, "model" if config.clicks is None else "dlrm",
         )  # fmt: skip
     found = []
-    for name, settings in _jobs(config):
+    for name, settings in _jobs(config).values():
         with without_remarks():
             model = planned_model(settings)
-        if settings.ranks is not None:
-            _check_target(model, settings)
+        if (ranks := settings.ranks) is not None:
+            section, layers = settings.rank_section, tensor_trains(model).values()
+            if not layers:
+                raise ValueError(
+                    f"the section {section} needs tensor trains, but tensorize made none"
+                )
+            size = sum(layer.shape.size_at(layer.ranks) for layer in layers)
+            try:
+                target_entries(layers, ranks.target, size, ranks.min_rank)
+            except ValueError as problem:
+                raise ValueError(f"{section}.{problem}") from None
         optimizer = settings.optimizer_for(settings.train.steps).build(model)
         found.append((name, model, optimizer))
     return found
-
-
-def _check_target(model: nn.Module, config: RunConfig) -> None:
-    ranks, section = config.ranks, config.rank_section
-    layers = tensor_trains(model).values()
-    if ranks is None or not layers:
-        raise ValueError(f"the section {section} needs tensor trains, but tensorize made none")
-    start_size = sum(layer.shape.size_at(layer.ranks) for layer in layers)
-    try:
-        target_entries(layers, ranks.target, start_size, ranks.min_rank)
-    except ValueError as problem:
-        raise ValueError(f"{section}.{problem}") from None
 
 
 def planned_model(config: RunConfig) -> nn.Module:
@@ -299,9 +277,9 @@ def _train_one(
     task: Task,
     console: Console,
     quiet: bool,
-    before: list[Outcome],
+    before: list[run_folder.Outcome],
     processes: Processes,
-) -> Outcome | None:
+) -> run_folder.Outcome | None:
     """Train one model of a run and save it with its figures; None if it was interrupted."""
     torch.manual_seed(config.seed)
     model = make_model(config, task, task.device)
@@ -339,13 +317,13 @@ def _train_one(
     test = evaluated(step, task.test) if task.test else {}
     state = whole_state(model.state_dict())  # of all processes, which may hold parts of it
 
-    def saved() -> Outcome:
+    def saved() -> run_folder.Outcome:
         save_state(model, state, folder, config.tt_config)
         report = compression_report(model)
         layer_dense = before[0].layer_dense_params if before else report.tt_dense_params
         checkpoints = Archive(folder / "checkpoints")
         sizes = [checkpoints.size(step) for step in checkpoints.steps()]
-        outcome = Outcome(
+        outcome = run_folder.Outcome(
             name=name,
             metrics=result.metrics,
             params=report.params,
@@ -361,7 +339,7 @@ def _train_one(
         task.save_vocabulary(folder)
         layers = report.to_pandas().to_dict("records")
         facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
-        write_result(folder, facts)
+        write_text(folder / "result.json", to_json(facts, indent=2))
         return outcome
 
     return processes.from_first(saved)
@@ -410,7 +388,7 @@ def build_step(
 ) -> TrainStep:
     """Return the training step of a run; every process calls this, with equal weights."""
     group = None if processes is None else processes.group
-    is_sharded = group is not None and config.parallel.kind == "fsdp"
+    is_sharded = group is not None and config.parallel == "fsdp"
     if is_sharded:
         # Torch warns that what a model returns must not be written to, which no loss here does.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from comera.checkpoint.chain import KEY_EVERY, CheckpointChain
-from comera.checkpoint.contents import Quality
 from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
@@ -168,21 +167,15 @@ class SmallTablesConfig:
         params: Parameters of all tables together; has to be given.
         rank: Of hashed tables: width at which rows are stored; null for the whole width.
         own: Of hashed tables: share of the rows that belong to one frequent value each.
-        block: Of a shared array: length of the blocks that are cut from it.
     """
 
     kind: Literal["hashed", "quotient_remainder", "shared_array"] = "hashed"
     params: int = 0
     rank: int | None = None
     own: float = 0.0
-    block: int = 16
 
     def check(self) -> None:
-        if self.params < 1 or self.block < 1 or (self.rank is not None and self.rank < 1):
-            raise ValueError(
-                f"dlrm.small_tables: params={self.params}, rank={self.rank} and block={self.block} "
-                "must be at least 1"
-            )
+        check_least(self, "dlrm.small_tables.", params=1, rank=1)
         if not 0 <= self.own < 1:
             raise ValueError(f"dlrm.small_tables.own={self.own} must be in [0, 1)")
         if self.kind != "hashed" and (self.rank is not None or self.own):
@@ -228,7 +221,7 @@ class TrainConfig:
         seconds: End after so many seconds in training steps, if that comes first, at the next line
             of the log. Learning rate and rank learning follow the number of steps.
         batch_size: Rows a step, of all processes together.
-        accumulate: Parts each batch is split into before one optimizer step.
+        accumulate: Number of parts to split a batch into; one step adds up their gradients.
         clip_norm: Largest gradient norm; null for none.
         precision: ``fp32``, or ``bf16`` for mixed precision; in ``fp8`` tensor-train linears also
             multiply in eight bits.
@@ -236,9 +229,8 @@ class TrainConfig:
         graph: Replay the step as one CUDA graph; null does so on a GPU.
         log_every: Steps between lines of the log.
         eval_every: Steps between evaluations; 0 for only one at the end.
-        eval_batches: Batches that an evaluation reads; null for all of the data.
+        eval_batches: Batches of an evaluation; null for all of the data, or 32 of ``masked_text``.
         save_every: Steps between checkpoints; 0 for only one at the end.
-        threads: CPU threads; null for torch's choice.
     """
 
     steps: int | None = field(default=None, metadata=_LENGTH)
@@ -254,14 +246,13 @@ class TrainConfig:
     eval_every: int = 0
     eval_batches: int | None = None
     save_every: int = field(default=200, metadata=_NOT_IDENTITY)
-    threads: int | None = None
 
     def check(self) -> None:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
         check_least(
             self, "train.", steps=1, batch_size=1, accumulate=1, log_every=1, eval_every=0,
-            eval_batches=1, save_every=0, threads=1,
+            eval_batches=1, save_every=0,
         )  # fmt: skip
         for name in ("epochs", "seconds", "clip_norm"):
             value = getattr(self, name)
@@ -281,47 +272,24 @@ class CheckpointConfig:
     Args:
         mode: ``lossless`` resumes a run exactly; ``lossy`` makes checkpoints many times smaller,
             from which a run resumes nearly as it was.
-        bits: Bits of codes, 2 to 8, in lossy checkpoints.
-        rate: Price of a bit in error: a larger price makes smaller files and larger errors.
         keep_last: Number of checkpoints to keep; older ones are deleted. Null keeps all.
     """
 
     mode: Literal["lossless", "lossy"] = "lossless"
-    bits: int = Quality.bits
-    rate: float = Quality.rate
     keep_last: int | None = 2
 
     def chain(self, folder: Path) -> CheckpointChain:
-        """Open the checkpoints in a folder; raises ``ValueError`` for a setting out of range."""
+        """Open the checkpoints in a folder."""
         every = 1 if self.mode == "lossless" else KEY_EVERY
         return CheckpointChain(folder, key_every=every, **asdict(self))
 
 
-@dataclass
-class ParallelConfig:
-    """Several processes that train one model, as ``torchrun`` starts them.
-
-    Args:
-        kind: ``ddp`` keeps the whole model in every process and averages gradients; ``fsdp`` splits
-            dense matrices among the processes.
-        timeout_minutes: How long a process waits for others, such as for one that reads the data.
-    """
-
-    kind: Literal["ddp", "fsdp"] = "ddp"
-    timeout_minutes: float = 60.0
-
-
 @dataclass(frozen=True)
 class TaskEntry:
-    """Marks a field of ``RunConfig`` as the section of data of a task.
+    """Mark of a section of data, which makes a run one of its task."""
 
-    Attributes:
-        made_by: The class of the task, as ``module:class`` in ``comera.recipes.tasks``.
-        better: Whether ``higher`` or ``lower`` is better, by metric; the first one compares runs.
-    """
-
-    made_by: str
-    better: Mapping[str, str]
+    made_by: str  # class of the task, as module:class in comera.recipes.tasks
+    better: Mapping[str, str]  # higher or lower, by metric; runs are compared by the first one
 
 
 def _task(made_by: str, **better: Literal["higher", "lower"]) -> dict[str, TaskEntry]:
@@ -349,7 +317,8 @@ class RunConfig:
         optimizer: The optimizer and its schedule, or its name alone.
         train: The loop.
         checkpoints: How the state is kept every ``train.save_every`` steps and at the end.
-        parallel: How several processes, as ``torchrun`` starts them, train one model.
+        parallel: How the processes that ``torchrun`` starts train one model: ``ddp`` keeps it whole
+            in each and averages gradients, ``fsdp`` splits dense matrices among them.
         twin: Train the dense model too, for the same steps, and compare.
         overwrite: Start again if ``out`` holds a run already.
     """
@@ -382,7 +351,7 @@ class RunConfig:
     optimizer: OptimizerConfig | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=_NOT_IDENTITY)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata=_NOT_IDENTITY)
+    parallel: Literal["ddp", "fsdp"] = field(default="ddp", metadata=_NOT_IDENTITY)
     twin: bool = False
     overwrite: bool = field(default=False, metadata=_NOT_IDENTITY)
 
@@ -453,11 +422,6 @@ class RunConfig:
             return self.tensorize
         return dataclasses.replace(self.tensorize, tokens=self.tokens)
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The metrics of an evaluation; runs are compared by the first one."""
-        return tuple(TASKS[self.task].better)
-
     def check(self) -> None:
         check_nulls(self)
         if not self.out:
@@ -472,18 +436,11 @@ class RunConfig:
             )
         self.model.check(self.task)
         self.dlrm.check()
-        getattr(self, self.task).check(self.task)
+        self.data.check(self.task)
         self.train.check()
-        if self.train.epochs is not None and not (self.nli or self.clicks):
+        if self.train.epochs is not None and not self.data.has_end:
             raise ValueError("train.epochs needs data with an end: give train.steps instead")
-        try:
-            self.checkpoints.chain(Path())
-        except ValueError as problem:
-            raise ValueError(f"checkpoints.{problem}") from None
-        if not self.parallel.timeout_minutes > 0:
-            raise ValueError(
-                f"parallel.timeout_minutes={self.parallel.timeout_minutes} must be above 0"
-            )
+        check_least(self.checkpoints, "checkpoints.", keep_last=1)
         if self.device != "auto":
             try:
                 torch.device(self.device)
@@ -526,7 +483,7 @@ HIGHER_IS_BETTER = {
 def check_processes(config: RunConfig, count: int) -> None:
     """Raise ``ValueError`` if ``count`` processes cannot train a run."""
     size, device = config.train.batch_size, config.device
-    if config.parallel.kind != "ddp":
+    if config.parallel != "ddp":
         _check_shared(config)
     if size % count:
         raise ValueError(
@@ -552,8 +509,8 @@ _OF_SHARDS = ("adamw", "muon", "sgd")
 
 def _check_shared(config: RunConfig) -> None:
     """Raise ``ValueError`` if a run's settings do not allow sharded dense matrices."""
-    kind = f"parallel.kind={config.parallel.kind}"
-    way_out = "or keep the model whole in every process: parallel.kind=ddp"
+    kind = f"parallel={config.parallel}"
+    way_out = "or keep the model whole in every process: parallel=ddp"
     optimizer = config.optimizer_for(config.train.steps)
     if optimizer.name not in _OF_SHARDS:
         raise ValueError(

@@ -5,7 +5,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,13 @@ from rich.progress import TaskID
 
 from comera._command import INTERRUPTED
 from comera.extras import did_you_mean
-from comera.recipes.folder import is_finished, lock, missing_data, with_whole_paths
 from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
 from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
+from comera.recipes.report import sweep_report
 from comera.recipes.report.page import show_metric
-from comera.recipes.report.sweep_report import (
-    Failed,
-    compare,
-    comparison_text,
-    read_trained,
-    write_comparison,
-    write_sweep_report,
-)
 from comera.recipes.run import planned_memory
-from comera.recipes.run_config import RunConfig
+from comera.recipes.run_config import TASKS, RunConfig
+from comera.recipes.run_folder import is_finished, lock, missing_data, with_whole_paths
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
 from comera.train.log import last_logged, progress_bar
 
@@ -87,12 +79,17 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
         _check_named(name, variants, "published.figures.")
     reference = content.get("reference") or next(iter(variants))
     _check_named(reference, variants, "reference=")
+    seeds = content["seeds"]
+    if not isinstance(seeds, list) or not all(type(s) is int and s >= 0 for s in seeds or [None]):
+        raise ValueError(f"seeds={seeds!r} must be a list of whole numbers from 0 on")
+    for twice in [seed for seed in seeds if seeds.count(seed) > 1]:
+        raise ValueError(f"seeds={seeds} has {twice} more than once")
     for key in _LAUNCHERS:
         if not isinstance(content.get(key), Mapping | None):
             raise ValueError(f"{key}={content[key]!r} must be a mapping of settings of {key}")
     return Sweep(
         out=Path(str(content["out"])).expanduser(),
-        seeds=_read_seeds(content["seeds"]),
+        seeds=tuple(seeds),
         reference=reference,
         metric=_read_metric(content.get("metric"), variants),
         variants=variants,
@@ -159,19 +156,9 @@ def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...] = ())
     return own if other is None else merged(_overrides(other, given, (*inner, name)), own)
 
 
-def _read_seeds(given: Any) -> tuple[int, ...]:
-    fine = isinstance(given, list) and given
-    if not fine or any(type(seed) is not int or seed < 0 for seed in given):
-        raise ValueError(f"seeds={given!r} must be a list of whole numbers from 0 on")
-    twice = next((seed for seed in given if given.count(seed) > 1), None)
-    if twice is not None:
-        raise ValueError(f"seeds={given} has {twice} more than once")
-    return tuple(given)
-
-
 def _read_metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
     """Return the requested metric, which every variant's task must have; by default the first."""
-    measured = {name: config.metrics for name, config in variants.items()}
+    measured = {name: TASKS[config.task].better for name, config in variants.items()}
     first, *others = measured.values()
     shared = [metric for metric in first if all(metric in found for found in others)]
     if given is None:
@@ -242,9 +229,8 @@ def run_sweep(
 ) -> int:
     """Train the unfinished runs of a sweep, and compare the finished ones; see :func:`sweep`.
 
-    ``changes`` are settings by dotted names for every run. ``skip`` lists variants, or runs as
-    ``VARIANT/seed-K``, not to train this time; finished ones are still compared. Returns exit
-    status: 0, 1 if a run failed, 130 after Ctrl-C.
+    ``changes`` are settings by dotted names for every run, ``skip`` variants, or runs as
+    ``VARIANT/seed-K``, not to train this time. Returns 0, 1 if a run failed, 130 after Ctrl-C.
 
     Raises:
         ValueError: If the file is wrong, or a folder holds a run with other settings or data.
@@ -267,14 +253,23 @@ def run_sweep(
         )
     for name, config in sweep.variants.items():
         _check_model(name, config)
+
+    def make_trial(name: str, own: dict[str, Any]) -> list[Job]:
+        if sweep.search is not None and sweep.search.extends is not None:
+            own = {"extends": sweep.search.extends, **own}
+        variant = variant_of(name, sweep.base, {**sweep.given, name: own})
+        _check_model(name, variant)
+        return make_jobs(dataclasses.replace(sweep, variants={name: variant}))
+
     with lock(sweep.out, "sweep"):
         search = None
         everything = make_jobs(sweep)
         jobs = unskipped(everything, skip)
         expected = len(jobs) + trials * len(sweep.seeds)
         if sweep.search is not None:
-            make = partial(_trial_jobs, sweep)
-            search = Search(sweep.search, sweep.out, sweep.metric, sweep.seeds, make, overwrite)
+            search = Search(
+                sweep.search, sweep.out, sweep.metric, sweep.seeds, make_trial, overwrite
+            )
             jobs += search.jobs
         resolve(jobs, overwrite)
         if search is not None:
@@ -335,14 +330,6 @@ def _check_data(jobs: Sequence[Job]) -> None:
         raise FileNotFoundError(f"no run can begin without its data: {'; '.join(problems)}")
 
 
-def _trial_jobs(sweep: Sweep, name: str, settings: dict[str, Any]) -> list[Job]:
-    extends = sweep.search.extends if sweep.search else None
-    own = settings if extends is None else {"extends": extends, **settings}
-    variant = variant_of(name, sweep.base, {**sweep.given, name: own})
-    _check_model(name, variant)
-    return make_jobs(dataclasses.replace(sweep, variants={name: variant}))
-
-
 def make_jobs(sweep: Sweep) -> list[Job]:
     """List all runs of a sweep, seed by seed."""
     jobs = []
@@ -376,19 +363,21 @@ def _check_model(name: str, config: RunConfig) -> None:
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
     """Print and write the comparison if a run has ended, then print which runs failed."""
     finished = [job for job in jobs if job.state == "finished"]
-    runs = [read_trained(job.variant, job.seed, job.folder) for job in finished]
+    runs = [sweep_report.read_trained(job.variant, job.seed, job.folder) for job in finished]
     failed = [
-        Failed(job.variant, job.seed, " ".join(job.reason.split()))
+        sweep_report.Failed(job.variant, job.seed, " ".join(job.reason.split()))
         for job in jobs
         if job.state == "failed"
     ]
     if runs or failed:
         names = list(dict.fromkeys([*sweep.variants, *(job.variant for job in jobs)]))
-        comparison = compare(runs, names, sweep.seeds, sweep.reference, sweep.metric, failed)
-        write_comparison(comparison, runs, sweep.out)
-        write_sweep_report(sweep.out)
+        comparison = sweep_report.compare(
+            runs, names, sweep.seeds, sweep.reference, sweep.metric, failed
+        )
+        sweep_report.write_comparison(comparison, runs, sweep.out)
+        sweep_report.write_sweep_report(sweep.out)
         if runs:
-            text = comparison_text(comparison)
+            text = sweep_report.comparison_text(comparison)
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         written = f"wrote results.json, results.md and report.html to {sweep.out}"
         console.print(written, markup=False)
@@ -403,7 +392,7 @@ def show_progress(
 ) -> Iterator[Callable[[], None]]:
     """Show a bar for all jobs, a bar for each running job, and a line for each ended one.
 
-    Jobs may be added, up to the expected number. Yields a function that updates the bars.
+    Yields a function that updates them; jobs may be added, up to the expected number.
     """
     width = max(len(job.name) for job in jobs)
     bars: dict[Job, TaskID] = {}
@@ -439,7 +428,7 @@ def _ending(job: Job, metric: str) -> str:
         return f"failed: {job.reason}"
     if job.state != "finished":
         return "stopped; it can be resumed"
-    run = read_trained(job.variant, job.seed, job.folder)
+    run = sweep_report.read_trained(job.variant, job.seed, job.folder)
     return (
         f"{metric} {show_metric(metric, run.metrics[metric])}, {run.params:,} parameters, "
         f"{run.steps:,} steps in {run.seconds:,.1f} s"

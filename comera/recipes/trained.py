@@ -1,7 +1,7 @@
 """Load finished runs and sweeps as Python objects."""
 
+import contextlib
 import io
-import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from comera.data.click_files import CATEGORIES, ClickRows
+from comera.data.click_files import ClickRows
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.convert import densify_
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 with needed_by("load_run()"):
     from tokenizers import Tokenizer
 
-    from comera.recipes.folder import read_result
     from comera.recipes.parse import parse_settings, read_yaml
+    from comera.recipes.run import without_remarks
     from comera.recipes.run_config import RunConfig
+    from comera.recipes.run_folder import read_result
     from comera.recipes.tasks.task import task_of
 
 
@@ -42,18 +43,26 @@ class TrainedRun:
         folder: Folder of the run.
         config: Settings of the run.
         model: The trained model, in evaluation mode.
-        tokenizer: The ``tokenizers.Tokenizer`` of the text; None for a click predictor.
-        categories: Encoder of raw rows as inputs of the model; None unless a click predictor.
-        result: Figures of the run: ``metrics`` of the last evaluation, ``test`` if there are test
-            data, ``params``, ``steps``, ``seconds`` and more.
+        vocabulary: Its ``tokenizer`` or ``categories``.
+        result: Its figures: ``metrics`` of the last evaluation, ``test`` where there is such data,
+            ``params``, ``steps``, ``seconds`` and more.
     """
 
     folder: Path
     config: RunConfig
     model: nn.Module
-    tokenizer: Tokenizer | None
+    vocabulary: Tokenizer | ClickRows
     result: Mapping[str, Any]
-    categories: ClickRows | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The ``tokenizers.Tokenizer`` of text; None of a click predictor."""
+        return self.vocabulary if isinstance(self.vocabulary, Tokenizer) else None
+
+    @property
+    def categories(self) -> ClickRows | None:
+        """Encoder of raw rows as inputs of a click predictor; None of text."""
+        return self.vocabulary if isinstance(self.vocabulary, ClickRows) else None
 
     @property
     def metrics(self) -> "pd.DataFrame":
@@ -63,13 +72,11 @@ class TrainedRun:
         """
         with needed_by("metrics"):
             import pandas as pd
-        rows: dict[int, dict[str, Any]] = {}
-        for line in read_metrics(self.folder):
-            shown = {
-                key: value for key, value in line.items() if isinstance(value, int | float | str)
-            }
-            rows.setdefault(line["step"], {}).update(shown)
-        return pd.DataFrame(list(rows.values())).set_index("step").sort_index()
+        lines = [
+            {key: value for key, value in line.items() if isinstance(value, int | float | str)}
+            for line in read_metrics(self.folder)
+        ]
+        return pd.DataFrame(lines).groupby("step").last()
 
     def __repr__(self) -> str:
         lines = [
@@ -119,38 +126,23 @@ def load_run(
     result = read_result(place)
     if "sizes" not in result:
         raise ValueError(f"{place / 'result.json'} does not say how large the model is")
-    categories = None
-    if config.clicks is not None:
-        if not (place / CATEGORIES).is_file():
-            raise FileNotFoundError(
-                f"{place} has no {CATEGORIES}: comera train {folder} --overwrite=true writes it "
-                "again"
-            )
-        categories = ClickRows.load(place / CATEGORIES)
+    task = task_of(config)
+    task.load_vocabulary(place)
     with torch.device("meta"):
-        dense = task_of(config).dense_model(result["sizes"])
+        dense = task.dense_model(result["sizes"])
     model = load_model(place, dense, device=device).eval()
-    tokenizer, path = None, place / "tokenizer.json"
-    if path.is_file():
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as problem:  # tokenizers raises no other
-            raise ValueError(f"{path} is damaged: {problem}") from None
-    return TrainedRun(place, config, model, tokenizer, result, categories)
+    return TrainedRun(place, config, model, task.vocabulary, result)
 
 
 def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Iterator[dict[str, Any]]:
     """Yield a prediction for each line, or an ``error`` if the form of a line is wrong.
 
-    Args:
-        run: A finished run.
-        lines: For sentence pairs ``premise<TAB>hypothesis``; for a masked language model a text
-            with ``[MASK]`` in it; for a causal model the beginning of a text; for a click predictor
-            a row as a JSON object, without the label.
-        new_tokens: Tokens that a causal model adds, the most likely token each time.
+    Lines are ``premise<TAB>hypothesis`` for sentence pairs, text with ``[MASK]`` in it for masked
+    words, the beginning of a text for a causal model, which adds ``new_tokens``, or a row of a
+    click log as a JSON object without its label.
     """
     task = task_of(run.config)
-    task.vocabulary = run.tokenizer if run.categories is None else run.categories
+    task.vocabulary = run.vocabulary
     for number, line in enumerate(lines, start=1):
         line = line.rstrip("\r\n")
         try:
@@ -189,7 +181,9 @@ def export(run: TrainedRun, path: Path) -> str:
             save_file({name: value.contiguous() for name, value in dense.items()}, temporary)
     else:
         model = _Positional(to_plain_(run.model)).eval()
-        inputs = task_of(run.config).example_inputs(run.result["sizes"])
+        task = task_of(run.config)
+        batch = task.drawn_batch(2, run.result["sizes"])
+        inputs = tuple(each for name in task.inputs if isinstance(each := batch[name], Tensor))
         auto = torch.export.Dim.AUTO  # one alone, as of columns, is always that
         sizes = [{k: auto for k, n in enumerate(each.shape) if n > 1} for each in inputs]
         shapes = (tuple(sizes),)
@@ -223,22 +217,17 @@ _CHATTY = ("onnxscript", "onnx_ir", "torch.onnx._internal.exporter._registration
 def _to_onnx(model: nn.Module, inputs: tuple[Tensor, ...], shapes: Any, path: Path) -> None:
     with needed_by("a file of ONNX"):
         import onnxscript  # noqa: F401  torch's own message does not say how to install it
-    loggers = {name: logging.getLogger(name) for name in _CHATTY}
-    levels = {name: log.level for name, log in loggers.items()}
-    try:
-        for log in loggers.values():
-            log.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
-            program = torch.onnx.export(
-                model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False
-            )
-            assert program is not None, "of the exporter by dynamo"
-            with replacing(path) as temporary:
-                program.save(temporary)
-    finally:
-        for name, log in loggers.items():
-            log.setLevel(levels[name])
+    with contextlib.ExitStack() as quiet:
+        for name in _CHATTY:
+            quiet.enter_context(without_remarks(name))
+        quiet.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+        program = torch.onnx.export(
+            model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False
+        )
+        assert program is not None, "of the exporter by dynamo"
+        with replacing(path) as temporary:
+            program.save(temporary)
 
 
 _ALWAYS = ("variant", "seed", "params", "steps", "seconds")

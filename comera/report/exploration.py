@@ -68,7 +68,7 @@ class Point:
 
     @property
     def kind(self) -> str:
-        """Kind of point in the plot: dense, by data, or a tensor train of an order."""
+        """Kind of point in the plot: dense, by ``compress_``, or tensor trains of an order."""
         if self.setting == "dense":
             return "dense"
         how = "compress_" if self.setting.startswith("budget") else f"order {self.order}"

@@ -3,11 +3,12 @@
 Cores are contracted in float64, without their pruned ranks.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from comera.nn.dense_weight import read_only
@@ -24,7 +25,28 @@ _WRITTEN = (
 )
 
 
-class ThinLinear(nn.Sequential):
+class PlainWhenPickled(nn.Module):
+    """Base of contracted layers; those of :func:`~comera.to_plain_` are pickled as torch's own."""
+
+    is_plain = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.is_plain:
+            return super().__reduce_ex__(protocol)
+        own = {key: value for key, value in vars(self).items() if key != "is_plain"}
+        if isinstance(self, nn.Sequential):
+            return nn.Sequential, (), own
+        new = fx.GraphModule(self, fx.Tracer().trace(self), type(self).__name__)
+        vars(new).update({**own, "_modules": new._modules})
+        return new.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = memo[id(self)] = self.__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+
+class ThinLinear(PlainWhenPickled, nn.Sequential):
     """A linear layer as two thin ones, ``(in, rank)`` and ``(rank, out)``; the second has the bias.
 
     ``dense_form`` names the class of both, if it is one given to :func:`~comera.register_layer`.
@@ -68,7 +90,7 @@ class ThinLinear(nn.Sequential):
         return cls(from_torch(first, form), from_torch(second, form), form)
 
 
-class FactoredTable(nn.Module):
+class FactoredTable(PlainWhenPickled):
     """A table whose row ``v * W + w`` is ``left[v] @ right[w]``, with the first rows kept apart.
 
     Its inputs are those of :class:`torch.nn.Embedding`, or with a ``mode`` those of
@@ -233,7 +255,7 @@ class FactoredTable(nn.Module):
         return whole
 
 
-class FactoredHead(TableHead):
+class FactoredHead(PlainWhenPickled, TableHead):
     """Output layer on a factored table; the dense table is never formed."""
 
     _table_class = FactoredTable
@@ -273,7 +295,8 @@ def _open_cores(layer: TensorTrainModule) -> list[Tensor]:
     """Return the cores in float64, multiplied by the gates and without pruned ranks."""
     cores = [core.detach().double() for core in layer.cores]
     for k, gate in enumerate(layer.gates):
-        keep = is_open(gate, layer.prune_below).nonzero().flatten()
+        open_R = torch.ones(len(gate)) if gate.is_meta else is_open(gate, layer.prune_below)
+        keep = open_R.nonzero().flatten().to(gate.device)
         if not len(keep):  # the weight has vanished
             return [core.new_zeros(1, *core.shape[1:-1], 1) for core in cores]
         cores[k] = cores[k].index_select(-1, keep) * gate.detach().double()[keep]

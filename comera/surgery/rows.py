@@ -21,8 +21,8 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     An index that becomes hot keeps its row exactly or, with a ``hot_rank``, projected on the basis.
     It swaps places with an index that becomes cold, which then reads the tensor train's row at that
     place. All other rows and the optimizer state of rows that stay hot do not change. In the state
-    of new hot rows, second moments are means over all rows, ASGD's average is the row, and the rest
-    is zero.
+    of new hot rows, first moments are zero, ASGD's average is the row, and all else, such as second
+    moments, is the mean over all rows.
 
     Averages of weights, as of ``torch.optim.swa_utils.AveragedModel``, must be made again. Every
     process passes the same counts, summed over all.

@@ -123,7 +123,7 @@ def slice_state_(
 
 
 def _power_of_gradient(key: str, state: Mapping[str, object]) -> int:
-    """Return the power of the gradient that state scales with; -1 for averages of parameters."""
+    """Return the power of the gradient that state scales with, 0 to 2; -1 for averaged weights."""
     if key == "momentum_buffer" and "square_avg" in state:
         return 0  # RMSprop's momentum sums steps, already divided by the size of the gradient
     return 2 * (key in _GOES_WITH_SQUARE) + (key in _GOES_WITH_GRADIENT) - (key in AVERAGES)

@@ -131,7 +131,7 @@ def shard_dense_(model: nn.Module) -> nn.Module:
     if all(p in whole for p in model.parameters()):
         raise ValueError(
             "the model has no dense matrices to share out: leave it whole in every process, in "
-            "DistributedDataParallel (parallel.kind=ddp)"
+            "DistributedDataParallel (parallel=ddp)"
         )
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -148,7 +148,7 @@ def shard_dense_(model: nn.Module) -> nn.Module:
         if why is not None:
             raise ValueError(
                 f"{name} {why}, and cannot be shared out by rows: change that, or keep the model "
-                "whole in DistributedDataParallel (parallel.kind=ddp)"
+                "whole in DistributedDataParallel (parallel=ddp)"
             )
     for table in tables.values():
         grad = table.weight.requires_grad
@@ -209,7 +209,7 @@ class Sharded:
 
     @torch.no_grad()
     def clip_(self, largest: float) -> Tensor:
-        """Clip whole and sharded gradients to a common norm ``largest``; return their norm."""
+        """Clip whole and sharded gradients to a common norm ``largest``; return the norm before."""
         grads: list[Any] = [param.grad for param in self._params if param.grad is not None]
         shared = [grad.to_local() for grad in grads if is_sharded(grad)]
         whole = [grad for grad in grads if not is_sharded(grad)]

@@ -113,7 +113,7 @@ def test_an_epoch_sees_every_row_once(settings):
 
 def test_rows_hold_both_sentences_between_their_marks(settings):
     data = NliPairs.prepare(settings)
-    for batch in [*data.dev_batches(8), data.batch(0, 16, 0)]:
+    for batch in [*data.held_out("dev", 8), data.batch(0, 16, 0)]:
         tokens, segments = batch["tokens"], batch["segments"]
         assert tokens.shape == segments.shape
         assert tokens.shape[1] <= settings.length
@@ -122,8 +122,8 @@ def test_rows_hold_both_sentences_between_their_marks(settings):
         first_end = (tokens == SEP).int().argmax(1)
         assert (segments.argmax(1) == first_end + 1).all()
         assert ((tokens == PAD) <= (segments == 0)).all()
-    assert sum(len(batch["labels"]) for batch in data.dev_batches(8)) == 40
-    assert sum(len(batch["labels"]) for batch in data.dev_batches(8, limit=12)) == 12
+    assert sum(len(batch["labels"]) for batch in data.held_out("dev", 8)) == 40
+    assert sum(len(batch["labels"]) for batch in data.held_out("dev", 8, limit=12)) == 12
 
 
 def test_token_numbers_are_sorted_by_frequency(settings):

@@ -18,13 +18,13 @@ def test_rows_of_a_log_are_in_one_part_each(tmp_path, split):
     path = tmp_path / "log.csv"
     table(400).to_csv(path, index=False)
     data = Clicks.prepare(click_settings(path, heldout=0.2, test=0.1, split=split))
-    parts = [data._train, data._valid, data._test]
+    parts = list(data.splits.values())
     assert [len(part) for part in parts] == [280, 80, 40]
     assert sorted(int(row) for part in parts for row in part) == list(range(400))
     if split == "last":
         assert parts[2].min() > parts[1].max() > parts[0].max()
-    (batch,) = data.test_batches(40)
-    assert torch.equal(batch["labels"], data._rows(data._test)["labels"])
+    (batch,) = data.held_out("test", 40)
+    assert torch.equal(batch["labels"], data._rows(data.splits["test"])["labels"])
 
 
 def test_a_test_changes_no_category(tmp_path):
@@ -34,7 +34,7 @@ def test_a_test_changes_no_category(tmp_path):
     rows.loc[380:, "user"] = 987654  # seen by the test alone
     rows.to_csv(path, index=False)
     data = Clicks.prepare(click_settings(path, heldout=0.2, test=0.05, split="last"))
-    (batch,) = data.test_batches(20)
+    (batch,) = data.held_out("test", 20)
     assert (batch["fields"][:, data.field_names.index("user")] == 0).all()
 
 
@@ -54,12 +54,12 @@ def test_pairs_of_a_test_have_files_of_their_own(tmp_path):
         write_snli(tmp_path / f"{name}.jsonl", some)
     files = {name: str(tmp_path / f"{name}.jsonl") for name in rows}
     data = NliPairs.prepare(NliData(**files, vocab_size=120))
-    (batch,) = data.test_batches(50)
+    (batch,) = data.held_out("test", 50)
     assert sorted(batch["labels"].tolist()) == sorted(label for *_, label in rows["test"])
     assert files["test"] in data.settings.digests()
     without = NliPairs.prepare(NliData(files["train"], files["dev"], vocab_size=120))
-    assert without.test_batches(50) == []
-    (mine,), (theirs,) = data.dev_batches(50), without.dev_batches(50)
+    assert without.held_out("test", 50) == []
+    (mine,), (theirs,) = data.held_out("dev", 50), without.held_out("dev", 50)
     assert torch.equal(mine["tokens"], theirs["tokens"])
 
 
@@ -74,11 +74,11 @@ def test_text_is_in_one_part_each(tmp_path, files):
     total = sum(map(len, (streams.train, streams.valid, streams.test)))
     assert total == pytest.approx(len(whole.train) + len(whole.valid), rel=0.1)
     assert 0.05 < len(streams.test) / total < 0.15
-    assert len(MaskedText(streams).test_batches(3, 4)) == 3
-    assert not MaskedText(whole).test_batches(3, 4)
-    seen = sum(batch["targets"].numel() for batch in CausalText(streams).test_batches(None, 8))
+    assert len(MaskedText(streams).held_out("test", 4, 3)) == 3
+    assert not MaskedText(whole).held_out("test", 4, 3)
+    seen = sum(batch["targets"].numel() for batch in CausalText(streams).held_out("test", 8))
     assert len(streams.test) - 16 <= seen < len(streams.test)
-    assert not CausalText(whole).test_batches(None, 8)
+    assert not CausalText(whole).held_out("test", 8)
 
 
 @pytest.mark.parametrize("test", [0.8, -0.1])

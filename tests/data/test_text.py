@@ -49,7 +49,7 @@ def test_masking_follows_bert(data):
 
 
 def test_held_out_batches_are_fixed_and_from_other_files(data):
-    one, two = data.valid_batches(3, 4), data.valid_batches(3, 4)
+    one, two = data.held_out("valid", 4, 3), data.held_out("valid", 4, 3)
     assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(one, two, strict=True))
     assert len(data.streams.valid) < len(data.streams.train)
 
@@ -66,12 +66,12 @@ def test_causal_targets_are_the_next_tokens(streams):
 
 def test_causal_evaluation_sees_each_held_out_token_once(streams):
     data = CausalText(streams)
-    batches = data.valid_batches(None, 4)
+    batches = data.held_out("valid", 4, None)
     targets = torch.cat([batch["targets"].flatten() for batch in batches])
     rows = (len(streams.valid) - 1) // 32
     assert torch.equal(targets, streams.valid[1 : rows * 32 + 1].long())
     assert rows > 8
-    two = data.valid_batches(2, 4)
+    two = data.held_out("valid", 4, 2)
     assert len(two) == 2
     assert torch.equal(two[1]["tokens"], batches[1]["tokens"])
 

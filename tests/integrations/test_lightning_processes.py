@@ -5,8 +5,13 @@ import os
 import pytest
 import torch
 
-import comera
-from tests.integrations.test_lightning import Module, fit, lightning, rows
+from tests.integrations.test_lightning import (
+    Module,
+    check_as_our_own_step,
+    fit,
+    lightning,
+    rows,
+)
 from tests.processes import in_two_processes
 
 pytestmark = [
@@ -54,24 +59,10 @@ def results(tmp_path_factory):
 
 
 def test_they_train_and_cut_as_one_process_does(results):
-    module = Module(dropout=0.0).double()
-    ranks = comera.TwoStage(module.net, 0.5, early_steps=3, late_steps=3)
-    optimizer = torch.optim.AdamW(comera.param_groups(module, 1e-2, gate_lr=0.3), weight_decay=0.0)
-    step = comera.TrainStep(
-        module, lambda m, b: (m.net(b[0]) - b[1]).square().mean(), optimizer, ranks, clip_norm=0.1
-    )
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    x, y = (tensor.double() for tensor in rows().tensors)
-    for _ in range(EPOCHS):
-        step((x, y))
-        if ranks.due:
-            outcome = ranks.finish_(optimizer)
-        schedule.step()
+    batch = tuple(tensor.double() for tensor in rows().tensors)
     for found in results:
-        theirs, state, _ = found["plain"]
-        assert theirs == outcome
-        for key, value in module.state_dict().items():
-            torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-7, msg=key)
+        outcome, state, _ = found["plain"]
+        check_as_our_own_step(state, outcome, [batch], EPOCHS, clip_norm=0.1)
 
 
 def test_both_hold_the_same_model(results):

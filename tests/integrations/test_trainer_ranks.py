@@ -161,28 +161,28 @@ def test_importance_pruning_is_resumed_too(tmp_path):
 # ── what is refused, and what is said ────────────────────────────────────────────────────────────
 
 
-def test_ranks_of_another_model_are_refused(tmp_path):
-    ranks = comera.TwoStage(bert(), 0.5, 3, 3)
-    with pytest.raises(ValueError, match="another model"):
-        hf.learn_ranks_(trainer(bert(), tmp_path), ranks)
+@pytest.mark.parametrize(
+    ("settings", "rate", "message"),
+    [
+        ({}, 0, "gate_lr="),
+        ({}, -1.0, "gate_lr="),
+        ({}, "fast", "gate_lr="),
+        ({"restore_callback_states_from_checkpoint": True}, 0.3, "restore_callback_states_from"),
+    ],
+)
+def test_settings_with_which_no_ranks_are_learned(settings, rate, message, tmp_path):
+    model = bert()
+    made, ranks = trainer(model, tmp_path, **settings), comera.TwoStage(model, 0.5, 3, 3)
+    with pytest.raises(ValueError, match=message):
+        hf.learn_ranks_(made, ranks, gate_lr=rate)
 
 
-def test_a_trainer_learns_ranks_once(tmp_path):
+def test_a_trainer_learns_the_ranks_of_its_own_model_once(tmp_path):
     made, callback = learning(bert(), tmp_path)
     with pytest.raises(ValueError, match="already"):
         hf.learn_ranks_(made, callback.ranks)
-
-
-@pytest.mark.parametrize("rate", [0, -1.0, "fast"])
-def test_a_rate_that_is_none_is_refused(rate, tmp_path):
-    model = bert()
-    with pytest.raises(ValueError, match="gate_lr="):
-        hf.learn_ranks_(trainer(model, tmp_path), comera.TwoStage(model, 0.5, 3, 3), gate_lr=rate)
-
-
-def test_callbacks_that_are_made_anew_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="restore_callback_states_from_checkpoint"):
-        learning(bert(), tmp_path, restore_callback_states_from_checkpoint=True)
+    with pytest.raises(ValueError, match="another model"):
+        hf.learn_ranks_(trainer(bert(), tmp_path), callback.ranks)
 
 
 def test_a_checkpoint_without_ranks_is_refused(tmp_path):

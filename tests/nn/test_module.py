@@ -203,6 +203,31 @@ def test_a_type_that_is_not_floating_is_refused(make):
         make(dtype=torch.int8)
 
 
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.channels_last_3d], ids=str)
+def test_formats_of_pictures_leave_cores_alone(make, memory_format):
+    module = make()
+    kept, x = copy.deepcopy(module), example(module)
+    module(x).sum().backward()
+    rank = 4 if memory_format is torch.channels_last else 5
+    model = nn.ModuleList([module, nn.Conv2d(3, 3, 2) if rank == 4 else nn.Conv3d(3, 3, 2)])
+    for change in ({"memory_format": memory_format}, {"dtype": torch.float64}):
+        model.to(**change)
+        strides = [[param.stride() for param in layer.parameters()] for layer in (module, kept)]
+        assert strides[0] == strides[1]
+        assert model[1].weight.is_contiguous(memory_format=memory_format)
+    torch.testing.assert_close(module.weight, kept.double().weight, rtol=1e-6, atol=1e-6)
+
+
+def test_modules_made_in_inference_mode_can_be_trained(make):
+    with torch.inference_mode():
+        module = make()
+    is_table = hasattr(module, "num_embeddings")
+    module(torch.arange(50).view(5, 10) if is_table else example(module)).square().sum().backward()
+    before = [param.detach().clone() for param in module.parameters()]
+    torch.optim.SGD(module.parameters(), 0.1).step()
+    assert not any(map(torch.equal, before, module.parameters()))
+
+
 @pytest.mark.parametrize(
     ("cast", "dtype"),
     [

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
 from comera.ops.context import static_shapes
-from comera.ops.cores import rank_gate_reference
+from comera.ops.cores import rank_gate
 from comera.ops.kernels import choose
 from comera.ops.table import distinct_rows
 from comera.ops.table import tt_embedding as module
@@ -74,7 +74,7 @@ class Problem:
 
     def gated_cores(self):
         pairs = zip(self.cores, self.gates, strict=False)
-        gated = [rank_gate_reference(core, gate, 0.01) for core, gate in pairs]
+        gated = [rank_gate(core, gate, 0.01) for core, gate in pairs]
         return gated + self.cores[len(gated) :]
 
     def reference(self, indices):
@@ -414,7 +414,7 @@ def make(name, gated, dtype=torch.float64):
 
 def reference(cores, gates, threshold):
     """One core after the other, rows and columns of each half kept apart all the way."""
-    gated = [rank_gate_reference(c, g, threshold) for c, g in zip(cores, gates, strict=False)]
+    gated = [rank_gate(c, g, threshold) for c, g in zip(cores, gates, strict=False)]
     gated += cores[len(gates) :]
     split = len(cores) // 2
     left = torch.ones(1, 1, 1, dtype=cores[0].dtype)

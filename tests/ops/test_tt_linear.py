@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from comera.ops.context import static_shapes
 from comera.ops.contract_cores import contract_cores, contract_layer
-from comera.ops.cores import rank_gate_reference
+from comera.ops.cores import rank_gate
 from comera.ops.linear.tt_linear import factorized_linears, low_rank_linear, tt_to_dense
 from comera.shapes import TTShape
 
@@ -90,7 +90,7 @@ class Problem:
 
     def gated_cores(self):
         pairs = zip(self.cores, self.gates, strict=False)
-        gated = [rank_gate_reference(core, gate, 0.01) for core, gate in pairs]
+        gated = [rank_gate(core, gate, 0.01) for core, gate in pairs]
         return gated + self.cores[len(gated) :]
 
     def reference(self):
@@ -266,7 +266,7 @@ def plainly(x, *params):
 
 def densely(x, *params):
     pairs = zip(params[:3], params[4:], strict=True)
-    gated = [rank_gate_reference(core, gate, THRESHOLD) for core, gate in pairs]
+    gated = [rank_gate(core, gate, THRESHOLD) for core, gate in pairs]
     return x @ tt_to_dense([*gated, params[3]], 2).T
 
 

@@ -212,17 +212,6 @@ def test_a_tensor_lr_is_the_same_and_can_change():
     torch.testing.assert_close(ends[2], ends[0])
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (8,)])
-def test_maximize_is_descent_of_the_negative(shape):
-    up, down = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(shape))
-    climb, descend = comera.CAME([up], maximize=True), comera.CAME([down])
-    for gradient in gradients(up, 3):
-        up.grad, down.grad = gradient, -gradient
-        climb.step()
-        descend.step()
-    assert torch.equal(up, down)
-
-
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_one_rounding_from_full(dtype, count):
@@ -257,30 +246,6 @@ def test_rows_that_never_see_a_gradient_stay(rows):
         optimizer.step()
     assert torch.equal(param[rows:], torch.ones(16, 16)[rows:])
     assert torch.isfinite(param).all()
-
-
-def test_closure():
-    param = nn.Parameter(torch.ones(4))
-    optimizer = comera.CAME([param])
-
-    def closure():
-        loss = param.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) == 4
-    assert (param < 1).all()
-
-
-def test_gradients_that_cannot_be_used_are_refused():
-    table = nn.Embedding(10, 3, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match=r"sparse gradient .* shape \(10, 3\): .*sparse=False"):
-        comera.CAME(table.parameters()).step()
-    param = nn.Parameter(torch.ones(2, 5, dtype=torch.complex64))
-    param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match=r"complex gradient .* shape \(2, 5\)"):
-        comera.CAME([param]).step()
 
 
 @pytest.mark.parametrize(

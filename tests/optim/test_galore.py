@@ -504,14 +504,6 @@ def test_gradients_are_left_as_they_were(rank):
     torch.testing.assert_close(param.detach(), plain)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "complex"])
-def test_gradients_that_are_no_matrix_are_refused(kind):
-    param = nn.Parameter(torch.randn(8, 9, dtype=torch.complex64 if kind == "complex" else None))
-    param.grad = torch.ones_like(param).to_sparse() if kind == "sparse" else torch.ones_like(param)
-    with pytest.raises(RuntimeError, match=rf"a {kind} gradient of shape \(8, 9\)"):
-        GaLoreAdamW([{"params": [param], "rank": 2}]).step()
-
-
 def test_eight_bits_follow_rates_in_groups_and_schedules(eight_bit):
     """torchao wants the rate in a tensor; groups and schedulers give numbers."""
     model = make_model()

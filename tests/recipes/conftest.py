@@ -1,4 +1,5 @@
 import contextlib
+import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,15 @@ def run_here(folder, overwrite, cwd=".", threads=None):
             traceback.print_exc()
             status = 1
     return SimpleNamespace(poll=lambda: status)
+
+
+def wait_for(happened, process=None):
+    """Wait for what another process does, before it ends."""
+    until = time.monotonic() + 300
+    while not happened():
+        assert process is None or process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -139,6 +139,19 @@ def test_values_are_read_as_what_they_are_for(words, value):
     assert found == value[1]
 
 
+def test_the_configuration_may_stand_anywhere():
+    first, second, third = map(
+        typed_settings,
+        (
+            ["quickstart", "--model.d_model=64", "--train.steps", "7"],
+            ["--model.d_model=64", "quickstart", "--train.steps", "7"],
+            ["--train.steps", "7", "--model.d_model=64", "quickstart"],
+        ),
+    )
+    assert first == second == third
+    assert (first.model.d_model, first.train.steps, first.twin) == (64, 7, True)
+
+
 def test_hyphens_are_as_good_as_underscores(tmp_path, capsys):
     assert main(["reproduce", "came-shapes", "--dry-run=true", "--skip=[adafactor,came-x]"]) == 1
     assert "skip=came-x is neither" in capsys.readouterr().err

@@ -17,10 +17,10 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.recipes.cli import main
-from comera.recipes.folder import NAME, DataRecord, changed_data
 from comera.recipes.parse import parse_settings
 from comera.recipes.run import run
 from comera.recipes.run_config import DlrmConfig, ModelConfig, RunConfig, TrainConfig
+from comera.recipes.run_folder import NAME, DataRecord, changed_data
 from comera.recipes.sweep import run_sweep
 from tests.data.test_clicks import table
 from tests.data.test_nli import pairs, write_plain, write_snli

@@ -18,7 +18,6 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.recipes.cli import main
-from comera.recipes.folder import lock
 from comera.recipes.run import run
 from comera.recipes.run_config import (
     ImportancePruningConfig,
@@ -27,6 +26,7 @@ from comera.recipes.run_config import (
     TrainConfig,
     TwoStageConfig,
 )
+from comera.recipes.run_folder import lock
 from tests.texts import write_functions
 
 

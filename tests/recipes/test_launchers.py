@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,10 @@ from comera.recipes.jobs import Remote, make_launcher, write_settings
 from comera.recipes.sweep import make_jobs
 from comera.train.log import last_logged
 from tests.peers import peer
+from tests.recipes.conftest import wait_for
 from tests.recipes.test_sweep import carried_out, content, sweep_of, written  # noqa: F401
 
 ROOT = Path(comera.__file__).parents[1]
-
-
-def wait_for(happened, seconds=300):
-    until = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def test_settings_that_a_launcher_does_not_know(content, tmp_path):  # noqa: F811
@@ -71,11 +64,10 @@ def test_a_launcher_finishes_one_run_and_ctrl_c_saves_the_other(
     ) as process:
 
         def ready():
-            assert process.poll() is None
             return (quick / "result.json").is_file() and last_logged(long, "loss")
 
         try:
-            wait_for(ready)
+            wait_for(ready, process)
             process.send_signal(signal.SIGINT)
             printed, _ = process.communicate(timeout=300)
         finally:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,14 @@ from comera.checkpoint.archive import Archive
 from comera.data.text import TextData
 from comera.nn.targets import TTConfig
 from comera.recipes.after_training import runs_table
-from comera.recipes.folder import other_settings
 from comera.recipes.optimizers import AdamWConfig, MuonConfig, SGDConfig
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run import planned_memory, run
 from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig, TwoStageConfig
+from comera.recipes.run_folder import begun_run
 from comera.train.log import last_logged, read_metrics
 from comera.train.step import NonFiniteLossError
+from tests.recipes.conftest import wait_for
 from tests.recipes.test_sweep import interrupted_at
 from tests.texts import write_functions
 
@@ -83,14 +83,14 @@ def test_a_run_whose_terminal_is_closed_is_saved(config, tmp_path, command):
     environment = {**os.environ, "PYTHONPATH": str(Path(comera.__file__).parents[1])}
     with subprocess.Popen([*shell, *words], env=environment, start_new_session=True) as process:
         os.close(theirs)
-        until = time.monotonic() + 300
-        while (last_logged(folder, "loss") or (0,))[0] < 5:
-            assert process.poll() is None
-            assert time.monotonic() < until
-            os.set_blocking(ours, False)
+        os.set_blocking(ours, False)
+
+        def ready():
             with contextlib.suppress(OSError):  # a terminal that nobody reads is full at some time
                 os.read(ours, 1 << 16)
-            time.sleep(0.05)
+            return (last_logged(folder, "loss") or (0,))[0] >= 5
+
+        wait_for(ready, process)
         os.close(ours)
         assert process.wait(timeout=300) == INTERRUPTED
     (saved,) = Archive(folder / "checkpoints").steps()
@@ -120,14 +120,14 @@ def test_a_run_by_its_folder_has_the_optimizers_of_its_file(config):
     again = parse_settings(RunConfig, read_yaml(path) | {"out": config.out})
     assert [*map(str, planned_memory(again))] == [*map(str, planned_memory(config))]
     assert again.optimizer.of_twin() == AdamWConfig(name=None)
-    assert other_settings(again) is other_settings(longer(again, 30)) is None
+    assert begun_run(again).difference is begun_run(longer(again, 30)).difference is None
 
 
 def test_a_rate_of_the_gates_that_is_no_longer_given_is_another_setting(config):
     given = dataclasses.replace(config, optimizer=MuonConfig(name=None, gate_lr=0.05))
     interrupted_at(0, given)
-    assert other_settings(given) is other_settings(longer(given, 30)) is None
-    assert other_settings(longer(config, 30)) == "optimizer.gate_lr: 0.05 -> None"
+    assert begun_run(given).difference is begun_run(longer(given, 30)).difference is None
+    assert begun_run(longer(config, 30)).difference == "optimizer.gate_lr: 0.05 -> None"
 
 
 def test_a_finished_model_and_its_unfinished_twin_are_listed_as_such(tmp_path):

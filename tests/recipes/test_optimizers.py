@@ -15,7 +15,6 @@ import comera
 from comera.data.text import TextData
 from comera.nn.targets import TTConfig
 from comera.recipes.cli import main
-from comera.recipes.folder import other_settings
 from comera.recipes.optimizers import OPTIMIZERS, AdamWConfig, CAMEConfig, MuonConfig
 from comera.recipes.parse import parse_settings
 from comera.recipes.run import (
@@ -33,6 +32,7 @@ from comera.recipes.run_config import (
     TrainConfig,
     TwoStageConfig,
 )
+from comera.recipes.run_folder import begun_run
 from comera.recipes.sweep import read_sweep, run_sweep
 from comera.recipes.tasks.task import prepare_task
 from comera.train.step import TrainStep
@@ -201,9 +201,11 @@ def test_adamw_is_what_it_always_was(config):
         "gate_lr": None, "weight_decay": 0.01, "betas": [0.9, 0.999],
         "in_backward": False, "warmup_share": 0.05, "schedule": "linear",
     }  # fmt: skip
-    assert other_settings(config) is None
+    assert begun_run(config).difference is None
     other = dataclasses.replace(config, optimizer=CAMEConfig(lr=5e-4))
-    assert other_settings(other).startswith("optimizer.name: adamw -> came, optimizer.betas: ")
+    assert begun_run(other).difference.startswith(
+        "optimizer.name: adamw -> came, optimizer.betas: "
+    )
 
 
 def optimizer_of(given, **sections):
@@ -212,8 +214,8 @@ def optimizer_of(given, **sections):
 
 
 def test_defaults_are_those_of_the_optimizer():
-    galore = optimizer_of({"name": "galore_adamw", "update_proj_gap": 50}).filled_in(256)
-    assert (galore.rank, galore.update_proj_gap, galore.scale) == (64, 50, 0.25)
+    galore = optimizer_of({"name": "galore_adamw"}).filled_in(256)
+    assert (galore.rank, galore.lr, galore.target_modules) == (64, 2e-3, "all-linear")
     came = optimizer_of({"name": "came", "betas": [0.8, 0.98]})
     assert came.betas == (0.8, 0.98, 0.9999)
     assert optimizer_of({"lr": 0.1}) == AdamWConfig(name=None, lr=0.1)

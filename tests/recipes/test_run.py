@@ -166,7 +166,6 @@ def test_a_dense_run_needs_no_other_section(config):
         ({"optimizer": MuonConfig(warmup_share=2.0)}, "optimizer.warmup_share=2.0 must be"),
         ({"optimizer": MuonConfig(target_modules="x")}, "target_modules='x' names no dense"),
         ({"train": TrainConfig(steps=-3)}, "train.steps=-3 must be at least 1"),
-        ({"train": TrainConfig(steps=3, threads=0)}, "train.threads=0 must be at least 1"),
         ({"train": TrainConfig(steps=3, eval_batches=0)}, "train.eval_batches=0 must be at least"),
         ({"train": TrainConfig(steps=3, save_every=-1)}, "train.save_every=-1 must be at least 0"),
         (
@@ -226,28 +225,6 @@ def test_plan_says_what_a_run_will_end_at(config):
     compressed, _ = quiet_run(config)
     assert target == compressed.ranks["target_size"]
     assert report.tt_dense_params == compressed.layer_dense_params
-
-
-@pytest.mark.slow
-def test_the_configuration_may_stand_anywhere(capsys):
-    quickstart = str(next(p for p in CONFIGS if p.stem == "quickstart"))
-    printed = []
-    for words in (
-        [quickstart, "--model.d_model=64", "--train.steps", "7"],
-        ["--model.d_model=64", quickstart, "--train.steps", "7"],
-        ["--train.steps", "7", "--model.d_model=64", quickstart],
-    ):
-        assert main(["plan", *words, "--tensorize.rank=8"]) == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] == printed[2]
-
-
-def test_training_leaves_the_number_of_threads_alone_unless_told(config):
-    before = torch.get_num_threads()
-    config.twin = False
-    config.train.steps = 2
-    quiet_run(config)
-    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("tensorize", [None, TTConfig(rank=8, embedding_rank=8, order=2)])

@@ -15,7 +15,6 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.targets import TTConfig
-from comera.recipes.folder import DataRecord, lock
 from comera.recipes.optimizers import AdamWConfig, CAMEConfig, MuonConfig
 from comera.recipes.run import _check_same_data, run
 from comera.recipes.run_config import (
@@ -23,11 +22,11 @@ from comera.recipes.run_config import (
     DlrmConfig,
     ImportancePruningConfig,
     ModelConfig,
-    ParallelConfig,
     RunConfig,
     TrainConfig,
     TwoStageConfig,
 )
+from comera.recipes.run_folder import DataRecord, lock
 from comera.train.log import read_metrics
 from tests.data.test_clicks import table
 from tests.data.test_nli import pairs, write_snli
@@ -73,7 +72,7 @@ def cases() -> dict[str, RunConfig]:
         "shared out": config(
             STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
             tensorize=dataclasses.replace(ranks, exclude_modules=["fc1"]),
-            optimizer=MuonConfig(gate_lr=0.1), parallel=ParallelConfig("fsdp"),
+            optimizer=MuonConfig(gate_lr=0.1), parallel="fsdp",
             train=every(steps=STEPS, save_every=SAVED),
         ),
         "importance": config(
@@ -87,7 +86,7 @@ def cases() -> dict[str, RunConfig]:
         "pairs": config(8, nli=nli),
         "clicks": config(8, clicks=clicks),
         "clicks shared out": config(
-            8, clicks=clicks, parallel=ParallelConfig("fsdp"),
+            8, clicks=clicks, parallel="fsdp",
             tensorize=TTConfig(rank=2, embedding_rank=2, order=2, target_modules=["tables.user"]),
         ),
         "dense": config(8, masked_text=text, tensorize=None),
@@ -268,7 +267,7 @@ def test_what_one_process_finds_wrong_is_said_by_all(folder):
     assert "train.batch_size=9 is that of all processes together, and 2" in first["odd"]
     assert "give 8 or 10" in first["odd"]
     assert first["came"].startswith("ValueError: optimizer.name=came needs whole matrices")
-    assert "parallel.kind=ddp" in first["came"]
+    assert "parallel=ddp" in first["came"]
     assert first["held"].startswith("FolderInUseError")
     assert second["held"].startswith("OtherProcessError: process 0: FolderInUseError: ")
     problem = "it has read other data than process 0 (1 file: a.txt changed): give every machine"

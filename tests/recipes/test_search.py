@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,21 @@ import yaml
 from rich.console import Console
 
 import comera
+from comera.checkpoint.archive import FolderInUseError
 from comera.recipes.jobs import Job
 from comera.recipes.run_config import RunConfig
+from comera.recipes.run_folder import lock
 from comera.recipes.search import JOURNAL, Search, read_search
 from comera.recipes.sweep import make_jobs, run_sweep
 from tests.peers import peer
+from tests.recipes.conftest import wait_for
 from tests.recipes.test_sweep import (
+    assert_refused,
     carried_out,
     content,  # noqa: F401
     finish,
     sweep_of,
     written,
-    wrong,
 )
 
 ROOT = Path(comera.__file__).parents[1]
@@ -155,11 +157,7 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
 ):
     peer("optuna")
     content["search"] = {"trials": 3, "over": {"optimizer.lr": {"low": "1e-4", "high": 1e-2}}}
-    wrong(content, path, value)
-    with pytest.raises(ValueError, match=message) as caught:
-        run_sweep(written(content, tmp_path), console=Console(quiet=True))
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    assert_refused(content, tmp_path, path, value, message)
 
 
 def test_a_search_in_a_queue_has_to_say_how_many_at_a_time(content, tmp_path):  # noqa: F811
@@ -188,17 +186,10 @@ def test_a_search_that_is_killed_goes_on(content, tmp_path, runs_here):  # noqa:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     log = tmp_path / "out/trial-000/seed-0/metrics.jsonl"
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:
-        until = time.monotonic() + 300
-        while not (log.is_file() and log.stat().st_size):
-            assert time.monotonic() < until
-            assert process.poll() is None
-            time.sleep(0.02)
+        wait_for(lambda: log.is_file() and log.stat().st_size, process)
         process.send_signal(signal.SIGKILL)
     settings = yaml.safe_load((log.parent / "config.yaml").read_text())
-    until = time.monotonic() + 300  # the run sees that, saves and stops
-    while not _is_free(log.parent):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_for(lambda: _is_free(log.parent))  # the run sees that, saves and stops
     status, printed = carried_out(content, tmp_path)
     assert status == 0, printed
     assert "search: 2 of 2 trials finished; best: " in printed
@@ -210,9 +201,6 @@ def test_a_search_that_is_killed_goes_on(content, tmp_path, runs_here):  # noqa:
 
 
 def _is_free(folder):
-    from comera.checkpoint.archive import FolderInUseError
-    from comera.recipes.folder import lock
-
     try:
         with lock(folder):
             return True

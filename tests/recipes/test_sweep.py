@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,14 @@ from rich.console import Console
 import comera
 from comera.checkpoint.archive import FolderInUseError
 from comera.recipes.cli import main
-from comera.recipes.folder import lock, settings_of
 from comera.recipes.jobs import Job, resolve
 from comera.recipes.parse import merged, nested
 from comera.recipes.run import run
 from comera.recipes.run_config import RunConfig
+from comera.recipes.run_folder import lock, settings_of
 from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, show_progress
 from comera.train.step import TrainStep
+from tests.recipes.conftest import wait_for
 from tests.texts import write_functions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -148,12 +148,17 @@ def test_every_seed_and_variant_is_a_job(content, tmp_path):
     assert jobs[3].folder == tmp_path / "out" / "tt" / "seed-5"
 
 
-def wrong(content: dict, path: str, value) -> None:
+def assert_refused(content: dict, tmp_path: Path, path: str, value, message: str) -> None:
+    """With another value at a path of keys the sweep is refused, before anything is written."""
     *outer, last = path.split("/")
     place = content
     for key in outer:
         place = place.setdefault(key, {})
     place[last] = value
+    with pytest.raises(ValueError, match=message) as caught:
+        run_sweep(written(content, tmp_path), console=Console(quiet=True))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -200,11 +205,7 @@ def wrong(content: dict, path: str, value) -> None:
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(content, tmp_path, path, value, message):
-    wrong(content, path, value)
-    with pytest.raises(ValueError, match=message) as caught:
-        run_sweep(written(content, tmp_path), console=Console(quiet=True))
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    assert_refused(content, tmp_path, path, value, message)
 
 
 def test_a_name_given_twice_is_not_lost(content, tmp_path):
@@ -354,11 +355,7 @@ def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(content, tmp_path):
     ) as process:
         folders = [tmp_path / "out" / "dense" / f"seed-{seed}" for seed in (0, 1)]
         logs = [folder / "metrics.jsonl" for folder in folders]
-        until = time.monotonic() + 300
-        while not all(log.is_file() and log.stat().st_size for log in logs):
-            assert time.monotonic() < until
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_for(lambda: all(log.is_file() and log.stat().st_size for log in logs), process)
         os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
         printed, _ = process.communicate(timeout=300)
     assert process.returncode == 130

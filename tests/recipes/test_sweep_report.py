@@ -123,10 +123,13 @@ def test_what_failed_is_listed_with_the_reason(tmp_path, runs):
     assert "small, seed 1: the loss is nan at step 3" in page
 
 
-def test_without_a_run_of_the_reference_nothing_is_compared():
-    (row,) = compare(RUNS[3:5], NAMES, [0, 1], "dense", "accuracy").rows
+def test_without_a_run_of_the_reference_nothing_is_compared(tmp_path):
+    comparison = compare(RUNS[3:5], NAMES, [0, 1], "dense", "accuracy")
+    (row,) = comparison.rows
     assert (row.fewer, row.difference, row.speed) == (None, None, None)
     assert row.mean == pytest.approx(0.71)
+    write_comparison(comparison, RUNS[3:5], tmp_path)
+    assert "Paired differences" not in write_sweep_report(tmp_path).read_text(encoding="utf-8")
 
 
 def scored(variant: str, seed: int, accuracy: float, test: float):
@@ -218,24 +221,14 @@ def test_the_page_compares_each_variant_with_the_reference(comparison):
     assert (time.lines[0].points[0].name, time.lines[0].points[0].x) == ("small", 25)
 
 
-def test_the_page_of_a_sweep_is_written_from_its_results(comparison, tmp_path):
-    write_comparison(comparison, RUNS, tmp_path)
-    text = write_sweep_report(tmp_path).read_text(encoding="utf-8")
-    assert "3/4" in text
-    assert "small, seed 0: -1.00 points" in text
-    assert "http" not in text
-
-
-def test_the_command_writes_the_page_of_a_sweep(comparison, tmp_path, capsys):
+def test_the_command_writes_the_page_of_a_sweep_from_its_results(comparison, tmp_path, capsys):
     write_comparison(comparison, RUNS, tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     assert "wrote" in capsys.readouterr().out
-    assert "Paired differences" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-def test_a_sweep_without_its_reference_has_a_page(tmp_path):
-    write_comparison(compare(RUNS[3:5], NAMES, [0, 1], "dense", "accuracy"), RUNS[3:5], tmp_path)
-    assert "Paired differences" not in write_sweep_report(tmp_path).read_text(encoding="utf-8")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for part in ("3/4", "small, seed 0: -1.00 points", "Paired differences"):
+        assert part in text
+    assert "http" not in text
 
 
 @pytest.mark.parametrize(

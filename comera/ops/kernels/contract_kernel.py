@@ -114,7 +114,7 @@ class Walk:
         return _up_to_four(outer * (modes * inner + self.right))
 
     def _beside(self, core: int, modes: int) -> int:
-        """Count the numbers in shared memory of the slices of :meth:`staged` and their gradient."""
+        """Count the numbers of :meth:`staged` and, beside them, those of the slices' gradient."""
         spans = max(1, -(-self.bonds[core] // 32))
         grad = modes * self.rows[core - 1] * (32 * spans + 4)
         return self.staged(core, modes) + max(grad, 256)
@@ -269,7 +269,7 @@ _captured: set[object] = set()  # keys of those that graphs hold
 def _plans(
     file: str, groups: Sequence[Chains], widths: Sequence[int], backward: bool
 ) -> list[_Plan]:
-    """Return the launches that contract these groups, from the cache if it has them."""
+    """Return the launches for these groups or their gradients, from the cache if it has them."""
     device = groups[0].cores[0].device
     tensors = [t for g in groups for of in (g.cores, g.biases) for t in of]
     # In numbers from the first gate: the same wherever all lie together.

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,8 +87,12 @@ class _Sizes(ctypes.Structure):
     )
 
 
-def refuses(x: Tensor, factors: Sequence[Tensor], activation: str) -> str | None:
-    """Return why no kernel computes a feed-forward of these factors, or None."""
+def refuses(x: Tensor, factors: Sequence[Tensor], *given: Any) -> str | None:
+    """Return why no kernel computes a feed-forward of these factors, or None.
+
+    The last argument is the activation.
+    """
+    activation = given[-1]
     elsewhere = off_card("feed_forward", x)
     if elsewhere is not None:
         return elsewhere
@@ -192,11 +197,11 @@ class _GatedSizes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int) for name in ("M", "H", "rankg", "ranku", "rank2"))
 
 
-def gated_refuses(given: Sequence[Tensor]) -> str | None:
+def gated_refuses(given: Sequence[Tensor], *_: Any) -> str | None:
     """Return why no kernel computes :func:`gated_forward` of these tensors, or None."""
-    t_gate, t_up, *_, left2 = given
+    t_gate, t_up, *_rest, left2 = given
     ranks = t_gate.shape[1], t_up.shape[1], left2.shape[1]
-    reason = _unfit(ranks, left2.shape[:1], BOND, *given)
+    reason = off_card("feed_forward_gated", t_gate) or _unfit(ranks, left2.shape[:1], BOND, *given)
     return reason or kernel_refuses(gated_file(t_gate), t_gate)
 
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, products_are_tf32, without_autocast
 from comera.ops.dispatch import Case, Way, Ways, is_on_cpu
-from comera.ops.kernels import choose, feed_forward_kernel
+from comera.ops.kernels import feed_forward_kernel as kernels
 from comera.ops.linear.tt_linear import Factors, set_ones_, times_left
-from comera.ops.operator import operator
+from comera.ops.operator import gradients_again, operator
 from comera.ops.product import add_product, affine, product, product_into, store_product_
 
 _aten = torch.ops.aten
@@ -83,14 +83,10 @@ def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
 def _case(x: Tensor, factors: Sequence[Tensor], *_: Any) -> Case:
     left1, right1, left2, _right2 = factors
     bond = max(left1.shape[1], left2.shape[1])
-    kernels = ("wide",) if bond in feed_forward_kernel.WIDE_BONDS else ()
+    wide = ("wide",) if bond in kernels.WIDE_BONDS else ()
     rounding = ("tf32",) if products_are_tf32(x) else ()
     sizes = x.shape[0], x.shape[1], right1.shape[1], bond
-    return x, x.dtype, (*sizes, *rounding, *kernels)
-
-
-def _kernel_refuses(x: Tensor, factors: Sequence[Tensor], *given: Any) -> str | None:
-    return feed_forward_kernel.refuses(x, factors, activation=given[-1])
+    return x, x.dtype, (*sizes, *rounding, *wide)
 
 
 def _by_torch(
@@ -177,7 +173,7 @@ def _backward(ctx, grad_y: Tensor | None, *_):
     with without_autocast(x_BI):
         grad_y = grad_y.to(x_BI.dtype)
         if torch.is_grad_enabled():
-            grad_x, *grads = _gradients_again(plainly, [x_BI, *factors], grad_y)
+            grad_x, *grads = gradients_again(plainly, [x_BI, *factors], grad_y)
             return grad_x, grads, None, None
         x, gy = x_BI.reshape(-1, x_BI.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
         grad_x, *grads = _feed_forward_backward(gy, x, t1, t2, factors, ctx.activation)
@@ -224,11 +220,6 @@ def _case_gated(given: Sequence[Tensor], *_: Any) -> Case:
     t_gate, _up, right_gate, *_rest = given
     rounding = ("tf32",) if products_are_tf32(t_gate) else ()
     return t_gate, t_gate.dtype, (t_gate.shape[0], right_gate.shape[1], t_gate.shape[1], *rounding)
-
-
-def _gated_kernel_refuses(given: Sequence[Tensor], *_: Any) -> str | None:
-    elsewhere = choose.off_card("feed_forward_gated", given[0])
-    return elsewhere or feed_forward_kernel.gated_refuses(given)
 
 
 def _gated_by_torch(given: Sequence[Tensor]) -> Tensor:
@@ -297,26 +288,11 @@ def _back_gated(ctx, grad_t2: Tensor):
     with without_autocast(grad_t2):
         grad_t2 = grad_t2.to(saved[0].dtype)
         if torch.is_grad_enabled():
-            return (_gradients_again(plainly, saved, grad_t2),)
+            return (gradients_again(plainly, saved, grad_t2),)
         return (_gated_hidden_backward(saved, grad_t2),)
 
 
 _gated_hidden.register_autograd(_back_gated, setup_context=_setup_gated)
-
-
-def _gradients_again(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor
-) -> list[Tensor | None]:
-    """Return gradients of ``function``, the plain reference, that can be differentiated again.
-
-    The gradient is None for inputs that need none.
-    """
-    # Of views: one input may depend on another, as the second pass through a layer's factors does
-    # on the first, and the gradient by way of that one does not belong here.
-    inputs = [each.view_as(each) for each in inputs]
-    wanted = [each for each in inputs if each.requires_grad]
-    found = iter(torch.autograd.grad(function(*inputs), wanted, grad, create_graph=True))
-    return [next(found) if each.requires_grad else None for each in inputs]
 
 
 def _pieces(x: Tensor, hidden: int, buffers: int) -> Iterator[tuple[slice, list[Tensor]]]:
@@ -335,7 +311,7 @@ def _dtype_of_sums(x: Tensor, hidden: int) -> torch.dtype:
 
 
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:
-    """Return the number of rows of a piece: all, or on a CPU what fits the cache, at least 64."""
+    """Return the rows of a piece: all, or on a CPU what fits the cache, but more than 32."""
     rows = max(1, x.shape[0])
     if not is_on_cpu(x):
         return rows
@@ -345,23 +321,23 @@ def _rows_at_a_time(x: Tensor, hidden: int) -> int:
 
 _FORWARD = Ways(
     "factorized_feed_forward", "feed_forward", _case, _sample,
-    Way("kernel", feed_forward_kernel.forward, _kernel_refuses, "factorized_feed_forward"),
+    Way("kernel", kernels.forward, kernels.refuses, "factorized_feed_forward"),
     Way("torch", _by_torch),
 )  # fmt: skip
 _BACKWARD = Ways(
     "factorized_feed_forward_backward", "feed_forward", _case,
     lambda new: (*_sample(new)[:2], new(1024, 768), new(1024, 32), new(1024, 32), "gelu"),
-    Way("kernel", feed_forward_kernel.backward, _kernel_refuses, "factorized_feed_forward"),
+    Way("kernel", kernels.backward, kernels.refuses, "factorized_feed_forward"),
     Way("torch", _gradients_by_torch),
 )  # fmt: skip
 _GATED_FORWARD = Ways(
     "gated_hidden", "gated_feed_forward", _case_gated, _sample_gated,
-    Way("kernel", feed_forward_kernel.gated_forward, _gated_kernel_refuses, "gated_feed_forward"),
+    Way("kernel", kernels.gated_forward, kernels.gated_refuses, "gated_feed_forward"),
     Way("torch", _gated_by_torch),
 )  # fmt: skip
 _GATED_BACKWARD = Ways(
     "gated_hidden_backward", "gated_feed_forward", _case_gated,
     lambda new: (*_sample_gated(new), new(1024, 32)),
-    Way("kernel", feed_forward_kernel.gated_backward, _gated_kernel_refuses, "gated_feed_forward"),
+    Way("kernel", kernels.gated_backward, kernels.gated_refuses, "gated_feed_forward"),
     Way("torch", _gated_gradients_by_torch),
 )  # fmt: skip

@@ -83,11 +83,9 @@ def tt_embedding(request: Request) -> Tensor:
     return rows if offsets_B is not None else rows.reshape(*indices.shape, request.embedding_dim)
 
 
-def ttm_to_dense(
-    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
-) -> Tensor:
+def ttm_to_dense(cores: Sequence[Tensor]) -> Tensor:
     """Contract all cores to the ``(rows, columns)`` table, padding included; differentiable."""
-    left_VPR, right_WRQ = contract_table(cores, gates, threshold)
+    left_VPR, right_WRQ = contract_table(cores)
     table_VWPQ = torch.einsum("vpr,wrq->vwpq", left_VPR, right_WRQ)
     return table_VWPQ.flatten(0, 1).flatten(1)
 
@@ -97,8 +95,8 @@ def contract_table(
 ) -> tuple[Tensor, Tensor]:
     """Contract to ``left (V, P, R)`` and ``right (W, R, Q)``; row v * W + w is left[v] @ right[w].
 
-    Both have the dtype of the cores. Without a kernel the right one lies in memory as
-    ``(W, Q, R)``. Arguments are those of a :class:`Request`.
+    Both have the dtype of the cores. Without a kernel, or in 16 bits, the right one lies in memory
+    as ``(W, Q, R)``; a kernel in 16 bits pads R. Arguments are those of a :class:`Request`.
     """
     return contract_tables([(cores, gates, threshold)])[0]
 
@@ -227,8 +225,8 @@ def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tenso
     Returns ``(B, D)`` for each table, in the dtype of the factors.
 
     Args:
-        tables: Lookups of bags, with unchecked indices. Tables have one width, dtype and device,
-            factors of equal P and Q, and dense hot rows; bonds are padded to the largest.
+        tables: Lookups of bags; indices are not checked here. All tables have one width, dtype and
+            device, slices of equal widths P and Q, and dense hot rows; bonds may differ.
         places_5T: The result of :func:`places` as a tensor, on the device of the tables.
     """
     indices_N, left_VPR, right_WRQ, hot_HD, _, weights_N, offsets_B, *_ = zip(*tables, strict=True)

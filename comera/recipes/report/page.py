@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from comera.extras import needed_by
-from comera.files import replacing
+from comera.files import write_text
 from comera.planning.printing import show_count
 
 
@@ -30,9 +30,7 @@ def write_page(path: Path, template: str, content: Any) -> Path:
         loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    text = environment.get_template(template).render(report=content)
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(path, environment.get_template(template).render(report=content))
     return path
 
 

@@ -10,22 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from comera.recipes.folder import outcome_cells, read_result
 from comera.recipes.parse import read_yaml
-from comera.recipes.report.page import (
-    Axis,
-    Band,
-    Chart,
-    Line,
-    Point,
-    Table,
-    axis_around,
-    show_difference,
-    show_metric,
-    show_times,
-    write_page,
-)
+from comera.recipes.report import page
 from comera.recipes.run_config import RANK_SECTIONS
+from comera.recipes.run_folder import outcome_cells, read_result
 from comera.train.log import read_metrics
 
 MOST_POINTS = 150  # most points of a line: more cannot be told apart, and make the page large
@@ -37,8 +25,7 @@ _IN_EVERY_RESULT = (
     "layers",
 )  # fmt: skip
 
-Series = list[tuple[int, float]]
-"""Optimizer steps, each with the value logged after it."""
+Series = list[tuple[int, float]]  # optimizer steps, each with the value logged after it
 
 
 @dataclass(frozen=True)
@@ -111,10 +98,7 @@ class History:
 
 
 def read_histories(folder: Path) -> list[History]:
-    """Return the model of a run and its dense twin, if there is one.
-
-    Raises ``FileNotFoundError`` if there is no run, and ``ValueError`` if a file is damaged.
-    """
+    """Return the model of a run and its dense twin, if there is one."""
     lines, result = read_metrics(folder), _result(folder)
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
     name = ("compressed" if config.get("tensorize") else "dense") if config else "model"
@@ -137,7 +121,7 @@ def _result(folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def loss_by_step(models: Sequence[History]) -> Chart | None:
+def loss_by_step(models: Sequence[History]) -> page.Chart | None:
     caption = (
         "Each point of a line is the mean training loss since the one before it. Dots are "
         "evaluations on data the model was not trained on. Lower is better."
@@ -146,7 +130,7 @@ def loss_by_step(models: Sequence[History]) -> Chart | None:
     return _chart("Loss over the optimizer steps", caption, steps_axis(models), "loss", lines)
 
 
-def loss_by_clock(models: Sequence[History]) -> Chart | None:
+def loss_by_clock(models: Sequence[History]) -> page.Chart | None:
     caption = (
         "The same by the wall clock: seconds spent in training steps, without evaluation and "
         "saving. Further left is faster."
@@ -162,7 +146,7 @@ def loss_by_clock(models: Sequence[History]) -> Chart | None:
     return _chart("Loss by the wall clock", caption, "seconds in training steps", "loss", lines)
 
 
-def metric_by_step(models: Sequence[History], key: str) -> Chart | None:
+def metric_by_step(models: Sequence[History], key: str) -> page.Chart | None:
     """Draw a metric of the evaluations over the steps; None if no model has two evaluations."""
     found = [(model, _finite(model.series(f"eval/{key}"))) for model in models]
     if all(len(series) < 2 for _, series in found):
@@ -172,7 +156,7 @@ def metric_by_step(models: Sequence[History], key: str) -> Chart | None:
     return _chart(title, caption, steps_axis(models), key, lines, log=key == "perplexity")
 
 
-def loss_by_size(models: Sequence[History]) -> Chart | None:
+def loss_by_size(models: Sequence[History]) -> page.Chart | None:
     """Draw the loss of the compressed model against its size, and where each model ended."""
     model, twins = models[0], models[1:]
     sizes = dict(_finite(model.series("size")))
@@ -196,11 +180,11 @@ def loss_by_size(models: Sequence[History]) -> Chart | None:
     return _chart("Loss against size", caption, "entries in the cores", "loss", lines, log_x=True)
 
 
-def size_by_step(model: History) -> Chart | None:
+def size_by_step(model: History) -> page.Chart | None:
     """Draw the entries of the cores over the steps, with the target as line and shaded stages."""
 
-    def line(name: str, series: Series, look: str) -> Line:
-        return Line(name, look, _points(name, series, "{:,.0f}"))
+    def line(name: str, series: Series, look: str) -> page.Line:
+        return page.Line(name, look, _points(name, series, "{:,.0f}"))
 
     exact, relaxed = (_picked(_finite(model.series(key))) for key in ("size", "relaxed_size"))
     if not exact:
@@ -210,7 +194,7 @@ def size_by_step(model: History) -> Chart | None:
         target = [(step, float(model.target_size)) for step in (0, model.last_step)]
         lines.append(line("target", target, "target"))
     bands = [
-        Band(_STAGES[stage], stage, start, end)
+        page.Band(_STAGES[stage], stage, start, end)
         for stage, start, end in model.stages
         if stage in _STAGES and end > start
     ]
@@ -236,7 +220,7 @@ def size_by_step(model: History) -> Chart | None:
     return _chart(title, caption, steps_axis([model]), label, lines, zero=True, bands=bands)
 
 
-def rate_by_step(models: Sequence[History]) -> Chart | None:
+def rate_by_step(models: Sequence[History]) -> page.Chart | None:
     caption = "Of the weights. The gates of the ranks have a constant rate."
     rates = [(model, _picked(_finite(model.series("lr")))) for model in models]
     lines = [_line(model, "learning rate", series, "{:.3g}") for model, series in rates]
@@ -244,32 +228,32 @@ def rate_by_step(models: Sequence[History]) -> Chart | None:
     return _chart(title, caption, steps_axis(models), label, lines, zero=True)
 
 
-def steps_axis(models: Sequence[History]) -> Axis:
-    return Axis("optimizer step", 0, max(1, *(model.last_step for model in models)))
+def steps_axis(models: Sequence[History]) -> page.Axis:
+    return page.Axis("optimizer step", 0, max(1, *(model.last_step for model in models)))
 
 
 def _chart(
     title: str,
     caption: str,
-    x: Axis | str,
+    x: page.Axis | str,
     y: str,
-    lines: Sequence[Line],
+    lines: Sequence[page.Line],
     log_x: bool = False,
-    bands: Sequence[Band] = (),
+    bands: Sequence[page.Band] = (),
     **up: bool,
-) -> Chart | None:
+) -> page.Chart | None:
     """Return a chart of lines with fitting axes; None if no line has a point."""
     shown = [line for line in lines if line.points]
     points = [point for line in shown for point in line.points]
     if not points:
         return None
     if isinstance(x, str):
-        x = axis_around(x, [point.x for point in points], log=log_x, zero=not log_x)
-    up_axis = axis_around(y, [point.y for point in points], **up)
-    return Chart(title, caption, x, up_axis, shown, bands)
+        x = page.axis_around(x, [point.x for point in points], log=log_x, zero=not log_x)
+    up_axis = page.axis_around(y, [point.y for point in points], **up)
+    return page.Chart(title, caption, x, up_axis, shown, bands)
 
 
-def _losses(model: History) -> list[Line]:
+def _losses(model: History) -> list[page.Line]:
     training, measured = (_finite(model.series(key)) for key in ("loss", "eval/loss"))
     return [
         _line(model, "training loss", _averaged(training)),
@@ -277,18 +261,21 @@ def _losses(model: History) -> list[Line]:
     ]
 
 
-def _line(model: History, what: str, series: Series, form: str = "{:,.4f}", **look: Any) -> Line:
+def _line(
+    model: History, what: str, series: Series, form: str = "{:,.4f}", **look: Any
+) -> page.Line:
     name = f"{model.name}, {what}"
-    return Line(name, model.name, _points(name, series, form), **look)
+    return page.Line(name, model.name, _points(name, series, form), **look)
 
 
-def _points(name: str, series: Series, form: str) -> list[Point]:
+def _points(name: str, series: Series, form: str) -> list[page.Point]:
     return [
-        Point(step, value, f"{name}: {form.format(value)}, step {step:,}") for step, value in series
+        page.Point(step, value, f"{name}: {form.format(value)}, step {step:,}")
+        for step, value in series
     ]
 
 
-def _moved(line: Line, places: Sequence[float], form: str) -> Line:
+def _moved(line: page.Line, places: Sequence[float], form: str) -> page.Line:
     """Return a line with new x-values, which are also appended to its points' texts."""
     points = [
         dataclasses.replace(point, x=x, text=f"{point.text}, {form.format(x)}")
@@ -324,7 +311,7 @@ def write_report(folder: Path, say: Callable[[str], object] = lambda text: None)
     ``FileNotFoundError`` without a run, and ``ValueError`` for damaged settings or results.
     """
     report = gather(folder)
-    path = write_page(folder / "report.html", "run.html", report)
+    path = page.write_page(folder / "report.html", "run.html", report)
     for text in report["gaps"]:
         say(text)
     return path
@@ -344,7 +331,7 @@ def gather(folder: Path) -> dict[str, Any]:
         "findings": _findings(model.result, results[1:]) if model.result else [],
         "gaps": list(_gaps(folder, models)),
         "unfinished": [_progress(each) for each in models if each.result is None],
-        "figures": Table(*outcome_cells(results)) if results else None,
+        "figures": page.Table(*outcome_cells(results)) if results else None,
         "losses": [chart for chart in losses if chart],
         "sizes": [chart for chart in sizes if chart],
         "ranks": layer_ranks(model),
@@ -396,21 +383,22 @@ def _findings(facts: dict[str, Any], twins: Sequence[dict[str, Any]]) -> list[st
     for twin in twins:
         for part, data in {"metrics": "evaluation", "test": "test"}.items():
             out += [
-                f"Its {data} {key} is {show_metric(key, value)}, "
-                f"{show_difference(key, value, other)} the dense twin's {show_metric(key, other)}."
+                f"Its {data} {key} is {page.show_metric(key, value)}, "
+                f"{page.show_difference(key, value, other)} the dense twin's "
+                f"{page.show_metric(key, other)}."
                 for key, value in facts.get(part, {}).items()
                 if math.isfinite(value)
                 and math.isfinite(other := twin.get(part, {}).get(key, math.nan))
             ]
         out.append(
             f"The whole model has {facts['params']:,} parameters, "
-            f"{show_times(twin['params'], facts['params'], 'fewer', 'more')} than the dense twin's "
-            f"{twin['params']:,}."
+            f"{page.show_times(twin['params'], facts['params'], 'fewer', 'more')} than the dense "
+            f"twin's {twin['params']:,}."
         )
         pace, other = (each["seconds"] / each["steps"] for each in (facts, twin))
         out.append(
             f"By the wall clock a training step takes {pace:.3g} seconds, "
-            f"{show_times(other, pace, 'faster', 'slower')} than the dense twin's {other:.3g}."
+            f"{page.show_times(other, pace, 'faster', 'slower')} than the dense twin's {other:.3g}."
         )
     return out
 
@@ -471,7 +459,7 @@ def layer_ranks(model: History) -> list[LayerRanks]:
     return layers
 
 
-def _layers(model: History) -> Table | None:
+def _layers(model: History) -> page.Table | None:
     """Return a table of the tensor-train layers; of an unfinished model only with their ranks."""
     if model.result is None:
         ranks = [
@@ -479,7 +467,7 @@ def _layers(model: History) -> Table | None:
             for name, start in model.start_ranks.items()
         ]
         header = ["layer", "ranks, first logged → now"]
-        return Table(header, ranks, text_columns=2) if ranks else None
+        return page.Table(header, ranks, text_columns=2) if ranks else None
     facts = model.result
     rows = [
         [
@@ -498,7 +486,7 @@ def _layers(model: History) -> Table | None:
     dense, stored = facts["layer_dense_params"], facts["layer_params"]
     total = ["total", "", "", "", f"{dense:,}", f"{stored:,}", _ratio(dense, stored)]
     header = ["layer", "type", "modes", "ranks", "dense", "stored", "ratio"]
-    return Table(header, rows, text_columns=4, total=total)
+    return page.Table(header, rows, text_columns=4, total=total)
 
 
 def _arrow(start: Sequence[int], end: Sequence[int]) -> str:

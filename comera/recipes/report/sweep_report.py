@@ -13,22 +13,11 @@ import rich.table
 from rich.console import Console
 from rich.markup import escape
 
-from comera.files import replacing
+from comera.files import write_text
 from comera.planning.printing import show_bytes
-from comera.recipes.folder import read_result
-from comera.recipes.report.page import (
-    Chart,
-    Line,
-    Point,
-    Table,
-    axis_around,
-    show_change,
-    show_difference,
-    show_metric,
-    show_times,
-    write_page,
-)
+from comera.recipes.report import page
 from comera.recipes.run_config import HIGHER_IS_BETTER
+from comera.recipes.run_folder import read_result
 from comera.train.log import from_json, to_json
 
 _FIGURES = ("params", "metrics", "steps", "seconds", "test", "checkpoint_bytes")
@@ -143,7 +132,7 @@ def compare(
 ) -> Comparison:
     """Compute means over the seeds, and differences to the reference seed by seed.
 
-    Test figures are compared if every finished run has them. ``variants`` orders the table.
+    Figures are those of test data if every run has them. ``variants`` orders the table.
     """
     tested = bool(runs) and all(metric in run.test for run in runs)
     by_variant: dict[str, dict[int, Trained]] = {name: {} for name in variants}
@@ -266,23 +255,18 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
         ],
         "failed": [asdict(run) for run in comparison.failed],
     }
-    with replacing(folder / "results.json") as temporary:
-        temporary.write_text(to_json(facts, indent=2), encoding="utf-8")
+    write_text(folder / "results.json", to_json(facts, indent=2))
     header, rows = comparison_cells(comparison)
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     parts = [f"# {comparison.title}", table, comparison.note]
     if comparison.failed:
         parts += ["Failed:", "\n".join(f"* {run}" for run in comparison.failed)]
-    with replacing(folder / "results.md") as temporary:
-        temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_text(folder / "results.md", "\n\n".join(parts) + "\n")
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Compare the runs of ``results.json`` in the folder of a sweep.
-
-    Raises ``FileNotFoundError`` if there is none, and ``ValueError`` if it is damaged.
-    """
+    """Compare the runs of ``results.json`` in a folder; raises ``ValueError`` if damaged."""
     path = folder / "results.json"
     names = ("variant", "seed", *_FIGURES)
     try:
@@ -299,12 +283,9 @@ def read_comparison(folder: Path) -> Comparison:
 
 
 def write_sweep_report(folder: Path) -> Path:
-    """Write ``report.html`` into the folder of a sweep, from its ``results.json``; return its path.
-
-    Raises ``FileNotFoundError`` if there is no such file.
-    """
+    """Write ``report.html`` into the folder of a sweep, from its ``results.json``."""
     content = gather_sweep(f"Sweep {folder.resolve().name}", read_comparison(folder))
-    return write_page(folder / "report.html", "sweep.html", content)
+    return page.write_page(folder / "report.html", "sweep.html", content)
 
 
 def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
@@ -325,11 +306,11 @@ def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
         "title": title,
         "subtitle": comparison.title,
         "findings": [_finding(row, comparison) for row in others],
-        "table": Table(*comparison_cells(comparison)),
+        "table": page.Table(*comparison_cells(comparison)),
         "note": comparison.note,
         "failed": [str(run) for run in comparison.failed],
         "charts": _charts(replace(comparison, rows=finite)) if finite else [],
-        "axis": axis_around(label, [0.0, *ends]) if ends else None,
+        "axis": page.axis_around(label, [0.0, *ends]) if ends else None,
         "differences": differences,
     }
 
@@ -344,14 +325,14 @@ def _finding(row: Row, comparison: Comparison) -> str:
     metric, reference, seeds = comparison.metric, row.reference_mean, len(row.differences)
     value = reference + (row.difference or 0.0)
     text = (
-        f"{row.variant}: {_named(comparison)} {show_metric(metric, value)}, "
-        f"{show_difference(metric, value, reference)} {comparison.reference}'s "
-        f"{show_metric(metric, reference)} ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
+        f"{row.variant}: {_named(comparison)} {page.show_metric(metric, value)}, "
+        f"{page.show_difference(metric, value, reference)} {comparison.reference}'s "
+        f"{page.show_metric(metric, reference)} ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
     )
     if row.fewer:
-        text += f"; {show_times(row.fewer, 1, 'fewer', 'more')} parameters"
+        text += f"; {page.show_times(row.fewer, 1, 'fewer', 'more')} parameters"
     if row.speed:
-        text += f"; a step {show_times(row.speed, 1, 'faster', 'slower')} by the wall clock"
+        text += f"; a step {page.show_times(row.speed, 1, 'faster', 'slower')} by the wall clock"
     return f"{text}."
 
 
@@ -359,29 +340,29 @@ def _differences(row: Row, comparison: Comparison) -> dict[str, Any]:
     """Return a variant's differences to the reference as points, whose ``x`` is the difference."""
     assert row.difference is not None, "they share seeds"
     metric, error = comparison.metric, row.difference_error
-    shown = show_change(metric, row.difference, error)
+    shown = page.show_change(metric, row.difference, error)
     return {
         "variant": row.variant,
         "by_seed": [
-            Point(value, 0, f"{row.variant}, seed {seed}: {show_change(metric, value)}")
+            page.Point(value, 0, f"{row.variant}, seed {seed}: {page.show_change(metric, value)}")
             for seed, value in row.differences.items()
         ],
-        "mean": Point(row.difference, 0, f"{row.variant}, mean: {shown}", error=error or 0.0),
+        "mean": page.Point(row.difference, 0, f"{row.variant}, mean: {shown}", error=error or 0.0),
         "shown": shown,
     }
 
 
-def _charts(comparison: Comparison) -> list[Chart]:
+def _charts(comparison: Comparison) -> list[page.Chart]:
     named, rows = _named(comparison), comparison.rows
     sizes = {row.variant: _point(row, comparison, row.params) for row in rows}
     times = {row.variant: _point(row, comparison, row.seconds) for row in rows}
-    best: list[Point] = []  # the Pareto front, smallest first
+    best: list[page.Point] = []  # the Pareto front, smallest first
     sign = 1 if comparison.higher_is_better else -1
     for point in sorted(sizes.values(), key=lambda point: (point.x, -sign * point.y)):
         if not best or sign * point.y > sign * best[-1].y:
             best.append(point)
     # Steps, no slope: a size between two variants reaches what the smaller one does.
-    corners = [Point(right.x, left.y, "") for left, right in pairwise(best)]
+    corners = [page.Point(right.x, left.y, "") for left, right in pairwise(best)]
     steps = [replace(point, text="", error=0.0, name="") for point in best]
     front = [point for pair in zip_longest(steps, corners) for point in pair if point]
     caption = (
@@ -390,28 +371,30 @@ def _charts(comparison: Comparison) -> list[Chart]:
     )
     if len(comparison.seeds) > 1:
         caption += " Bars are standard deviations over the seeds."
-    x = axis_around("parameters", [point.x for point in sizes.values()], log=True, room=0.1)
-    seconds = axis_around("seconds", [point.x for point in times.values()], zero=True, room=0.1)
+    x = page.axis_around("parameters", [point.x for point in sizes.values()], log=True, room=0.1)
+    seconds = page.axis_around(
+        "seconds", [point.x for point in times.values()], zero=True, room=0.1
+    )
     ends = [y for p in sizes.values() for y in (p.y - p.error, p.y + p.error)]
-    y = axis_around(named, ends, room=0.1)
-    lines = [Line("best at that size or below", "front", front), *_dots(sizes, comparison)]
+    y = page.axis_around(named, ends, room=0.1)
+    lines = [page.Line("best at that size or below", "front", front), *_dots(sizes, comparison)]
     said = "Seconds in training steps by the wall clock, the mean. Further left is faster."
     return [
-        Chart(f"Size and {named}", caption, x, y, lines),
-        Chart(f"Time and {named}", said, seconds, y, _dots(times, comparison)),
+        page.Chart(f"Size and {named}", caption, x, y, lines),
+        page.Chart(f"Time and {named}", said, seconds, y, _dots(times, comparison)),
     ]
 
 
-def _point(row: Row, comparison: Comparison, x: float) -> Point:
+def _point(row: Row, comparison: Comparison, x: float) -> page.Point:
     metric = comparison.metric
-    text = f"{row.variant}: {_named(comparison)} {show_metric(metric, row.mean)}"
+    text = f"{row.variant}: {_named(comparison)} {page.show_metric(metric, row.mean)}"
     if row.deviation is not None:
-        text += f" ± {show_metric(metric, row.deviation)}"
+        text += f" ± {page.show_metric(metric, row.deviation)}"
     text += f", {row.params:,.0f} parameters, {row.seconds:,.1f} seconds"
-    return Point(x, row.mean, text, row.variant, row.deviation or 0.0)
+    return page.Point(x, row.mean, text, row.variant, row.deviation or 0.0)
 
 
-def _dots(points: dict[str, Point], comparison: Comparison) -> list[Line]:
+def _dots(points: dict[str, page.Point], comparison: Comparison) -> list[page.Line]:
     """Return the dots of the variants, with another look for the reference."""
     base = comparison.reference
     # From left to right, so that the names of neighbours can stand above and below.
@@ -419,4 +402,4 @@ def _dots(points: dict[str, Point], comparison: Comparison) -> list[Line]:
     others = [point for name, point in ordered if name != base]
     own = [point for name, point in ordered if name == base]
     named = (("variants", "variant", others), (base, "reference", own))
-    return [Line(*each, joined=False, dots=True) for each in named if each[2]]
+    return [page.Line(*each, joined=False, dots=True) for each in named if each[2]]

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.data.click_files import CATEGORIES, CRITEO_CONTINUOUS, fields_named
+from comera.data.click_files import CATEGORIES, CRITEO_CONTINUOUS, ClickRows, fields_named
 from comera.data.clicks import Clicks
 from comera.extras import did_you_mean
 from comera.models.dlrm import DLRM, click_metrics, replace_tables_
 from comera.recipes.tasks.task import Batch, Digests, Task, logits_of
 
-_EVALUATED = 16_384
-"""Rows that are evaluated at a time."""
+_EVALUATED = 16_384  # rows that are evaluated at a time
 
 
 class ClicksTask(Task):
@@ -73,8 +72,8 @@ class ClicksTask(Task):
         self._prepared(
             data,
             lambda step: data.batch(step, size, self.config.seed),
-            lambda: data.valid_batches(_EVALUATED, limit),
-            (lambda: data.test_batches(_EVALUATED)) if self.data.test else None,
+            lambda: data.held_out("valid", _EVALUATED, limit),
+            (lambda: data.held_out("test", _EVALUATED)) if self.data.test else None,
             data.steps_per_epoch(size),
         )
 
@@ -101,6 +100,14 @@ class ClicksTask(Task):
 
     def save_vocabulary(self, folder: Path) -> None:
         self._clicks.categories.save(folder / CATEGORIES)
+
+    def load_vocabulary(self, folder: Path) -> None:
+        path = folder / CATEGORIES
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{folder} has no {CATEGORIES}: its run writes it again with --overwrite=true"
+            )
+        self.vocabulary = ClickRows.load(path)
 
     def predict(self, model: nn.Module, line: str, new_tokens: int) -> dict[str, Any]:
         try:

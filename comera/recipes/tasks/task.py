@@ -10,51 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.recipes.folder import DataRecord
 from comera.recipes.run_config import TASKS, RunConfig
+from comera.recipes.run_folder import DataRecord
 from comera.train.processes import Processes
 
-Batch = dict[str, Any]
-"""Tensors by name, and plain values."""
+Batch = dict[str, Any]  # tensors by name, and plain values
 
-Digests = Mapping[str, str] | None
-"""Digests of the data by name, if they are known already."""
+Digests = Mapping[str, str] | None  # digests of the data by name, if they are known already
 
 _CPU = torch.device("cpu")
 
 
 class Task(ABC):
-    """Data, model and loss of one run.
+    """Data, model and loss of one run."""
 
-    Attributes:
-        inputs: Names of the parts of a batch that are the model's arguments, in order.
-        lean: Whether the model can be built on ``meta``, tensorised and then drawn by its method
-            ``reset_parameters(init)``, so that it never takes the memory of a dense model.
-        config: Settings of the run.
-        data: The section of the settings that describes the data.
-        device: Device of the batches.
-        vocabulary: Tokenizer of text, or encoder of raw rows, for :meth:`predict`.
-        sizes: Sizes of the dense model, see :meth:`planned_sizes`. :meth:`prepare` sets this
-            attribute and all attributes below.
-        steps: Optimizer steps of the whole run.
-        record: Identity of the data.
-        per_step: Size of a step in all processes together, and its unit, such as tokens.
-        get_batch: Function from a step number to this process' rows of the batch.
-        evaluate: Function from a model to named figures, ``loss`` among them. Processes evaluate
-            parts of the data and return the same figures.
-        test: Like ``evaluate``, on test data, by which nothing is chosen; None without test data.
-    """
-
-    inputs: tuple[str, ...]
-    lean = False
-    vocabulary: Any = None
-    sizes: Mapping[str, Any]
-    steps: int
+    inputs: tuple[str, ...]  # parts of a batch that the model takes, in its order
+    lean = False  # built without memory, tensorised, then drawn by its reset_parameters(init)
+    vocabulary: Any = None  # tokenizer of text, or encoder of raw rows, for predict()
+    # Set by prepare():
+    sizes: Mapping[str, Any]  # of the dense model, see planned_sizes()
+    steps: int  # optimizer steps of the whole run
     record: DataRecord
-    per_step: tuple[int, str]
-    get_batch: Callable[[int], Batch]
-    evaluate: Callable[[nn.Module], dict[str, float]]
-    test: Callable[[nn.Module], dict[str, float]] | None
+    per_step: tuple[int, str]  # number and name of what all processes train on in a step
+    get_batch: Callable[[int], Batch]  # by a step number, the rows of this process
+    evaluate: Callable[[nn.Module], dict[str, float]]  # named figures, the same in all processes
+    test: Callable[[nn.Module], dict[str, float]] | None  # on data by which nothing is chosen
 
     def __init__(
         self,
@@ -66,7 +46,7 @@ class Task(ABC):
         self.data: Any = config.data
         self.device, self._processes = device, processes or Processes()
         # Under fsdp all processes have to run the model together, on the same batches.
-        self._shares_evaluation = config.parallel.kind == "ddp"
+        self._shares_evaluation = config.parallel == "ddp"
 
     @abstractmethod
     def prepare(self, digests: Digests) -> None:
@@ -109,7 +89,6 @@ class Task(ABC):
         """Return the sizes of the dense model; read the data only if no setting determines them.
 
         They are ``vocab_size``, or ``table_sizes`` by field and ``num_continuous`` of a click log.
-        Raises ``ValueError`` if data are needed and missing.
         """
 
     @abstractmethod
@@ -132,14 +111,13 @@ class Task(ABC):
     def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
         """Return a random batch for a model of these sizes, on torch's default device."""
 
-    def example_inputs(self, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return example arguments of the model, tensors of two rows."""
-        batch = self.drawn_batch(2, sizes)
-        return tuple(batch[name] for name in self.inputs if isinstance(batch[name], Tensor))
-
     @abstractmethod
     def save_vocabulary(self, folder: Path) -> None:
         """Save the tokenizer or the categories in the folder of a run."""
+
+    @abstractmethod
+    def load_vocabulary(self, folder: Path) -> None:
+        """Read ``vocabulary`` from the folder of a run."""
 
     @abstractmethod
     def predict(self, model: nn.Module, line: str, new_tokens: int) -> dict[str, Any]:

@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.data.nli import LABELS, NliPairs, joined
 from comera.data.text import CausalText, MaskedText, TextStreams
 from comera.data.vocabulary import CLS, MASK
-from comera.files import replacing
+from comera.files import write_text
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.tasks.task import Batch, Digests, Task, logits_of
 
-_LARGEST_LOSS = 700.0
-"""Loss above which a perplexity is too large for a float."""
-_FIRST_WORD = 5
-"""Numbers below stand for padding and other marks."""
+_TOKENIZER = "tokenizer.json"
+_LARGEST_LOSS = 700.0  # loss above which a perplexity is too large for a float
+_FIRST_WORD = 5  # numbers below stand for padding and other marks
 
 
 class TextTask(Task):
@@ -56,8 +56,13 @@ class TextTask(Task):
         return {"tokens": torch.randint(_FIRST_WORD, int(sizes["vocab_size"]), shape)}
 
     def save_vocabulary(self, folder: Path) -> None:
-        with replacing(folder / "tokenizer.json") as temporary:
-            temporary.write_text(self.vocabulary.to_str(), encoding="utf-8")
+        write_text(folder / _TOKENIZER, self.vocabulary.to_str())
+
+    def load_vocabulary(self, folder: Path) -> None:
+        try:
+            self.vocabulary = Tokenizer.from_file(str(folder / _TOKENIZER))
+        except Exception as problem:  # tokenizers raises no other
+            raise ValueError(f"{folder / _TOKENIZER} is damaged: {problem}") from None
 
     def _tokens(self, text: str) -> np.ndarray:
         encoded = self.vocabulary.encode(text, add_special_tokens=False)
@@ -72,7 +77,7 @@ class StreamTask(TextTask):
 
     def _read(self, digests: Digests) -> TextStreams:
         streams = TextStreams.prepare(self.data, digests)
-        self.sizes, self.vocabulary = {"vocab_size": streams.vocab_size}, streams.tokenizer
+        self.sizes, self.vocabulary = {"vocab_size": streams.settings.vocab_size}, streams.tokenizer
         self.per_step = self.config.train.batch_size * self.data.length, "tokens"
         return streams
 
@@ -90,14 +95,10 @@ class StreamTask(TextTask):
         return {"loss": loss, "perplexity": math.exp(min(loss, _LARGEST_LOSS))}
 
 
-_TESTED = 128
-"""Batches that a test draws."""
-_EVALUATED = 32
-"""Batches that an evaluation draws where the settings do not say."""
-_SHOWN = 5
-"""Words that are shown for each masked one."""
-_DRAWN_EVERY = 7
-"""Interval of masked words in a batch that is drawn without data."""
+_TESTED = 128  # batches that a test draws
+_EVALUATED = 32  # batches that an evaluation draws where the settings do not say
+_SHOWN = 5  # words that are shown for each masked one
+_DRAWN_EVERY = 7  # interval of masked words in a batch that is drawn without data
 
 
 class MaskedTextTask(StreamTask):
@@ -112,8 +113,8 @@ class MaskedTextTask(StreamTask):
         streams = self._read(digests)
         data, size = MaskedText(streams), self.config.train.batch_size
         evaluated = self.config.train.eval_batches or _EVALUATED
-        valid = list(map(with_padding, data.valid_batches(evaluated, size)))
-        test = list(map(with_padding, data.test_batches(_TESTED, size)))
+        valid = list(map(with_padding, data.held_out("valid", size, evaluated)))
+        test = list(map(with_padding, data.held_out("test", size, _TESTED)))
         self._prepared(
             streams,
             lambda step: with_padding(data.batch(step, size, self.config.seed)),
@@ -159,8 +160,8 @@ class CausalTextTask(StreamTask):
     def prepare(self, digests: Digests) -> None:
         streams = self._read(digests)
         data, size = CausalText(streams), self.config.train.batch_size
-        valid = data.valid_batches(self.config.train.eval_batches, size)
-        test = data.test_batches(None, size)
+        valid = data.held_out("valid", size, self.config.train.eval_batches)
+        test = data.held_out("test", size)
         self._prepared(
             streams,
             lambda step: data.batch(step, size, self.config.seed),
@@ -195,8 +196,8 @@ class NliTask(TextTask):
         data = NliPairs.prepare(self.data, digests)
         train, size = self.config.train, self.config.train.batch_size
         limit = train.eval_batches and train.eval_batches * size
-        valid = list(map(with_padding, data.dev_batches(4 * size, limit)))
-        test = list(map(with_padding, data.test_batches(4 * size)))
+        valid = list(map(with_padding, data.held_out("dev", 4 * size, limit)))
+        test = list(map(with_padding, data.held_out("test", 4 * size)))
         # A CUDA graph takes batches of one shape alone.
         graph = self.device.type == "cuda" and train.graph is not False
         length = self.data.length if graph else None

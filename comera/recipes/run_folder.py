@@ -16,29 +16,22 @@ from rich.table import Table
 from comera.checkpoint.archive import Archive, take
 from comera.data.click_files import CATEGORIES
 from comera.extras import did_you_mean
-from comera.files import replacing
+from comera.files import write_text
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig, TrainConfig
-from comera.train.log import from_json, read_metrics, to_json
+from comera.train.log import from_json, read_metrics
 
-NAME = "data_digests.json"
-"""Name of the record of a run's data."""
+NAME = "data_digests.json"  # name of the record of a run's data
 
-_SHOWN = 4
-"""Differences that an error lists."""
+_SHOWN = 4  # differences that an error lists
 
 
 @dataclass(frozen=True)
 class DataRecord:
-    """Identity of the data of a run.
+    """Identity of the data of a run."""
 
-    Attributes:
-        files: Digests of all files that are read, by name.
-        prepared: Digest of the tokens or rows made from these files; None if not known yet.
-    """
-
-    files: Mapping[str, str]
-    prepared: str | None = None
+    files: Mapping[str, str]  # digests of all files that are read, by name
+    prepared: str | None = None  # digest of the tokens or rows made of them, once known
 
 
 def read_record(folder: Path) -> DataRecord | None:
@@ -117,7 +110,8 @@ def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
     return with_whole_paths(dataclasses.replace(config, **{config.task: data}))
 
 
-def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+def data_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the paths to data that a run names, with the dotted names of their settings."""
     for key in _path_keys(config):
         value = getattr(config.data, key)
         for path in value if isinstance(value, list) else [value]:
@@ -125,24 +119,24 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield f"{config.task}.{key}", os.path.expanduser(path)
 
 
-def named_data(config: RunConfig) -> str:
-    """Return the settings that name a run's data, for messages; empty if all are defaults."""
-    return ", ".join(f"{key}={path}" for key, path in _paths(config))
-
-
 def missing_data(config: RunConfig) -> dict[str, str]:
     """Return, by dotted name, the first missing path of each setting that names paths."""
     found: dict[str, str] = {}
-    for key, path in _paths(config):
+    for key, path in data_paths(config):
         if not Path(path).exists():
             found.setdefault(key, path)
     return found
 
 
-def write_result(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the figures of a trained model into its folder."""
-    with replacing(folder / "result.json") as temporary:
-        temporary.write_text(to_json(facts, indent=2), encoding="utf-8")
+def place_of_moved(problem: FileNotFoundError, config: RunConfig, option: str) -> FileNotFoundError:
+    """Return the error for data of a started run that are gone, with the option for their place."""
+    key = next(iter(missing_data(config)), None)
+    if key is None:
+        return problem
+    return FileNotFoundError(
+        f"{problem}; the run in {config.out} was begun with that: if it is elsewhere now, give its "
+        f"new place, {option.format(key)}"
+    )
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -168,40 +162,19 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """One trained model in figures.
+    """One trained model in figures."""
 
-    Attributes:
-        name: ``compressed`` or ``dense``.
-        metrics: The last evaluation.
-        params: Parameters of the whole model.
-        layer_params: Parameters of its tensor-train layers, or of the dense layers in their place.
-        layer_dense_params: Entries of the dense weights of these layers.
-        bytes: Size of ``model.safetensors``.
-        seconds: Time in training steps.
-        steps: Optimizer steps.
-        ranks: Report of rank learning, if it ran.
-        test: The same figures as ``metrics`` on the test data, if there are any.
-        checkpoint_bytes: Mean size of the kept checkpoints; None if there are none.
-    """
-
-    name: str
-    metrics: dict[str, float]
-    params: int
-    layer_params: int
-    layer_dense_params: int
-    bytes: int
-    seconds: float
+    name: str  # compressed or dense
+    metrics: dict[str, float]  # the last evaluation
+    params: int  # of the whole model
+    layer_params: int  # of its tensor-train layers, or of the dense layers in their place
+    layer_dense_params: int  # entries of the dense weights of those layers
+    bytes: int  # of model.safetensors
+    seconds: float  # in training steps
     steps: int
-    ranks: dict[str, Any] | None = None
-    test: dict[str, float] = field(default_factory=dict)
-    checkpoint_bytes: float | None = None
-
-
-def read_outcome(folder: Path) -> Outcome:
-    """Return the outcome of a finished model; raises the errors of :func:`read_result`."""
-    facts = read_result(folder)
-    names = {field.name for field in dataclasses.fields(Outcome)}
-    return Outcome(**{name: value for name, value in facts.items() if name in names})
+    ranks: dict[str, Any] | None = None  # report of rank learning, if it ran
+    test: dict[str, float] = field(default_factory=dict)  # as metrics, on test data
+    checkpoint_bytes: float | None = None  # mean of the checkpoints that are kept
 
 
 def outcome_cells(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -243,10 +216,21 @@ def outcome_table(outcomes: list[Outcome]) -> Table:
     return table
 
 
-_WRITTEN_BY_A_RUN = (
-    CATEGORIES, "checkpoints", "comera.json", "dense", NAME, "metrics.jsonl",
-    "model.safetensors", "report.html", "result.json", "tensorboard", "tokenizer.json",
-)  # fmt: skip
+WRITTEN_BY_A_RUN = {
+    "config.yaml": "all settings; comera train takes it",
+    NAME: "digests of the data that it was begun with",
+    "metrics.jsonl": "what was logged, a line each",
+    "tensorboard": "the same for TensorBoard",
+    "checkpoints": "states to go on from; comera checkpoint looks into them",
+    "result.json": "figures of the trained model",
+    "model.safetensors": "its weights; comera.load_run(folder) makes the model",
+    "comera.json": "what its layers are",
+    "tokenizer.json": "its vocabulary, for the package tokenizers",
+    CATEGORIES: "the rows of its tables by the categories of the log",
+    "dense": "the same of the dense twin",
+    "report.html": "pictures, written by comera report",
+}
+"""What each file or folder of a run is, by its name."""
 
 _LET_IT_END = (
     ": it was interrupted in the late stage of rank learning, whose length follows from that "
@@ -258,21 +242,13 @@ _IN_EVERY_CONFIG = {"seed", "device", "train", "optimizer", "twin"}
 
 @dataclass(frozen=True)
 class Begun:
-    """Differences between the run started in a folder and new settings.
+    """Differences between the run started in a folder and new settings, ``key: there -> here``."""
 
-    Attributes:
-        others: Differing settings that make it another run, as ``key: there -> here``.
-        rhythm: Differing settings without effect on the trained model.
-        longer: Whether the new settings have more steps or epochs.
-        late: Whether the started run is in its late stage, whose length is fixed.
-        moved: Whether the settings now name other paths of the data.
-    """
-
-    others: list[str] = field(default_factory=list)
-    rhythm: list[str] = field(default_factory=list)
-    longer: bool = False
-    late: bool = False
-    moved: bool = False
+    others: list[str] = field(default_factory=list)  # those that make it another run
+    rhythm: list[str] = field(default_factory=list)  # those without effect on the trained model
+    longer: bool = False  # the new settings have more steps or epochs
+    late: bool = False  # the started run is in its late stage, whose length is fixed
+    moved: bool = False  # the data are at another place now
 
     @property
     def difference(self) -> str | None:
@@ -354,12 +330,6 @@ def _has_moved(old: Any, new: Any) -> bool:
     return isinstance(old, str) and isinstance(new, str) and not os.path.exists(old)
 
 
-def other_settings(config: RunConfig) -> str | None:
-    """Return the settings by which the folder's run differs from this one, or None."""
-    found = begun_run(config)
-    return None if found is None else found.difference
-
-
 def other_data(folder: Path, record: DataRecord) -> str | None:
     """Return how data differ from the data recorded in a run's folder, or None."""
     recorded = read_record(folder) if begun(folder) else None
@@ -380,11 +350,7 @@ def check_folder(config: RunConfig, found: Begun | None) -> None:
     """
     folder = Path(config.out)
     ours = _written_by_a_run(folder)
-    foreign = [
-        name
-        for name in ("config.yaml", *_WRITTEN_BY_A_RUN)
-        if name not in ours and _holds(folder / name)
-    ]
+    foreign = sorted(name for name in WRITTEN_BY_A_RUN.keys() - ours if _holds(folder / name))
     if ours and not config.twin:  # nothing will be written there
         foreign = [name for name in foreign if name != "dense"]
     if foreign:
@@ -393,7 +359,7 @@ def check_folder(config: RunConfig, found: Begun | None) -> None:
             "choose another --out, or move that away"
         )
     if config.overwrite or not begun(folder):
-        for key, path in _paths(config):
+        for key, path in data_paths(config):
             if Path(path).resolve().is_relative_to(folder.resolve()):
                 raise ValueError(
                     f"{folder} holds what the run is to read ({key}={path}): choose another --out, "
@@ -432,12 +398,10 @@ def claim(config: RunConfig, record: DataRecord, found: Begun | None) -> None:
             (folder / place / "result.json").unlink(missing_ok=True)
     if config.overwrite or not (folder / "checkpoints").is_dir():
         _delete(folder, _written_by_a_run(folder) - {"config.yaml"})  # which is replaced at once
-    with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
-        text = yaml.safe_dump(settings_of(config), sort_keys=False)
-        temporary.write_text(text, encoding="utf-8")
-    with replacing(folder / NAME) as temporary:
-        facts = {"files": dict(record.files), "prepared": record.prepared}
-        temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    # How checkpoints are kept may be new.
+    write_text(folder / "config.yaml", yaml.safe_dump(settings_of(config), sort_keys=False))
+    facts = {"files": dict(record.files), "prepared": record.prepared}
+    write_text(folder / NAME, json.dumps(facts, indent=1))
 
 
 def _delete(folder: Path, names: Iterable[str]) -> None:
@@ -447,7 +411,7 @@ def _delete(folder: Path, names: Iterable[str]) -> None:
         if name == "checkpoints":
             Archive(path).clear()
         elif name == "dense":
-            _delete(path, set(_WRITTEN_BY_A_RUN) - {"dense"})
+            _delete(path, WRITTEN_BY_A_RUN.keys() - {"dense", "config.yaml"})
         elif name == "tensorboard":
             for events in path.glob("events.out.tfevents.*"):
                 events.unlink()
@@ -478,8 +442,7 @@ def _written_by_a_run(folder: Path) -> set[str]:
         settings = dict.fromkeys(_IN_EVERY_CONFIG, None) if begun(folder) else {}
     if not settings.keys() >= _IN_EVERY_CONFIG:
         return set()
-    names = {"config.yaml", *_WRITTEN_BY_A_RUN}
-    return names if settings["twin"] else names - {"dense"}
+    return WRITTEN_BY_A_RUN.keys() - ({"dense"} if not settings["twin"] else set())
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""State that is saved, copied or gathered: training goes on from it as if nothing had happened."""
+"""What holds of every optimizer: exact resume, copies, closures, gradients that are refused."""
 
 import copy
 import io
@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -114,3 +115,62 @@ def test_distributed_checkpoints_bring_it_back(name):
     train(model, optimizer, 2, 4)
     train(twin, other, 2, 4)
     assert_same(model, optimizer, twin, other)
+
+
+MAKERS = {
+    "CAME": lambda param: comera.CAME([param]),
+    "MuonAdamW": lambda param: comera.MuonAdamW([{"params": [param], "muon": param.dim() > 1}]),
+    "GaLore": lambda param: comera.GaLoreAdamW(
+        [{"params": [param], **({"rank": 2} if param.dim() > 1 else {})}]
+    ),
+}
+"""Optimizers of one parameter."""
+
+REFUSED = {
+    ("CAME", "sparse"): r"sparse gradient .* shape \(8, 9\): .*sparse=False",
+    ("CAME", "complex"): r"complex gradient .* shape \(8, 9\)",
+    ("MuonAdamW", "sparse"): "MuonAdamW does not support sparse",
+    ("MuonAdamW", "complex"): "MuonAdamW does not support complex",
+    ("GaLore", "sparse"): r"a sparse gradient of shape \(8, 9\)",
+    ("GaLore", "complex"): r"a complex gradient of shape \(8, 9\)",
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), REFUSED)
+def test_gradients_that_cannot_be_used_are_refused(name, kind):
+    dtype = torch.complex64 if kind == "complex" else None
+    param = nn.Parameter(torch.randn(8, 9, dtype=dtype))
+    param.grad = torch.ones_like(param).to_sparse() if kind == "sparse" else torch.ones_like(param)
+    with pytest.raises(RuntimeError, match=REFUSED[name, kind]):
+        MAKERS[name](param).step()
+
+
+@pytest.mark.parametrize("shape", [(8, 9), (8,)], ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_maximize_is_descent_of_the_negative(name, shape):
+    up, down = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+    climb, descend = MAKERS[name](up), MAKERS[name](down)
+    for optimizer, param in ((climb, up), (descend, down)):
+        for group in optimizer.param_groups:
+            group |= {"maximize": param is up, "weight_decay": 0.0}
+    for _ in range(3):
+        up.grad = torch.randn(shape)
+        down.grad = -up.grad
+        climb.step()
+        descend.step()
+    assert torch.equal(up, down)
+    assert not torch.equal(up, torch.ones(shape))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_closure_is_called_and_its_loss_returned(name):
+    param = nn.Parameter(torch.ones(3, 4))
+    optimizer = MAKERS[name](param)
+
+    def closure():
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 12
+    assert (param < 1).all()
