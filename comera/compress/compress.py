@@ -18,7 +18,7 @@ from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 from comera.nn.module import check_model
 from comera.nn.swap import evaluation_mode, swap_layers_
-from comera.params import model_size
+from comera.params import model_size, renew_wrappers_
 from comera.planning.printing import Report, Table, show_bytes
 from comera.shapes import TTShape
 
@@ -176,7 +176,7 @@ def compress_(
         for one, about in zip(made, found.layers, strict=True)
         if one.rank is not None
     }
-    swap_layers_(model, new)
+    renew_wrappers_(swap_layers_(model, new).modules())
     after, seconds = model_size(model), time.monotonic() - begun
     return Compression(made, before.params, after.params, before.bytes, after.bytes, seconds, loss)
 

@@ -204,6 +204,9 @@ def _set_methods_(model: Any) -> None:
     model._get_resized_lm_head = partial(_resized_head, model)
     model.num_parameters = partial(_num_parameters, model)
     model.tie_weights = partial(_tie_weights, model)
+    layers = [m for m in model.modules() if isinstance(m, (TensorTrainModule, TableHead))]
+    whole = {type(layer).__name__ for layer in layers}
+    model._no_split_modules = whole.union(model._no_split_modules or ())
 
 
 def _is_dense(described: Mapping[str, Any], files: Sequence[str] | None) -> bool:

@@ -22,7 +22,7 @@ from comera.nn.forms import (
     rows_at,
 )
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
-from comera.nn.module import TensorTrainModule, check_model
+from comera.nn.module import TensorTrainModule, check_model, check_unsharded, is_sharded
 from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
@@ -35,6 +35,7 @@ from comera.nn.targets import (
     tied_groups,
 )
 from comera.nn.tied import TiedTTLinear
+from comera.params import renew_wrappers_
 from comera.planning.planner import Plan, plan_layer
 from comera.shapes import BTTShape
 
@@ -166,16 +167,18 @@ def _tensorized(
             listed(dense_now),
         )
     _name_those_that_lose(model, made, config.tokens or _TOKENS)
-    return cast(Model, swap_layers_(model, replacements))  # or the layer in its place
+    converted = swap_layers_(model, replacements)
+    renew_wrappers_(converted.modules())
+    return cast(Model, converted)  # or the layer in its place
 
 
 def densify_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by the torch layer with the same weight, in place.
 
     Layers that share cores share the dense weight. Returns the model or the layer that replaces it.
-    Raises ``TypeError`` if ``model`` is no module.
+    Raises ``TypeError`` if ``model`` is no module, ``ValueError`` if a tensor train is sharded.
     """
-    check_model(model)
+    check_unsharded(model, "densify_")
     replacements: dict[int, nn.Module] = {}
     heads: list[TiedTTLinear] = []
     weights: dict[int, Any] = {}
@@ -189,7 +192,9 @@ def densify_(model: nn.Module) -> nn.Module:
     for head in heads:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
-    return fuse_experts_(swap_layers_(model, replacements))
+    model = fuse_experts_(swap_layers_(model, replacements))
+    renew_wrappers_(model.modules())
+    return model
 
 
 def plans_of(
@@ -335,6 +340,11 @@ def _convert(
             made.dense_form = form.name
         return made
     weight: Any = module.weight
+    if is_sharded(weight):
+        raise ValueError(
+            f"tensorize_ needs whole matrices, and {name or 'the weight'} of shape "
+            f"{tuple(weight.shape)} is sharded: convert the model first, and shard it then"
+        )
     if config.init != "svd" and not (weight.requires_grad or weight.is_meta):
         return 'it is frozen, and new cores would be noise (init="svd" approximates its weight)'
     if getattr(module, "max_norm", None) is not None:

@@ -156,7 +156,7 @@ class TTEmbeddingBag(TTTable):
         elif offsets is None:
             raise ValueError("a 1-d input needs offsets: where each bag begins in it")
         else:
-            flat, starts = input, offsets
+            flat, starts = input, offsets.contiguous()
             known = _check_offsets(offsets, input.shape[0], self.include_last_offset)
             if self.include_last_offset:
                 flat, starts = input[: int(offsets[-1])] if known else input, offsets[:-1]

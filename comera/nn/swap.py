@@ -78,17 +78,16 @@ def swap_layers_(
                     part: Any
                     for part in parent.modules():
                         if hasattr(part, "fan_in_fan_out"):
-                            part.fan_in_fan_out = type(new).__name__ == "Conv1D"
+                            vars(part)["fan_in_fan_out"] = type(new).__name__ == "Conv1D"
         for name, value in vars(parent).items():
             if name != "_modules":
                 vars(parent)[name] = _swapped(value, replacements, seen)
     fuse_feed_forwards_(model)
     rename_tied_weights_(model)
     loaded: Any = sys.modules.get("transformers.modeling_utils")
-    for part in model.modules() if loaded is not None else ():
-        attached = getattr(part, "hf_quantizer", None) is not None
-        if isinstance(part, loaded.PreTrainedModel) and not attached and tensor_trains(part):
-            # by its name, since that room lies above this one
+    for part in model.modules() if loaded else ():
+        is_new = isinstance(part, loaded.PreTrainedModel) and not hasattr(part, "hf_quantizer")
+        if is_new and tensor_trains(part):  # by its name, since that room lies above this one
             import_module("comera.integrations.pretrained").attach_(part)
     return model
 

@@ -285,7 +285,7 @@ class TTTable(TensorTrainModule):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Set the ``scatter_rows`` step; raise ``ValueError`` for an impossible one."""
-        if state.is_meta:
+        if not isinstance(state, Tensor) or state.is_meta:  # torch's sign that a state has none
             return
         golden = _golden_step(self.num_embeddings)
         known = [step for step in (1, golden) if state == torch.tensor(step).to(state.dtype)]

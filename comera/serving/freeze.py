@@ -17,6 +17,7 @@ from comera.nn.module import TensorTrainModule, check_model, check_unsharded
 from comera.nn.swap import evaluation_mode, swap_layers_
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TiedTTLinear
+from comera.params import renew_wrappers_
 from comera.serving.layers import (
     FactoredHead,
     FactoredTable,
@@ -167,7 +168,9 @@ def to_plain_(model: nn.Module) -> nn.Module:
             inside = module.linear1, module.linear2
             if any(isinstance(plain.get(id(layer)), nn.Sequential) for layer in inside):
                 module.activation_relu_or_gelu = 0  # off its fast path, which reads the weights
-    return swap_layers_(model, plain, biases=False)
+    model = swap_layers_(model, plain, biases=False)
+    renew_wrappers_(model.modules())
+    return model
 
 
 def _is_uncontracted(layer: nn.Module) -> bool:

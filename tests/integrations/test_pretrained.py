@@ -395,6 +395,16 @@ def test_tables_are_embeddings_where_parameters_are_counted(only_trainable):
     assert counted == model.num_parameters(only_trainable) - table
 
 
+@pytest.mark.parametrize("memory", [200, 2000, 20000])
+def test_layers_are_placed_whole(memory):
+    from accelerate import infer_auto_device_map
+
+    model = llama()
+    whole = model._no_split_modules
+    found = infer_auto_device_map(model, {0: memory, "cpu": 10**9}, whole, offload_buffers=True)
+    assert not [name for name in found if "cores" in name]
+
+
 @pytest.mark.parametrize("convert", [comera.to_plain_, comera.freeze_])
 def test_plain_and_frozen_models_are_saved_too(convert, tmp_path):
     model = convert(llama()).eval()

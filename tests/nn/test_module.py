@@ -1,20 +1,25 @@
 """What every tensor-train module does alike: saving, copying, moving, casting."""
 
 import copy
+import importlib
 import inspect
 import pickle
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
+from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.block_linear import BTTLinear
 from comera.nn.convert import tensorize_
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import tensor_trains
 from comera.nn.targets import TTConfig
+from comera.rank.two_stage import TwoStage
+from comera.surgery.canonical import canonicalize_
+from comera.surgery.truncate import truncate_
 from tests.peers import peer
 
 MODULES = {
@@ -51,6 +56,15 @@ def shrunk(module, rank=2):
     cores = [core[..., :rank] for core in module.cores[:-1]] + [module.cores[-1]]
     cores = [cores[0]] + [core[:rank] for core in cores[1:]]
     module.set_cores_([core.detach().clone() for core in cores])
+    return module
+
+
+@torch.no_grad()
+def opened(module):
+    """The module with gates that are not one, which tell bonds apart."""
+    for train in tensor_trains(module).values():
+        for gate in train.gates:
+            gate.uniform_(0.3, 1.5)
     return module
 
 
@@ -287,6 +301,70 @@ def test_repr_names_modes_and_ranks(make):
     module = shrunk(make())
     assert type(module).__name__ in repr(module)
     assert "ranks=[2, 2" in repr(module) or "ranks=[2]" in repr(module)
+
+
+def test_a_replica_of_data_parallel_keeps_its_gates(make, monkeypatch):
+    def copies(tensors, devices, detach=False):  # as if of two cards
+        return [[tensor * 1 for tensor in tensors] for _ in devices]
+
+    replicate = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(replicate, "_broadcast_coalesced_reshape", copies)
+    module = opened(make())
+    x = example(module)
+    for replica in replicate.replicate(module, [0, 1]):
+        assert torch.equal(replica(x), module(x))
+
+
+class Same(nn.Module):
+    def forward(self, param):
+        return param * 1
+
+    def right_inverse(self, param):
+        return param
+
+
+@pytest.mark.parametrize("part", ["cores", "gates"])
+def test_bonds_keep_their_order_when_a_tensor_is_computed(make, part):
+    """By ``parametrize`` or ``prune``, and once that is removed, which registers it anew."""
+    module = opened(make())
+    x, params = example(module), getattr(module, part)
+    want = module(x).detach()
+    for change in (
+        lambda: parametrize.register_parametrization(params, "0", Same()),
+        lambda: parametrize.remove_parametrizations(params, "0"),
+        lambda: prune.identity(params, "0"),
+        lambda: prune.remove(params, "0"),
+    ):
+        change()
+        for _ in range(2):  # as each step computes it anew
+            module.zero_grad()
+            found = module(x)
+            torch.testing.assert_close(found, want)
+            found.square().sum().backward()
+            assert all(param.grad.any() for param in params.parameters())
+        if isinstance(module, TTLinear):
+            with BatchedContraction(module):
+                torch.testing.assert_close(module(x), want)
+            torch.testing.assert_close(module.to_dense()(x), want)
+
+
+@pytest.mark.parametrize("part", ["cores", "gates"])
+def test_what_writes_to_computed_tensors_is_refused(make, part):
+    module, file = make(), shrunk(make()).state_dict()
+    parametrize.register_parametrization(getattr(module, part), "0", Same())
+    before = module.weight.clone()
+    for write in (
+        lambda: module.set_weight_(torch.zeros_like(before)),
+        lambda: truncate_(module),
+        lambda: canonicalize_(module),
+        lambda: TwoStage(module, 0.5, 2, 2),
+    ):
+        with pytest.raises(ValueError, match=rf"{part}.0 is computed from other tensors"):
+            write()
+    assert torch.equal(module.weight, before)
+    with pytest.raises(ValueError, match=rf"{part}.0 is computed from other tensors"):
+        module.load_state_dict(file)
+    assert module.ranks == make().ranks
 
 
 def test_tensor_trains_lists_each_layer_once(make):
