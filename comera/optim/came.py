@@ -122,13 +122,10 @@ class CAME(Optimizer):
             )
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            for param in group["params"]:
-                _check_shards(param, _is_packed(param, group["state_dtype"]))
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        group = self.param_groups.pop()
+        for param in group["params"]:
+            _check_shards(param, _is_packed(param, group["state_dtype"]))
+        self.param_groups.append(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -368,14 +365,11 @@ def _empty_state(param: Tensor, state_dtype: str | None) -> State:
 
 
 class _Part(NamedTuple):
-    """What this process holds of a tensor, and with whom it takes means."""
+    """What this process holds of a tensor: entries ahead of its own and of all; who has others."""
 
     before: int
-    """Entries of the tensor ahead of those held here."""
     entries: int
-    """Entries of the whole tensor."""
     group: Any = None
-    """The processes that hold the others, if any."""
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add up, in place, what all of them have."""
@@ -386,13 +380,12 @@ class _Part(NamedTuple):
 
 def _part(param: Any) -> _Part:
     """Return what this process holds of a parameter: all of it, or some of the rows."""
-    placements = getattr(param, "placements", ())
-    if not any(placement.is_shard() for placement in placements):
-        return _Part(0, param.numel())
-    dim = next(dim for dim, placement in enumerate(placements) if placement.is_shard())
-    mesh, (rows, *others) = param.device_mesh, param.shape
-    first = min(rows, -(-rows // mesh.size(dim)) * mesh.get_local_rank(dim))
-    return _Part(first * math.prod(others), param.numel(), mesh.get_group(dim))
+    for dim, placement in enumerate(getattr(param, "placements", ())):
+        if placement.is_shard():  # the only one, see _check_shards
+            mesh, (rows, *others) = param.device_mesh, param.shape
+            first = min(rows, -(-rows // mesh.size(dim)) * mesh.get_local_rank(dim))
+            return _Part(first * math.prod(others), param.numel(), mesh.get_group(dim))
+    return _Part(0, param.numel())
 
 
 def _local(tensor: Any, param: Any = None) -> Tensor:

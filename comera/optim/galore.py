@@ -5,8 +5,7 @@ the stand-in is zero and has the projected gradient. Afterwards its value is the
 subspace, which is mapped back and added to the parameter.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -169,12 +168,13 @@ class GaLore(Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         begun, settings = self._begin_all()
         try:
-            for hook in self.inner._optimizer_step_pre_hooks.values():
-                hook(self.inner, (self.inner,), {})
-            plain_step(type(self.inner))(self.inner)  # hooks of all optimizers have run
-            self.inner._opt_called = True  # what its scheduler, if any, looks for
-            for hook in self.inner._optimizer_step_post_hooks.values():
-                hook(self.inner, (self.inner,), {})
+            inner: Any = self.inner  # hooks of all optimizers run once, for this one
+            for hook in inner._optimizer_step_pre_hooks.values():
+                hook(inner, (inner,), {})
+            plain_step(type(inner))(inner)
+            inner._opt_called = True  # what its scheduler, if any, looks for
+            for hook in inner._optimizer_step_post_hooks.values():
+                hook(inner, (inner,), {})
         finally:
             self._restore(begun)
         self._end_all(begun, settings)
@@ -183,17 +183,13 @@ class GaLore(Optimizer):
     @_eagerly
     def _begin_all(self) -> tuple[list[_Begun], list[dict[str, Any]]]:
         """Give stand-ins the projected gradients; return what :meth:`_end_all` needs."""
-        live = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
-        projected = [
-            (param, group)
-            for group in self.param_groups if "rank" in group
-            for param in group["params"] if param.grad is not None
-        ]  # fmt: skip
+        live = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        projected = [(param, group) for param, group in live if "rank" in group]
         _check_gradients(param for param, _ in projected)
         for position in range(len(self.param_groups)):
             self._pass_settings(position)
         begun = [self._begin(param, group) for param, group in projected]
-        self._lend(live)
+        self._lend(param for param, _ in live)
         return begun, [dict(group) for group in self.inner.param_groups]
 
     @_eagerly
@@ -219,36 +215,25 @@ class GaLore(Optimizer):
         projected = [param] if "rank" in group else []
         _check_gradients(projected)
         begun = [self._begin(each, group) for each in projected]
+        self._lend([param])
         try:
-            with self._lent(param):
-                step_param(self.inner, self._stand_ins.get(param, param), position)
+            step_param(self.inner, self._stand_ins.get(param, param), position)
         finally:
             param.grad = grad
+            self._take_back([param])
         self._end(begun)
 
     def _lend(self, params: Iterable[Tensor]) -> None:
-        """Give the inner optimizer the state of parameters, without subspaces, for one step."""
+        """Give the inner optimizer, which keeps none, the state of parameters for a step."""
         for param in params:
-            state = self.state.get(param, {})
-            if theirs := {key: x for key, x in state.items() if not key.startswith(_OURS)}:
+            if theirs := _split(self.state.get(param, {}))[0]:
                 self.inner.state[self._stand_ins.get(param, param)] = theirs
 
     def _take_back(self, params: Iterable[Tensor]) -> None:
         for param in params:
             theirs = self.inner.state.pop(self._stand_ins.get(param, param), None)
             if theirs is not None:
-                state = self.state[param]
-                ours = {key: x for key, x in state.items() if key.startswith(_OURS)}
-                state.clear()
-                state.update(theirs | ours)
-
-    @contextlib.contextmanager
-    def _lent(self, param: Tensor) -> Iterator[None]:
-        self._lend([param])
-        try:
-            yield
-        finally:
-            self._take_back([param])
+                self.state[param] = theirs | _split(self.state[param])[1]
 
     def _pass_settings(self, position: int) -> None:
         """Copy a group's settings, which schedulers change, to the inner optimizer."""
@@ -355,21 +340,15 @@ class GaLore(Optimizer):
 
         def load_inner(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             state, params = given["state"], self._check_loadable(given)
-            theirs = {
-                number: {key: x for key, x in state[number].items() if not key.startswith(_OURS)}
-                for number in params.keys() & state.keys()
-            }
-            groups = [
-                {key: value for key, value in group.items() if key not in _KEYS}
-                for group in given["param_groups"]
-            ]
+            theirs = {}
+            for number in params.keys() & state.keys():
+                theirs[number], ours = _split(state[number])
+                subspaces[params[number]] = {
+                    key: x.to("cpu" if key == f"{_OURS}step" else params[number].device, copy=True)
+                    for key, x in ours.items()
+                }
+            groups = [{k: g[k] for k in g.keys() - _KEYS} for g in given["param_groups"]]
             self.inner.load_state_dict({"state": theirs, "param_groups": groups})
-            for number in theirs:
-                param = params[number]
-                for key, value in state[number].items():
-                    if key.startswith(_OURS):
-                        device = value.device if key == f"{_OURS}step" else param.device
-                        subspaces.setdefault(param, {})[key] = value.to(device, copy=True)
             # Without what the base class would round to the dtype of the parameters.
             return {**given, "state": {k: x for k, x in state.items() if k not in params}}
 
@@ -423,13 +402,15 @@ class GaLore(Optimizer):
 
     def unpack_state_(self, param: Tensor) -> None:
         """Unpack the inner optimizer's state, for :func:`~comera.truncate_`."""
-        with self._lent(param):
-            state_layout.unpack_state_(self.inner, param)
+        self._lend([param])
+        state_layout.unpack_state_(self.inner, param)
+        self._take_back([param])
 
     def pack_state_(self, param: Tensor) -> None:
         """Pack the inner optimizer's state again after :meth:`unpack_state_`."""
-        with self._lent(param):
-            state_layout.pack_state_(self.inner, param)
+        self._lend([param])
+        state_layout.pack_state_(self.inner, param)
+        self._take_back([param])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes, so that a copy has stand-ins for the copied parameters."""
@@ -497,12 +478,15 @@ def _check_gradients(params: Iterable[Tensor]) -> None:
             )
 
 
+def _split(entries: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the inner optimizer keeps in a state, and what GaLore does."""
+    ours = {key: x for key, x in entries.items() if key.startswith(_OURS)}
+    return {key: x for key, x in entries.items() if key not in ours}, ours
+
+
 def _as_list(params: Any) -> list[Any]:
     if isinstance(params, set):
-        raise TypeError(
-            "optimizer parameters need to be organized in ordered collections, and a group has a "
-            "set: give a list"
-        )
+        raise TypeError("optimizer parameters need to be organized in ordered collections: no set")
     return [params] if isinstance(params, Tensor) else list(params)
 
 

@@ -106,19 +106,16 @@ class MuonAdamW(torch.optim.AdamW):
         """Add a parameter group; ``muon=True`` or the name ``"cores"`` chooses Muon for it."""
         _check(param_group)
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group = self.param_groups.pop()
         group.setdefault("muon", group.get("name") == "cores")
-        try:
-            for param in group["params"] if group["muon"] else ():
-                check_whole(param, "MuonAdamW steps")
-                if param.dim() < 2:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(param.shape)} is in a group with muon=True, "
-                        "which is for cores and matrices: put it in another group"
-                    )
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        for param in group["params"] if group["muon"] else ():
+            check_whole(param, "MuonAdamW steps")
+            if param.dim() < 2:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is in a group with muon=True, "
+                    "which is for cores and matrices: put it in another group"
+                )
+        self.param_groups.append(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
