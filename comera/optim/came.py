@@ -82,7 +82,7 @@ class CAME(Optimizer):
         TypeError: If a group has an unknown key.
     """
 
-    needs_whole_matrices = "takes means of whole matrices, for which its processes have to meet"
+    needs_whole_matrices = "takes means of whole matrices"
 
     def __init__(
         self,
@@ -189,10 +189,9 @@ class CAME(Optimizer):
         states, part = [self.state[param] for param in params], _part(params[0])
         view = matrix_view(params[0].shape)
         weights = [_local(param) for param in params]
-        entries = weights[0].numel()
-        shape = (
-            (len(params), entries) if view is None else (len(params), entries // view[1], view[1])
-        )
+        shape = (len(params), weights[0].numel())
+        if view is not None:
+            shape = (len(params), shape[1] // view[1], view[1])
         param = _stack(weights).view(shape)
         grad = _stack([_local(p.grad, p) for p in params if p.grad is not None]).view(shape)
         held = {key: _stack(_every(states, key)) for key in states[0] if key != "step"}
@@ -354,8 +353,7 @@ def _empty_state(param: Tensor, state_dtype: str | None) -> State:
     wide = torch.promote_types(param.dtype, torch.float32)
     packed, view = _is_packed(param, state_dtype), matrix_view(param.shape)
     dtype = torch.int8 if packed else wide
-    layout = torch.contiguous_format
-    state = {"exp_avg_update": torch.zeros_like(param, dtype=dtype, memory_format=layout)}
+    state = {"exp_avg_update": param.new_zeros(param.shape, dtype=dtype)}
     if packed:
         scales = -(-param.numel() // _SCALED)
         state["exp_avg_update_scale"] = param.new_zeros(scales, dtype=torch.float32)
@@ -390,11 +388,10 @@ def _part(param: Any) -> _Part:
 
 def _local(tensor: Any, param: Any = None) -> Tensor:
     """Return what this process holds of a tensor, or of a gradient of ``param``."""
-    if not is_sharded(tensor):
-        return tensor
-    return (
-        tensor if param is None else tensor.redistribute(placements=param.placements)
-    ).to_local()
+    if is_sharded(tensor):
+        places = tensor.placements if param is None else param.placements
+        return tensor.redistribute(placements=places).to_local()
+    return tensor
 
 
 def _every(states: Sequence[State], key: str) -> list[Tensor]:

@@ -72,7 +72,7 @@ class GaLore(Optimizer):
             A tensor of more than two dimensions is taken as ``(first, all others)``. A matrix
             with a side that is not above the rank is neither projected nor scaled.
         inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`. The attribute
-            ``inner`` is that optimizer, of the stand-ins and all parameters that are not projected.
+            ``inner`` is that optimizer, of the stand-ins and all parameters that are not projected; its state is that of this one.
         **settings: Settings of the inner optimizer: ``lr``, ``betas``, ...; groups may differ.
 
     Note:
@@ -110,8 +110,7 @@ class GaLore(Optimizer):
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
-        seen = set[int]()
-        self.inner = inner([_for_inner(g, self._stand_ins, seen) for g in groups], **settings)
+        self.inner = inner([_for_inner(g, self._stand_ins) for g in groups], **settings)
         # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
         self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self.inner.param_groups)
         super().__init__(groups, dict(self.inner.defaults))
@@ -138,8 +137,7 @@ class GaLore(Optimizer):
         stand_ins: dict[Tensor, nn.Parameter] = {}
         try:
             if number == len(theirs):  # else the inner optimizer was constructed with it
-                seen = {id(param) for known in self.param_groups for param in known["params"]}
-                inner.add_param_group(_for_inner(group, stand_ins, seen))
+                inner.add_param_group(_for_inner(group, stand_ins))
             own = _DEFAULTS if "rank" in group else {}
             super().add_param_group({**theirs[number], **own, **group})
         except BaseException:
@@ -341,7 +339,7 @@ class GaLore(Optimizer):
         def load_inner(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             state, params = given["state"], self._check_loadable(given)
             theirs = {}
-            for number in params.keys() & state.keys():
+            for number in (number for number in params if number in state):
                 theirs[number], ours = _split(state[number])
                 subspaces[params[number]] = {
                     key: x.to("cpu" if key == f"{_OURS}step" else params[number].device, copy=True)
@@ -490,18 +488,15 @@ def _as_list(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _for_inner(
-    group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter], seen: set[int]
-) -> dict[str, Any]:
-    """Check a group; return the inner optimizer's group. Adds to ``stand_ins`` and ``seen``."""
-    for one in group["params"]:
-        param = one[1] if isinstance(one, tuple) else one
-        if id(param) in seen:
+def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
+    """Check a group; return the inner optimizer's group. Adds to ``stand_ins``."""
+    params = [one[1] if isinstance(one, tuple) else one for one in group["params"]]
+    for number, param in enumerate(params):
+        if any(param is other for other in params[:number]):
             raise ValueError(
-                f"some parameters appear in more than one parameter group, or twice in one: one "
-                f"of shape {tuple(param.shape)}. Give GaLore each parameter once"
+                f"a parameter of shape {tuple(param.shape)} is twice in a parameter group: give "
+                "GaLore each parameter once"
             )
-        seen.add(id(param))
     own = {key: value for key, value in group.items() if key not in _KEYS}
     if "rank" not in group:
         if misplaced := sorted(_KEYS & set(group)):

@@ -44,6 +44,7 @@ def came_off(folder, **settings):
     other, optimizer = optimizer_of(whole), optimizer_of(sharded)
     train(whole, other, 0, 20)
     train(sharded, optimizer, 0, 10)
+    optimizer.zero_grad()  # torch asks for no state where there are gradients
     state = get_optimizer_state_dict(sharded, optimizer)
     dcp.save(state, checkpoint_id=folder)
     resumed = optimizer_of(sharded)
