@@ -72,7 +72,8 @@ class GaLore(Optimizer):
             A tensor of more than two dimensions is taken as ``(first, all others)``. A matrix
             with a side that is not above the rank is neither projected nor scaled.
         inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`. The attribute
-            ``inner`` is that optimizer, of the stand-ins and all parameters that are not projected; its state is that of this one.
+            ``inner`` is that optimizer, of stand-ins and all parameters that are not projected; it
+            borrows its state from this one.
         **settings: Settings of the inner optimizer: ``lr``, ``betas``, ...; groups may differ.
 
     Note:
