@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from comera.nn.module import is_flattened
+from comera.nn.module import check_unflattened
 from comera.ops.dispatch import is_eager
 from comera.optim.state_layout import COMMON_KEYS, group_of, load_hooks, made_for
 
@@ -116,12 +116,9 @@ class CAME(Optimizer):
             )
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        if any(map(is_flattened, self.param_groups[-1]["params"])):
-            self.param_groups.pop()
-            raise ValueError(
-                "CAME keeps means of rows and columns, and FullyShardedDataParallel has flattened "
-                "them: use torch.optim.AdamW, or leave the model whole in DistributedDataParallel"
-            )
+        group = self.param_groups.pop()
+        check_unflattened(group["params"], "CAME")
+        self.param_groups.append(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

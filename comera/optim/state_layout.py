@@ -54,9 +54,8 @@ def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
         )
     if type(unwrapped).__name__ == "ZeroRedundancyOptimizer":
         raise ValueError(
-            "ZeroRedundancyOptimizer steps each parameter in one process by its first size: to "
-            "change parameters, take the optimizer that it was given, or leave it out and make a "
-            "new one afterwards"
+            "ZeroRedundancyOptimizer steps each parameter in one process, at its first size: use "
+            "the optimizer that it was given by itself, or leave it out and make a new one then"
         )
     return unwrapped
 
