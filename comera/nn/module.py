@@ -4,7 +4,7 @@ import logging
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -554,18 +554,22 @@ def resize_(param: Tensor, size: Sequence[int]) -> None:
         set_data_(param, torch.empty(size, device=param.device, dtype=param.dtype))
 
 
-def is_flattened(param: Tensor) -> bool:
-    """Return whether a parameter is a part of ``FullyShardedDataParallel``."""
-    return hasattr(param, "_fsdp_flattened")
+def check_unflattened(params: Iterable[Tensor], what: str) -> None:
+    """Raise ``ValueError``, naming ``what``, for parameters of ``FullyShardedDataParallel``."""
+    if any(hasattr(param, "_fsdp_flattened") for param in params):
+        raise ValueError(
+            f"{what} does not take the flat parts of parameters in FullyShardedDataParallel: shard "
+            "by torch.distributed.fsdp.fully_shard, or leave the model whole in "
+            "DistributedDataParallel"
+        )
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Return whether a parameter is a DTensor, as of ``fully_shard``, or :func:`is_flattened`."""
+    """Return whether a parameter is a DTensor, or a flat part in ``FullyShardedDataParallel``."""
     # By name: the class need not be imported to be asked for.
-    return is_flattened(param) or (
-        type(param) is not nn.Parameter
-        and any(cls.__name__ == "DTensor" for cls in type(param).__mro__)
-    )
+    is_plain = type(param) is nn.Parameter
+    of_dtensor = not is_plain and any(cls.__name__ == "DTensor" for cls in type(param).__mro__)
+    return of_dtensor or hasattr(param, "_fsdp_flattened")
 
 
 def check_unsharded(model: nn.Module, what: str, written: bool = False) -> None:

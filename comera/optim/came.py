@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from comera.nn.module import is_flattened, is_sharded
+from comera.nn.module import check_unflattened, is_sharded
 from comera.ops.dispatch import is_eager
 from comera.optim.state_layout import COMMON_KEYS, check_whole, group_of, load_hooks, made_for
 
@@ -123,6 +123,7 @@ class CAME(Optimizer):
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups.pop()
+        check_unflattened(group["params"], "CAME")
         for param in group["params"]:
             _check_shards(param, _is_packed(param, group["state_dtype"]))
         self.param_groups.append(group)
@@ -189,7 +190,7 @@ class CAME(Optimizer):
         states, part = [self.state[param] for param in params], _part(params[0])
         view = matrix_view(params[0].shape)
         weights = [_local(param) for param in params]
-        shape = (len(params), weights[0].numel())
+        shape: tuple[int, ...] = (len(params), weights[0].numel())
         if view is not None:
             shape = (len(params), shape[1] // view[1], view[1])
         param = _stack(weights).view(shape)
@@ -333,7 +334,7 @@ def _check_shards(param: Any, packed: bool) -> None:
     shards = [p.is_shard(0) for p in getattr(param, "placements", ()) if not p.is_replicate()]
     if packed:
         check_whole(param, "CAME keeps eight bits of", "it without state_dtype='8bit'")
-    elif is_flattened(param) or shards not in ([], [True]):
+    elif shards not in ([], [True]):
         check_whole(param, "CAME takes means of shards by rows and of")
 
 

@@ -295,7 +295,14 @@ class GaLore(Optimizer):
             count += 1
             if steps % group["update_proj_gap"]:
                 return
-        if not torch.isfinite(grad_MN).all() or (not old and not grad_MN.any()):
+        if not torch.isfinite(grad_MN).all():
+            return
+        if not old and not grad_MN.any():
+            if not group["lr"]:  # so torch.distributed.checkpoint asks what there is to load
+                shapes = basis_shapes(matrix_shape(param), group["rank"], group["proj_type"])
+                dtype = torch.promote_types(param.dtype, torch.float32)
+                for side, shape in shapes.items():
+                    state[_OURS + side] = grad_MN.new_zeros(shape, dtype=dtype)
             return
         if not old:
             count += 1

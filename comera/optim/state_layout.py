@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.nn.module import is_flattened, is_sharded
+from comera.nn.module import is_sharded
 
 
 class Wrapper(Protocol):
@@ -56,9 +56,8 @@ def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
         )
     if type(unwrapped).__name__ == "ZeroRedundancyOptimizer":
         raise ValueError(
-            "ZeroRedundancyOptimizer steps each parameter in one process by its first size: to "
-            "change parameters, take the optimizer that it was given, or leave it out and make a "
-            "new one afterwards"
+            "ZeroRedundancyOptimizer steps each parameter in one process, at its first size: use "
+            "the optimizer that it was given by itself, or leave it out and make a new one then"
         )
     return unwrapped
 
@@ -123,7 +122,7 @@ def check_whole(param: Tensor, who: str, instead: str = "torch.optim.AdamW") -> 
     """Raise ``ValueError`` if a parameter is a part of one; ``who`` begins the error's text."""
     if is_sharded(param):
         made = "a DTensor, as fully_shard makes it"
-        of = "FullyShardedDataParallel's" if is_flattened(param) else made
+        of = "FullyShardedDataParallel's" if hasattr(param, "_fsdp_flattened") else made
         raise ValueError(
             f"{who} whole matrices, and a parameter of shape {tuple(param.shape)} is sharded "
             f"({of}): use {instead}, or leave the model whole in DistributedDataParallel"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from comera.nn.module import is_flattened, is_sharded, tensor_trains
+from comera.nn.module import check_unflattened, is_sharded, tensor_trains
 from comera.optim.state_layout import AnyOptimizer
 
 # Before torch 2.13 they had other names.
@@ -174,11 +174,7 @@ class Sharded:
     """
 
     def __init__(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
-        if any(map(is_flattened, model.parameters())):
-            raise ValueError(
-                "TrainStep does not take the flat shards of FullyShardedDataParallel: share the "
-                "dense matrices out by comera.train.sharded.shard_dense_"
-            )
+        check_unflattened(model.parameters(), "TrainStep")
         name = type(optimizer).__name__
         why = None if name == "MuonAdamW" else getattr(optimizer, "needs_whole_matrices", None)
         for group in optimizer.param_groups:

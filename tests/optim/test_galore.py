@@ -8,7 +8,13 @@ from time import perf_counter
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn import functional as F
 
 import comera
@@ -457,6 +463,26 @@ def test_a_state_without_subspaces_is_refused(kind):
     state["state"] |= {k: {"galore_step": state["state"][k]["galore_step"]} for k in projected}
     with pytest.raises(ValueError, match="the state is of 3 steps, and no subspace and no moments"):
         kind(groups(make_model())).load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("whole", [True, False])
+def test_torchs_state_of_a_model_and_its_optimizer_loads_into_a_new_one(kind, whole, tmp_path):
+    """Whole at once, or in place from a checkpoint of parts."""
+    model, new = make_model(), make_model()
+    optimizer, fresh = kind(groups(model)), kind(groups(new))
+    train(model, optimizer, 0, 3)
+    options = StateDictOptions(full_state_dict=whole, strict=False)  # a part is not used
+    saved = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    if not whole:
+        dcp.save(saved, checkpoint_id=tmp_path)
+        saved = {"optimizer": get_optimizer_state_dict(new, fresh, options=options)}
+        dcp.load(saved, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(new, fresh, copy.deepcopy(saved["optimizer"]), options=options)
+    new.load_state_dict(model.state_dict())
+    for each in ((model, optimizer), (new, fresh)):
+        train(*each, 3, 6)
+    assert all(map(torch.equal, new.parameters(), model.parameters()))
 
 
 @pytest.mark.slow
