@@ -275,7 +275,10 @@ REQUIREMENTS = (
 )  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning",
+    "ignore:.*performance drop:UserWarning", "ignore:Full backward hook:UserWarning",
+)  # fmt: skip
 @table(LAYERS, REQUIREMENTS, slow={graphs_of_any_size, gradients_of_gradients})
 def test_layers(name, requirement):
     conforms(name, requirement, CANNOT)

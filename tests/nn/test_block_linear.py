@@ -40,29 +40,6 @@ def test_the_weight_is_what_the_paper_defines(layer):
     torch.testing.assert_close(layer.weight.detach().cpu(), by_definition(layer))
 
 
-def test_second_derivatives():
-    layer = comera.BTTLinear(6, 4, rank=2, dtype=torch.float64)
-    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(layer, x)
-
-
-def test_a_transformed_layer():
-    layer = comera.BTTLinear(12, 6)
-    x = torch.randn(5, 12)
-    torch.testing.assert_close(torch.vmap(layer)(x), layer(x))
-    left = layer.cores[0].detach()
-
-    def loss(core):
-        return torch.func.functional_call(layer, {"cores.0": core}, (x,)).square().sum()
-
-    (want,) = torch.autograd.grad(layer(x).square().sum(), layer.cores[0])
-    torch.testing.assert_close(torch.func.grad(loss)(left), want)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        tangent = torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
-    torch.testing.assert_close(tangent, torch.ones_like(x) @ layer.dense_weight().T)
-
-
 def test_only_the_gradients_that_are_wanted():
     layer = comera.BTTLinear(12, 6)
     layer.cores[0].requires_grad_(False)

@@ -4,7 +4,6 @@ import shutil
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
 from comera.nn.embedding import TTEmbedding
@@ -199,12 +198,6 @@ def test_masks_are_no_indices(settings, kind, compiled, request):
         run(torch.tensor([[1.0, 0.5]]))
 
 
-@pytest.mark.slow
-def test_compiles_whole_and_for_any_batch():
-    layer = TTEmbedding(50, 12, 3, rank=4, hot_rows=5)
-    assert_compiled(layer, backend="aot_eager")
-
-
 def assert_compiled(model, **settings):
     compiled = torch.compile(model, fullgraph=True, dynamic=True, **settings)
     for batch in (3, 5):
@@ -229,15 +222,6 @@ def test_a_model_compiles_to_machine_code(rows, width, rank):
     table = TTEmbedding(rows, width, rank=rank)
     with code.patch(fx_graph_cache=False), graphs.patch(enable_autograd_cache=False):
         assert_compiled(nn.Sequential(table, nn.GELU(), TTLinear(width, 18, rank=4)))
-
-
-def test_exports_for_any_batch():
-    layer = TTEmbedding(50, 12, rank=4).eval()
-    batch = torch.export.Dim("batch", min=1)
-    x = torch.randint(50, (3, 4))
-    exported = torch.export.export(layer, (x,), dynamic_shapes=({0: batch},))
-    x = torch.randint(50, (11, 4))
-    torch.testing.assert_close(exported.module()(x), layer(x))
 
 
 def test_rows_are_scattered_where_none_are_hot():
@@ -343,12 +327,6 @@ def test_gradients_of_gradients(layer):
         second = sum(grad.pow(2).sum() for grad in first)
         found.append(torch.autograd.grad(second, params))
     torch.testing.assert_close(*found)
-
-
-def test_a_table_can_be_looked_at_without_numbers():
-    with FakeTensorMode():
-        layer = TTEmbedding(50, 12, rank=4)
-        assert layer(torch.zeros(3, 2, dtype=torch.long)).shape == (3, 2, 12)
 
 
 def test_a_table_without_rows_is_refused():

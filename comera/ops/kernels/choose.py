@@ -35,7 +35,8 @@ BAGS = "there are hot rows or bags"
 WIDE = "the factors are not of 16 bits"
 UNLIKE = "the batch and the factors are not all of bfloat16, or of float32"
 EXACT = "products of float32 are exact here: tf32 is not allowed"
-_EXPECTED = {ON_CPU, NO_CARD, DIFFERENTIATED, REF, BAGS, WIDE, UNLIKE, EXACT}
+RECORDED = "torch.func, forward-mode differentiation or a tracer has to see all operations"
+_EXPECTED = {ON_CPU, NO_CARD, DIFFERENTIATED, RECORDED, REF, BAGS, WIDE, UNLIKE, EXACT}
 """Refusals without a warning."""
 
 SETTING = os.environ.get("COMERA_KERNELS", "auto")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from comera.ops.context import shapes_are_static
 from comera.ops.dispatch import Case, Way, Ways, is_eager
-from comera.ops.kernels import lookup_kernel
+from comera.ops.kernels import choose, lookup_kernel
 from comera.ops.operator import gradients_again, is_concrete, is_traced, operator
 from comera.ops.table.distinct_rows import (
     Lookup,
@@ -70,7 +70,7 @@ def _rows_or_sums(given: Lookup) -> Tensor:
 def _refuses_recording(given: Lookup, checked: bool) -> str | None:
     """Return why one operator cannot stand for the lookup; or None."""
     if is_eager() and is_traced():
-        return "torch.func, forward-mode AD or a tracer has to see all operations"
+        return choose.RECORDED
     return _refuses_distinct_rows(given, checked)
 
 
