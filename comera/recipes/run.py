@@ -302,6 +302,7 @@ def _train_one(
         seconds=config.train.seconds,
         folder=folder,
         evaluate=task.evaluate,
+        spread=task.spread,
         eval_every=config.train.eval_every,
         save_every=config.train.save_every,
         log_every=config.train.log_every,
