@@ -359,7 +359,8 @@ def find_device(name: str, processes: Processes | None = None) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as problem:  # the latter where torch has no CUDA at all
-        raise ValueError(f"device={name!r} cannot be used here: {problem}") from None
+        why = str(problem).splitlines()[0].partition(". ")[0]  # of a list of all devices
+        raise ValueError(f"device={name!r} cannot be used here: {why}") from None
     return device
 
 

@@ -433,6 +433,8 @@ class RunConfig:
         check_nulls(self)
         if not self.out:
             raise ValueError("out='' must name the folder of the run")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be from 0 to 2^63 - 1")
         *first, last = TASKS
         given = [name for name in TASKS if getattr(self, name) is not None]
         if len(given) != 1:
