@@ -17,7 +17,7 @@ from comera.files import cache_folder
 
 _STREAMS = ("train", "valid", "test")
 
-_MOST_ODD = 0.005  # share of characters that are none of UTF-8, as in a few test files of Python's
+_MOST_ODD = 1e-3  # share of characters that are none of UTF-8, as in a few test files of Python's
 _TOKENIZER_SAMPLE = 4_000_000  # characters that a tokenizer is trained on
 
 

@@ -280,16 +280,13 @@ class _FiguresColumn(TextColumn):
     def __init__(self, width: int) -> None:
         self._room = width - _BESIDE_FIGURES
         # Narrowed before the others, whose columns cannot be broken.
-        column = Column(no_wrap=False, overflow="ellipsis")
-        super().__init__("{task.fields[figures]}", table_column=column)
+        super().__init__("", table_column=Column(no_wrap=False, overflow="ellipsis"))
 
     def render(self, task: Task) -> Text:
         figures = task.fields["figures"]
         while ", " in figures and len(figures) > self._room:
             figures = figures.rpartition(", ")[0] + ","
-        text = Text(figures)
-        text.no_wrap, text.overflow = True, "ellipsis"
-        return text
+        return Text(figures, no_wrap=True, overflow="ellipsis")
 
 
 class _TimeColumn(TimeRemainingColumn):
