@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from comera.nn.module import is_flattened
 from comera.ops.dispatch import is_eager
 from comera.optim.state_layout import COMMON_KEYS, group_of, load_hooks, made_for
 
@@ -115,6 +116,12 @@ class CAME(Optimizer):
             )
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        if any(map(is_flattened, self.param_groups[-1]["params"])):
+            self.param_groups.pop()
+            raise ValueError(
+                "CAME keeps means of rows and columns, and FullyShardedDataParallel has flattened "
+                "them: use torch.optim.AdamW, or leave the model whole in DistributedDataParallel"
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

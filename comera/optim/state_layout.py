@@ -43,7 +43,7 @@ def unwrap(optimizer: AnyOptimizer) -> Optimizer:
 
 
 def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
-    """Return :func:`unwrap`; raise ``ValueError`` if its parameters share state, as in LBFGS."""
+    """Return :func:`unwrap`; raise ``ValueError`` for LBFGS and ZeroRedundancyOptimizer."""
     if optimizer is None:
         return None
     unwrapped = unwrap(optimizer)
@@ -51,6 +51,12 @@ def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
         raise ValueError(
             "LBFGS has one history of all parameters together, which cannot be changed along with "
             "some of them: leave the optimizer out, and make a new one afterwards"
+        )
+    if type(unwrapped).__name__ == "ZeroRedundancyOptimizer":
+        raise ValueError(
+            "ZeroRedundancyOptimizer steps each parameter in one process by its first size: to "
+            "change parameters, take the optimizer that it was given, or leave it out and make a "
+            "new one afterwards"
         )
     return unwrapped
 

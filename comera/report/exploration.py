@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from comera.extras import MissingPackageError, needed_by
+from comera.extras import listed, needed_by
 from comera.planning.printing import (
     Report,
     Table,
@@ -45,6 +45,7 @@ class Point:
         loss: The result of ``evaluate``.
         predicted_seconds: Time of the replaced layers, forward and backward, by ``comera.plan``.
         predicted_ratio: This time divided by that of the dense layers.
+        tokens: Rows of the batch for which these are predicted; an expert gets its share.
         measured_seconds: Time of the call of ``evaluate``.
         note: Why there is no loss; or what was logged while the model was made smaller.
     """
@@ -61,6 +62,7 @@ class Point:
     loss: float | None = None
     predicted_seconds: float | None = None
     predicted_ratio: float | None = None
+    tokens: int | None = None
     measured_seconds: float | None = None
     note: str = ""
 
@@ -99,12 +101,12 @@ class Exploration(Report):
                 best.append(point)
         return replace(self, points=tuple(point for point in self.points if point in best))
 
-    def plot(self, library: Literal["plotly", "matplotlib"] | None = None) -> Any:
+    def plot(self, library: Literal["plotly", "matplotlib"] = "matplotlib") -> Any:
         """Draw losses over sizes, and a line through the points of :meth:`pareto`.
 
         Args:
             library: ``"plotly"`` draws a picture that shows a point's setting under the pointer and
-                can be zoomed, ``"matplotlib"`` a still picture. If None, plotly if installed.
+                can be zoomed, ``"matplotlib"`` a still picture.
 
         Returns:
             A figure of that library.
@@ -113,20 +115,16 @@ class Exploration(Report):
             ValueError: If ``library`` is neither of the two, or no point has a loss.
             MissingPackageError: If the library is not installed.
         """
-        if library not in (None, "plotly", "matplotlib"):
-            raise ValueError(f"library={library!r} must be 'plotly', 'matplotlib' or None")
+        if library not in ("plotly", "matplotlib"):
+            raise ValueError(f"library={library!r} must be 'plotly' or 'matplotlib'")
         if not self._measured:
             raise ValueError(f"none of {len(self.points)} points has a loss: nothing can be drawn")
         groups: dict[str, list[Point]] = {}
         for point in self._measured:
             groups.setdefault(point.kind, []).append(point)
         best = sorted(self.pareto().points, key=lambda point: point.params or 0)
-        if library != "matplotlib":
-            try:
-                return _in_plotly(groups, best)
-            except MissingPackageError:
-                if library is not None:
-                    raise
+        if library == "plotly":
+            return _in_plotly(groups, best)
         figure, (axes,) = empty_figure()
         for kind, points in groups.items():
             axes.plot(*_sizes_and_losses(points), "o", ms=4, label=kind)
@@ -159,7 +157,9 @@ class Exploration(Report):
         spare = ["evaluate took", "bytes", "order", "parameters", "predicted time / dense"]
         if all(point.layer == WHOLE for point in self.points):
             spare.insert(0, "layer")
-        return [Table("explored", _HEADER, rows, left=(0, 1, 3), names=1, spare=spare)]
+        batches = sorted({point.tokens for point in self.points if point.tokens})
+        at = f", times at {listed(list(map(str, batches)))} rows a batch" * bool(batches)
+        return [Table(f"explored{at}", _HEADER, rows, left=(0, 1, 3), names=1, spare=spare)]
 
     def summary(self) -> str:
         """Return lines that count the points and say why points failed."""
