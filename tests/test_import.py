@@ -28,6 +28,15 @@ def run(code: str) -> str:
     return done.stdout
 
 
+def test_a_package_named_kernels_is_found_from_the_root_of_a_checkout(tmp_path):
+    """The folder of that name holds no Python file, so Python prefers the package to it."""
+    assert not [*(ROOT.parent / "kernels").rglob("*.py")]
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("def get_kernel(): return 'the package'")
+    found = f"sys.path.append({str(tmp_path)!r})\nfrom kernels import get_kernel\n"
+    assert run(f"{found}import comera\nprint(get_kernel())") == "the package\n"
+
+
 def test_public_names_have_one_home_each_and_checkers_see_the_same():
     block = next(
         node

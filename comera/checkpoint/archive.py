@@ -69,6 +69,13 @@ class Manifest:
         return json.dumps(fields, indent=1, sort_keys=True) + "\n"
 
 
+def _is_as_written(fields: dict[str, Any]) -> bool:
+    """Return whether a manifest of any version has the checksum that it states."""
+    rest = {key: value for key, value in fields.items() if key != "checksum"}
+    text = json.dumps(rest, indent=1, sort_keys=True) + "\n"
+    return hashlib.sha256(text.encode()).hexdigest() == fields.get("checksum")
+
+
 class FolderInUseError(RuntimeError):
     """Raised if another process writes to a folder of checkpoints."""
 
@@ -115,8 +122,10 @@ class Archive:
         except (OSError, ValueError, RecursionError) as problem:
             raise DamagedError(f"{path} is not readable: {problem}") from problem
         if isinstance(fields, dict) and fields.get("version", VERSION) != VERSION:
-            raise DamagedError(
-                f"{path} has version {str(fields['version'])[:20]}; this program reads {VERSION}"
+            kind = ValueError if _is_as_written(fields) else DamagedError
+            raise kind(
+                f"{path} has version {str(fields['version'])[:20]}; this program reads {VERSION}: "
+                "update comera"
             )
         match fields:
             case {

@@ -236,7 +236,7 @@ def _digest(source: str) -> str:
 
 def read_pairs(source: str) -> Iterator[tuple[str, str, int]]:
     """Yield premise, hypothesis and label number of each row that has a label (not ``-`` or -1)."""
-    number = 0
+    number, labelled = 0, False
     for number, row in enumerate(_rows(source), start=1):
         found = {
             name: next((row[key] for key in keys if row.get(key) is not None), None)
@@ -256,9 +256,12 @@ def read_pairs(source: str) -> Iterator[tuple[str, str, int]]:
                 f"row {number} of {source} has the label {label!r}; "
                 f"expected {', '.join(LABELS)} or 0 to {len(LABELS) - 1}"
             )
+        labelled = True
         yield str(found["premise"]), str(found["hypothesis"]), _LABEL_NUMBERS[label]
     if not number:
         raise ValueError(f"{source} holds no rows; {_EXPECTED}")
+    if not labelled:
+        raise ValueError(f"{source} has no label but '-' in {number:,} rows, and pairs need labels")
 
 
 def _rows(source: str) -> Iterator[Mapping[str, Any]]:

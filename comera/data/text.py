@@ -17,6 +17,7 @@ from comera.files import cache_folder
 
 _STREAMS = ("train", "valid", "test")
 
+_MOST_ODD = 1e-3  # share of characters that are none of UTF-8, as in a few test files of Python's
 _TOKENIZER_SAMPLE = 4_000_000  # characters that a tokenizer is trained on
 
 
@@ -74,20 +75,28 @@ class TextData:
     def digests(self) -> dict[str, str]:
         """Return digests of the files to read, by their names in the folder, in reading order.
 
-        Raises ``FileNotFoundError`` if no file matches, ``ValueError`` if decompression fails.
+        Raises ``FileNotFoundError`` if no file matches, and ``ValueError`` if decompression fails
+        or too much is no text in UTF-8.
         """
         folder = _folder(self)
         found: dict[str, str] = {}
-        characters = 0
+        characters, odd = 0, dict[str, int]()
         for path in _text_files(folder, self.pattern):
             digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")("replace")
             for block in vocabulary.read_blocks(path):  # a file may be larger than memory
                 digest.update(block)
-                characters += len(decoder.decode(block))
+                text = decoder.decode(block)
+                characters += len(text)
+                odd[str(path)] = odd.get(str(path), 0) + text.count("\ufffd") + text.count("\0")
             characters += len(decoder.decode(b"", final=True))
             found[str(path.relative_to(folder))] = digest.hexdigest()
             if characters > self.max_megabytes * 1e6:
                 break
+        if (count := sum(odd.values())) > _MOST_ODD * characters:
+            raise ValueError(
+                f"{max(odd, key=odd.__getitem__)} must be text in UTF-8: {count:,} of "
+                f"{characters:,} characters are none; convert it, or choose other files by pattern"
+            )
         return found
 
 

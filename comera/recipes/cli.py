@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.INFO if speaks else logging.ERROR)
     console, errors = Console(), Console(stderr=True)
     for each in (console, errors):
-        if not each.is_terminal:
+        if not each.is_terminal and not os.environ.get("COLUMNS"):
             each.width = 120
     begun = False
     try:
@@ -199,7 +199,8 @@ def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None
             parser.add_argument(each.name, nargs="?", default=each.default, help=text)
         else:
             shown = "" if each.default in (None, []) else f" [{each.default}]"
-            parser.add_argument(f"--{each.name}", default=each.default, help=text + shown)
+            flag: dict[str, Any] = {"nargs": "?", "const": True} if each.default is False else {}
+            parser.add_argument(f"--{each.name}", default=each.default, help=text + shown, **flag)
 
 
 def _options(command: str, function: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
@@ -315,13 +316,13 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
             file = word
             continue
         if not _is_option(key):
-            near = difflib.get_close_matches(key, [f"--{name}" for name in settings_by_name()], n=1)
-            hint = f": did you mean {near[0]}?" if near else f"; `{_ALL_SETTINGS}` lists them"
-            raise ValueError(f"{word} is not a setting{hint}")
+            raise ValueError(f"{word} is not a setting{_near(key)}")
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ValueError(f"{word} needs a value: {word}=...")
             text = rest.pop(0)
+        if not text:
+            raise ValueError(f"{key}= is empty: give a value, or leave it out")
         pairs.append((key.removeprefix("--"), text))
     settings: dict[str, Any] = {}
     files: dict[Path, dict[str, Any]] = {}
@@ -341,6 +342,18 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
             except ValueError as problem:
                 raise ValueError(f"{path}: {problem}") from None
         raise
+
+
+def _near(key: str) -> str:
+    """Return a hint on an unknown option: the one that it resembles, or those of its section."""
+    known, key = settings_by_name(), key.removeprefix("--")
+    outer, _, name = key.rpartition(".")
+    if outer not in known:
+        near = difflib.get_close_matches(key, known, n=1)
+        return f": did you mean --{near[0]}?" if near else f"; `{_ALL_SETTINGS}` lists them"
+    beside = [each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == outer]
+    near = difflib.get_close_matches(name, beside, n=1)
+    return f": did you mean --{outer}.{near[0]}?" if near else f"; {outer} has {', '.join(beside)}"
 
 
 def changes_of(words: Sequence[str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Define the commands for this machine: ``doctor`` and ``calibrate``."""
 
+import collections
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Literal
 
@@ -24,11 +25,16 @@ _WIDTH, _RANKS = 768, (32, 128, 256, 384, 512)
 _MOST_ROWS = 1 << 24
 
 
-def examine(console: Console) -> None:
-    """Show what was found for CUDA kernels, and the way (implementation) each operator runs.
+def examine(*, all: bool = False, console: Console) -> None:
+    """Say what this machine computes with and why; works without a card, driver or cuda-python.
 
-    Works without a card, a driver or cuda-python.
+    Args:
+        all: Show too what was found, and the way (implementation) that each operator runs.
     """
+    for line in _answer():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if not all:
+        return
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     ways = [table(torch.device(kind)) for kind in kinds for table in (_ways, _times, _linears)]
     for table in (_found(), _kernels(), *ways):
@@ -54,8 +60,25 @@ def calibrate(
     measure(device, console.print)
 
 
+def _answer() -> Iterator[str]:
+    """Yield what runs here in a few lines: the device, its kernels or why there are none."""
+    built = f"torch {torch.__version__} built for CUDA {torch.version.cuda or '(none)'}"
+    yield f"comera {__version__}, {built}, Python {platform.python_version()}"
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name(0) if kind == "cuda" else "no GPU that torch can use"
+    yield f"device: {kind} ({name}); a run takes it unless its setting device says otherwise"
+    device, by_reason = torch.device(kind), collections.Counter[str]()
+    for operator in sorted(TABLE):
+        way, before, _ = _cells(operator, device, torch.float32)
+        why = before.partition("\n")[0].partition(": ")[2] or "as torch is the first way"
+        by_reason["run" if way == "kernel" else f"do not run, {why}"] += 1
+    yield f"kernels (COMERA_KERNELS={choose.mode()}), of {len(TABLE)} operators in float32:"
+    yield from (f"  {count} {what}" for what, count in by_reason.most_common(5))
+    yield f"times by which ways are chosen: {way_times_of(device).origin}"
+    yield "`comera doctor --all` shows every operator, and all that was found"
+
+
 def _found() -> Table:
-    cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     cards = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
     cached = list(nvrtc.cubin_folder().glob("*.cubin"))
     size = sum(file.stat().st_size for file in cached) / 1e6
@@ -64,9 +87,6 @@ def _found() -> Table:
     except metadata.PackageNotFoundError:
         bindings = "not installed (pip install 'comera[cuda]'): no kernels on a card"
     rows = {
-        "comera": __version__,
-        "Python": platform.python_version(),
-        "torch": f"{torch.__version__}, {cuda}",
         "CUDA devices": "\n".join(
             f"{card.name}, compute capability {card.major}.{card.minor}, "
             f"{card.total_memory / 2**30:.0f} GiB"
@@ -188,4 +208,4 @@ def _reconstructed_from(rank: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 if __name__ == "__main__":  # without the packages of the command line
-    examine(Console())
+    examine(all=True, console=Console())

@@ -18,6 +18,9 @@ from comera.recipes.parse import check_least
 
 Groups = list[dict[str, Any]]
 
+GATE_LR = 2e-3
+"""Least default rate of the rank gates."""
+
 _ADAFACTOR_EPS = (1e-15, 1e-3)
 """Epsilons of ``comera.GaLoreAdafactor``: torch's own keep no scale for small gradients."""
 
@@ -37,7 +40,9 @@ class OptimizerConfig:
             adafactor, also with galore, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are
             multiplied by ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
-        core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
+        core_lr: Peak rate of the tensor-train cores; by default ``lr``. In a run with a late stage
+            and default rates, a tenth of ``gate_lr`` if that is more, as it is in short runs: gates
+            that close faster than cores can make up for leave a model that answers nothing.
         scale_rates: contracted multiplies the rate of each linear layer's cores by a factor from
             its shape, see ``comera.param_groups``. By default all cores have one rate.
         gate_lr: Constant rate of the rank gates; by default 2e-3, or what lets a gate fall from
@@ -343,6 +348,10 @@ def keys_of(kind: type[OptimizerConfig]) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
 
-def gate_rate(late_steps: int) -> float:
-    """Return the default ``gate_lr``, high enough for Adam to close gates in the late stage."""
-    return max(2e-3, 1.25 / late_steps) if late_steps else 2e-3
+def with_late_stage(settings: OptimizerConfig, late_steps: int) -> OptimizerConfig:
+    """Fill in ``gate_lr``, so that Adam can close gates in the late stage, and ``core_lr``."""
+    gate_lr = max(GATE_LR, 1.25 / max(1, late_steps))
+    core_lr = settings.core_lr
+    if core_lr is None and settings.lr == settings.default_lr:
+        core_lr = max(settings.lr, gate_lr / 10)
+    return dataclasses.replace(settings, gate_lr=gate_lr, core_lr=core_lr)

@@ -302,6 +302,7 @@ def _train_one(
         seconds=config.train.seconds,
         folder=folder,
         evaluate=task.evaluate,
+        spread=task.spread,
         eval_every=config.train.eval_every,
         save_every=config.train.save_every,
         log_every=config.train.log_every,
@@ -358,7 +359,8 @@ def find_device(name: str, processes: Processes | None = None) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as problem:  # the latter where torch has no CUDA at all
-        raise ValueError(f"device={name!r} cannot be used here: {problem}") from None
+        why = str(problem).splitlines()[0].partition(". ")[0]  # of a list of all devices
+        raise ValueError(f"device={name!r} cannot be used here: {why}") from None
     return device
 
 

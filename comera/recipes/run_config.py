@@ -17,7 +17,13 @@ from comera.nn.targets import TTConfig
 from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
 from comera.rank.learning import check_target
 from comera.rank.two_stage import TwoStage, TwoStageSettings
-from comera.recipes.optimizers import OPTIMIZERS, OptimizerConfig, default_name, gate_rate
+from comera.recipes.optimizers import (
+    GATE_LR,
+    OPTIMIZERS,
+    OptimizerConfig,
+    default_name,
+    with_late_stage,
+)
 from comera.recipes.parse import check_least, check_nulls
 
 _NOT_IDENTITY = {"identity": False}
@@ -358,8 +364,8 @@ class RunConfig:
     def settings(self) -> dict[str, Any]:
         """Return all settings as plain values, as ``config.yaml`` has them.
 
-        Defaults of the optimizer are filled in, except ``gate_lr``, which depends on the steps, and
-        except an unnamed optimizer in a run with a twin.
+        Defaults of the optimizer are filled in, except rates of gates and cores, which depend on
+        the steps, and except an unnamed optimizer in a run with a twin.
         """
         optimizer = self._optimizer
         if optimizer.name is not None or not self.twin:
@@ -369,15 +375,16 @@ class RunConfig:
     def optimizer_for(self, steps: int | None) -> OptimizerConfig:
         """Return the optimizer's settings with defaults for a run of so many steps.
 
-        Without ``steps`` a default ``gate_lr`` of a run with a late stage stays None.
+        Without ``steps`` default rates of a run with a late stage stay None.
         """
-        gate_lr = self._optimizer.gate_lr
-        if gate_lr is None:
-            if self.two_stage is None:
-                gate_lr = gate_rate(late_steps=0)
-            elif steps is not None:
-                gate_lr = gate_rate(self.two_stage.stages(steps)[1])
-        return dataclasses.replace(self._optimizer.filled_in(self.width), gate_lr=gate_lr)
+        settings = self._optimizer.filled_in(self.width)
+        if settings.gate_lr is not None:
+            return settings
+        if self.two_stage is None:
+            settings.gate_lr = GATE_LR
+        elif steps is not None:
+            settings = with_late_stage(settings, self.two_stage.stages(steps)[1])
+        return settings
 
     @property
     def _optimizer(self) -> OptimizerConfig:
@@ -426,6 +433,8 @@ class RunConfig:
         check_nulls(self)
         if not self.out:
             raise ValueError("out='' must name the folder of the run")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be from 0 to 2^63 - 1")
         *first, last = TASKS
         given = [name for name in TASKS if getattr(self, name) is not None]
         if len(given) != 1:

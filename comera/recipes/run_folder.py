@@ -305,7 +305,7 @@ def begun_run(config: RunConfig) -> Begun | None:
         for each in dataclasses.fields(kind)
     }
     found = dict(_differences(there, settings_of(config)))
-    shown = {key: f"{key}: {old} -> {new}" for key, (old, new) in found.items()}
+    shown = {key: f"{key}: {_brief(old)} -> {_brief(new)}" for key, (old, new) in found.items()}
     no_identity = [f"{key}." for key, mark in marks.items() if mark is False]
     rhythm = {key for key in found if any(f"{key}.".startswith(no) for no in no_identity)}
     paths = {f"{config.task}.{key}" for key in _path_keys(config)}
@@ -321,6 +321,10 @@ def begun_run(config: RunConfig) -> Begun | None:
         late,
         bool(moved),
     )
+
+
+def _brief(value: Any) -> Any:
+    return "{...}" if isinstance(value, dict) else value
 
 
 def _has_moved(old: Any, new: Any) -> bool:
@@ -366,7 +370,9 @@ def check_folder(config: RunConfig, found: Begun | None) -> None:
                     "where there are no data"
                 )
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if there.is_dir() and not os.access(there, os.W_OK):
+    if not there.is_dir():
+        raise ValueError(f"out={config.out}: {there} is a file, choose a folder")
+    if not os.access(there, os.W_OK):
         raise ValueError(
             f"{folder} cannot be written: {there} may only be read; choose another --out"
         )

@@ -267,20 +267,17 @@ def _description(folder: Path, header: Mapping[str, str]) -> dict[str, Any]:
             f"{path} says nothing of its layers, and there is no {DESCRIPTION}: "
             "comera.save_model did not write it"
         )
-    try:
-        text = beside.read_text(encoding="utf-8") if beside.is_file() else None
-    except UnicodeDecodeError as problem:
-        raise ValueError(f"{beside} is damaged: {problem}") from problem
+    text = beside.read_text(encoding="utf-8", errors="replace") if beside.is_file() else ""
     path = path if _KEY in header else beside
-    counts = header.get(_KEY, text) or ""
+    counts = header.get(_KEY, text)
     try:
         found = json.loads(counts)
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"{path} is damaged: {problem}") from problem
     described = check_description(found, str(path))
-    if text is not None and text.strip() != counts.strip():
+    if text.strip() != counts.strip():
         log.warning(
-            "%s says something else than the header of %s, which counts: it was edited, or a save "
-            "was broken off", beside, WEIGHTS,
+            "%s does not repeat the header of %s, which counts: it was edited or removed, or a "
+            "save was broken off", beside, WEIGHTS,
         )  # fmt: skip
     return described

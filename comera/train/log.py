@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import get_console
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -163,6 +164,7 @@ def from_json(text: str) -> Any:
 
 _log = logging.getLogger("comera")
 
+_NEVER = 1_000_000  # seconds until TensorBoard's thread writes by itself, whose errors none sees
 _TAIL_BYTES = 1 << 16
 
 
@@ -197,10 +199,13 @@ class RunLog(SilentLog):
             with needed_by("tensorboard=True"):
                 from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1)
+            board = folder / "tensorboard"
+            self._board = SummaryWriter(board, purge_step=resume_step + 1, flush_secs=_NEVER)
 
     def write(self, step: int, **values: Any) -> None:
         """Append a line to ``metrics.jsonl``, and write its numbers to TensorBoard."""
+        if not self.path.is_file():
+            self._begin_anew()
         line = {"step": step, "time": round(time.time(), 3), **values}
         self._file.write(to_json(line) + "\n")
         self._file.flush()
@@ -208,11 +213,23 @@ class RunLog(SilentLog):
             for name, value in values.items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(name, value, step)
+            self._board.flush()
+
+    def _begin_anew(self) -> None:
+        """Begin a new file if it was removed; ``FileNotFoundError`` if the whole folder is gone."""
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(
+                f"{self.path.parent} is gone: it was removed or renamed while the run wrote into it"
+            )
+        _log.warning("%s was removed while the run goes on: a new one begins here", self.path)
+        self._file.close()
+        self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(FileNotFoundError):  # the folder is gone
+                self._board.close()
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -253,18 +270,23 @@ def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
     return None
 
 
-class _FiguresColumn(TextColumn):
-    """Column of a progress bar with the latest figures, cut to the free width."""
+_WIDE = 100
+_BESIDE_FIGURES = 38  # columns of a title, the steps and the time
 
-    def __init__(self) -> None:
+
+class _FiguresColumn(TextColumn):
+    """Column of a progress bar with the latest figures, the first ones that have room."""
+
+    def __init__(self, width: int) -> None:
+        self._room = width - _BESIDE_FIGURES
         # Narrowed before the others, whose columns cannot be broken.
-        column = Column(no_wrap=False, overflow="ellipsis")
-        super().__init__("{task.fields[figures]}", table_column=column)
+        super().__init__("", table_column=Column(no_wrap=False, overflow="ellipsis"))
 
     def render(self, task: Task) -> Text:
-        text = super().render(task)
-        text.no_wrap, text.overflow = True, "ellipsis"
-        return text
+        figures = task.fields["figures"]
+        while ", " in figures and len(figures) > self._room:
+            figures = figures.rpartition(", ")[0] + ","
+        return Text(figures, no_wrap=True, overflow="ellipsis")
 
 
 class _TimeColumn(TimeRemainingColumn):
@@ -296,12 +318,13 @@ class PlainLines:
 
 
 def progress_bar(disable: bool = False, console: Console | None = None) -> Progress:
-    """Return a progress bar with step count, latest figures, and time left or taken."""
+    """Return a progress bar with step count, latest figures and time, without a bar if narrow."""
+    width = (console or get_console()).width
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(20),
+        *([BarColumn(20)] if width >= _WIDE else []),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        _FiguresColumn(),
+        _FiguresColumn(width - 21 if width >= _WIDE else width),
         _TimeColumn(elapsed_when_finished=True, table_column=Column(no_wrap=True)),
         console=console,
         disable=disable,

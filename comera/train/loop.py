@@ -21,6 +21,9 @@ from comera.train.step import NonFiniteLossError, TrainStep
 
 log = logging.getLogger("comera")
 
+SILENT = 0.05
+"""Spread of logits below which a model answers the same, to some hundredths, to every input."""
+
 Evaluate = Callable[[nn.Module], dict[str, float]]
 """Takes the model in evaluation mode, and returns named figures."""
 
@@ -58,9 +61,10 @@ class RunUnderWay:
         chain: CheckpointChain,
         evaluate: Evaluate | None,
         processes: Processes,
+        spread: Evaluate | None = None,
     ) -> None:
         self._step, self._chain, self._processes = step, chain, processes
-        self._evaluate = evaluate
+        self._evaluate, self._spread = evaluate, spread
         self.clock = StepClock(next(step.model.parameters()).device)
         self.result = LoopResult(0, 0.0)
         self._saved_at = -1
@@ -134,16 +138,32 @@ class RunUnderWay:
         """Cut the ranks if rank learning is due, or ``at_end`` of the run in any case."""
         step, ranks = self._step, self._step.ranks
         if ranks is not None and (ranks.due or (at_end and ranks.forced is None)):
-            self.result.ranks = ranks.finish_(step.optimizer)
-            self.log.write(step.steps_done, stage="done", **self.result.ranks)
+            spread = self.spread("before its ranks are cut,")
+            self.result.ranks = ranks.finish_(step.optimizer) | spread
+            # Its running loss is none of the losses of steps that the log has under that name.
+            figures = {key: v for key, v in self.result.ranks.items() if key != "loss"}
+            self.log.write(step.steps_done, stage="done", **figures)
 
-    def measure(self) -> None:
+    def spread(self, when: str) -> dict[str, float]:
+        """Return how far the model's answers differ among inputs; warn if they hardly do."""
+        found = {} if self._spread is None else evaluated(self._step, self._spread)
+        if found.get("spread", SILENT) < SILENT and self._processes.is_first:
+            log.warning(
+                "%s the model answers the same to every input (its logits differ by %.1g): give "
+                "it more steps, or its cores a higher learning rate",
+                when, found["spread"],
+            )  # fmt: skip
+        return found
+
+    def measure(self, *, at_end: bool) -> None:
         """Evaluate the model; if that fails, save the state before the error is raised."""
         if self._evaluate is None:
             return
         try:
             self.result.metrics = evaluated(self._step, self._evaluate)
             figures = {f"eval/{key}": value for key, value in self.result.metrics.items()}
+            if at_end:
+                figures |= self.spread("after training,")
             self.log.write(self._step.steps_done, **figures)
         except Exception:
             self.result.metrics = {}
@@ -171,6 +191,7 @@ def train(
     seconds: float | None = None,
     folder: Path,
     evaluate: Evaluate | None = None,
+    spread: Evaluate | None = None,
     eval_every: int = 0,
     save_every: int = 0,
     log_every: int = 10,
@@ -197,6 +218,8 @@ def train(
             the log; None for no limit.
         folder: Folder for ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/``.
         evaluate: Function that returns named figures of the model, given in evaluation mode.
+        spread: Function that returns, as ``spread``, how far answers differ among inputs; it is
+            asked before ranks are cut and at the end, and warns of a model that answers nothing.
         eval_every: Steps between evaluations; 0 for only one at the end.
         save_every: Steps between checkpoints; 0 for only one at the end.
         log_every: Steps between lines of the log, which have the mean loss.
@@ -225,7 +248,7 @@ def train(
     together.from_first(chain.lock)
     with contextlib.ExitStack() as at_end:
         at_end.callback(chain.close)  # it writes the checkpoints that are under way
-        run = RunUnderWay(step, chain, evaluate, together)
+        run = RunUnderWay(step, chain, evaluate, together, spread)
         if not resume:
             together.from_first(lambda: chain.rewind(-1))
         run.restore_()
@@ -275,12 +298,12 @@ def train(
                 # Before the model is measured or saved: the run goes on with the small model.
                 run.cut_ranks_(at_end=ended)
                 if ended or (eval_every and done % eval_every == 0):
-                    run.measure()
+                    run.measure(at_end=ended)
                 if save_every and done % save_every == 0 and not ended:
                     run.save()
             run.result.interrupted = not ended
             if ended and not run.result.metrics:  # the last evaluation failed
-                run.measure()
+                run.measure(at_end=True)
         run.save()  # the end of the run, or the step at which it was interrupted
     together.wait()  # one that ended early would have its launcher end the one that writes
     run.result.steps, run.result.seconds = step.steps_done, run.clock.seconds()

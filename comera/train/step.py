@@ -143,6 +143,8 @@ class TrainStep:
         why_not = why_not_fp8(self._device) if precision == "fp8" else None
         if why_not is not None:
             log.warning("precision='fp8' trains in 'bf16' here: %s", why_not)
+        elif precision == "fp8" and self._device.type == "cpu":
+            log.info("precision='fp8' on a CPU shows the losses of eight bits, not their speed")
         self.scaled = precision == "fp8" and why_not is None
         check_holds_cores(optimizer, model)
         self._unreduced = False  # whether averages over processes are under way

@@ -158,6 +158,10 @@ def test_a_given_vocabulary_is_used_and_checked(settings, tmp_path):
             "line 2 .* JSON object, not .3.",
         ),
         ("", "holds no rows"),
+        (
+            '{"premise": "a", "hypothesis": "b", "label": "-"}\n' * 2,
+            r"x\.jsonl has no label but '-' in 2 rows",
+        ),
     ],
 )
 def test_bad_rows_are_named(tmp_path, text, message):

@@ -110,6 +110,22 @@ def test_a_vocabulary_without_room_for_every_byte_is_refused(tmp_path):
         TextStreams.prepare(TextData(str(tmp_path / "text"), vocab_size=100))
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "".join(f"Für Größe {k} äußerst üblich. " for k in range(999)).encode("latin-1"),
+        "".join(f"words {k} " for k in range(999)).encode("utf-16"),
+        bytes(range(256)) * 40,
+    ],
+    ids=["latin-1", "utf-16", "binary"],
+)
+def test_what_is_no_text_is_named(tmp_path, content):
+    (tmp_path / "a.txt").write_text("plain words " * 99)
+    (tmp_path / "b.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"b\.txt must be text in UTF-8: .* characters"):
+        TextData(str(tmp_path), "*.txt").digests()
+
+
 def test_what_runs_have_written_is_no_text(tmp_path):
     folder = tmp_path / "text"
     write_functions(folder, 3, 5)

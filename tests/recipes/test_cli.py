@@ -61,7 +61,22 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
         (["plan", "quickstart", "--twin", "--seed=3"], "--twin needs a value: --twin=..."),
         (["plan", "quickstart", "-seed=3"], "-seed=3 is not a setting: did you mean --seed?"),
         (["plan", "quickstart", "--qqq=3"], "--qqq=3 is not a setting; `comera train --help_all`"),
-        (["plan", "quickstart", "--out="], "out='' must name the folder of the run"),
+        (
+            ["plan", "quickstart", "--out="],
+            "--out= is empty: give a value, or leave it out\n",
+        ),
+        (
+            ["plan", "quickstart", "--masked_text.folder="],
+            "--masked_text.folder= is empty: ",
+        ),
+        (["plan", "quickstart", "--seed=" + "9" * 23], "seed=99999999999999999999999 must be from"),
+        (["train", "quickstart", "--out=x", "--seed=-1"], "seed=-1 must be from 0 to 2^63 - 1\n"),
+        (["train", "quickstart", "--out=x", "--device=mps"], "device='mps' cannot be used here: "),
+        (["export", "x"], "comera export: the following arguments are required: file\n"),
+        (
+            ["plan", "quickstart", "--clicks.numbers=[a]"],
+            "--clicks.numbers=[a] is not a setting; clicks has file, format, label, ",
+        ),
         *(
             (["plan", "quickstart", *words.split()], message)
             for words, message in (
@@ -99,7 +114,10 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
 def test_a_mistake_on_the_command_line_is_named(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 1
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_the_system_refuses_is_said_without_its_number(tmp_path, capsys):
@@ -150,6 +168,14 @@ def test_the_configuration_may_stand_anywhere():
     )
     assert first == second == third
     assert (first.model.d_model, first.train.steps, first.twin) == (64, 7, True)
+
+
+def test_what_is_piped_is_as_wide_as_columns_says(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor", "--all"]) == 0
+    tables = [line for line in capsys.readouterr().out.splitlines() if line[:1] in "│┃┏├└"]
+    assert tables
+    assert max(map(len, tables)) <= 80
 
 
 def test_hyphens_are_as_good_as_underscores(tmp_path, capsys):

@@ -21,7 +21,7 @@ def _cache(tmp_path, monkeypatch):
 
 def printed():
     out = io.StringIO()
-    examine(Console(file=out, width=240))
+    examine(all=True, console=Console(file=out, width=240))
     return out.getvalue()
 
 
@@ -130,6 +130,14 @@ def test_it_says_from_how_many_rows_on_a_linear_layer_takes_its_dense_weight():
     assert not layer.is_factorized(torch.empty(rows, 768))
 
 
-def test_the_command_says_which_way_tensors_go(capsys):
+def test_the_command_answers_in_ten_lines_and_shows_the_rest_if_asked(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor"]) == 0
-    assert "which way tensors" in capsys.readouterr().out
+    answer = capsys.readouterr().out
+    assert len(answer.splitlines()) <= 10
+    for part in ("device: cpu (no GPU", " do not run, the tensors are on a CPU", "measured"):
+        assert part in answer
+    assert main(["doctor", "--all"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(answer)
+    assert "which way tensors" in said

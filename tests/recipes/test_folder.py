@@ -238,5 +238,11 @@ def test_a_file_in_the_place_of_a_folder_is_named(config, tmp_path, capsys):
     settings = dataclasses.asdict(config) | {"out": str(tmp_path / "file")}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     assert main(["train", str(tmp_path / "run.yaml")]) == 1
-    assert "error:" in (said := capsys.readouterr().err)
-    assert str(tmp_path / "file") in said
+    assert f"{tmp_path / 'file'} is a file, choose a folder" in capsys.readouterr().err
+
+
+def test_a_run_of_another_task_differs_in_a_few_words(config):
+    quiet_run(config)
+    with pytest.raises(ValueError, match=r"masked_text: \{...\} -> None, causal_text: ") as raised:
+        quiet_run(config, masked_text=None, causal_text=config.masked_text, seed=3)
+    assert len(str(raised.value)) < 400

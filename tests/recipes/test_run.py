@@ -19,6 +19,7 @@ from comera.ops.linear.fp8 import why_not_fp8
 from comera.recipes.cli import main
 from comera.recipes.optimizers import MuonConfig
 from comera.recipes.parse import choices_of, hints_of, read_yaml, section_of, wanted
+from comera.recipes.report.run_report import gather
 from comera.recipes.run import build_step, make_model, plan, planned_memory, run
 from comera.recipes.run_config import (
     DlrmConfig,
@@ -81,6 +82,40 @@ def test_a_run_ends_small_and_beside_its_twin(config):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("core_lr", "answers"), [(None, True), (1e-5, False)])
+def test_a_short_run_that_learns_ranks_answers_or_says_that_it_does_not(
+    config, caplog, core_lr, answers
+):
+    config = dataclasses.replace(
+        config, causal_text=config.masked_text, masked_text=None, two_stage=TwoStageConfig(0.5),
+        optimizer=MuonConfig(name=None, core_lr=core_lr), twin=False,
+        tensorize=TTConfig(rank=8), train=TrainConfig(steps=25, batch_size=8),
+    )  # fmt: skip
+    quiet_run(config)
+    said = [text for text in caplog.messages if "the model answers the same to every" in text]
+    assert [text.split(",")[0] for text in said] == (
+        [] if answers else ["before its ranks are cut", "after training"]
+    )
+    gaps = gather(Path(config.out))["gaps"]
+    assert any("answers the same to every input: at step 25" in text for text in gaps) != answers
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "rates"),
+    [
+        (60, {}, (1.25 / 24, 1.25 / 24 / 10)),
+        (2000, {}, (2e-3, 7e-4)),
+        (60, {"lr": 1e-3}, (1.25 / 24, None)),
+        (60, {"core_lr": 1e-3}, (1.25 / 24, 1e-3)),
+        (60, {"gate_lr": 0.1}, (0.1, None)),
+    ],
+)
+def test_cores_keep_up_with_the_gates_of_short_runs(config, steps, given, rates):
+    short = dataclasses.replace(config, optimizer=MuonConfig(name=None, **given))
+    found = dataclasses.replace(short, two_stage=TwoStageConfig()).optimizer_for(steps)
+    assert (found.gate_lr, found.core_lr) == rates
+
+
 def test_the_same_command_resumes_or_refuses(config):
     config.twin, config.train.steps = False, 10
     first = quiet_run(config)

@@ -310,6 +310,33 @@ def test_the_last_value_is_found_at_the_end_of_a_long_log(tmp_path):
     assert last_logged(tmp_path, "accuracy") is None
 
 
+def test_a_log_that_is_removed_begins_anew_and_a_folder_that_is_gone_ends_the_run(tmp_path, caplog):
+    log = RunLog(tmp_path / "run")
+    log.write(1, loss=1.0)
+    log.path.unlink()
+    log.write(2, loss=2.0)
+    assert f"{log.path} was removed while the run goes on" in caplog.text
+    assert [line["step"] for line in read_metrics(log.path.parent)] == [2]
+    log.path.parent.rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="run is gone: it was removed or renamed while the"):
+        log.write(3, loss=3.0)
+    log.close()
+    assert not log.path.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"), [(79, "573 tokens/s, -"), (99, "457 MiB, -"), (130, "457 MiB, -")]
+)
+def test_figures_that_have_no_room_are_left_out_whole(width, shown):
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    with progress_bar(console=console) as bar:
+        figures = "loss 8.3710, 8.96 steps/s, 573 tokens/s, peak 457 MiB,"
+        bar.add_task("dense", total=60, completed=6, figures=figures)
+    assert shown in out.getvalue()
+    assert "…" not in out.getvalue()
+
+
 def test_where_there_is_little_room_steps_and_time_stay():
     out = io.StringIO()
     console = Console(file=out, width=60, force_terminal=True, color_system=None)

@@ -73,11 +73,13 @@ def test_training_in_eight_bits_reaches_the_loss_of_bfloat16():
     assert not torch.equal(ends["fp8"], ends["bf16"])
 
 
-def test_precision_by_name_is_autocast():
+def test_precision_by_name_is_autocast(caplog):
+    caplog.set_level("INFO", "comera")
     for precision, dtype in (("fp32", None), ("bf16", torch.bfloat16), ("fp8", torch.bfloat16)):
         step = make_step(precision=precision)
         assert step.autocast == dtype
         assert step.scaled == (precision == "fp8")
+    assert caplog.text.count("precision='fp8' on a CPU shows the losses of eight bits") == 1
     assert make_step().autocast is None
     step, batch = make_step(precision="bf16"), get_batch(0)
     with torch.autocast("cpu", torch.bfloat16):

@@ -15,6 +15,7 @@ from comera.recipes.report import page
 from comera.recipes.run_config import RANK_SECTIONS
 from comera.recipes.run_folder import outcome_cells, read_result
 from comera.train.log import read_metrics
+from comera.train.loop import SILENT
 
 MOST_POINTS = 150  # most points of a line: more cannot be told apart, and make the page large
 MOST_COLUMNS = 60  # most steps at which ranks are shown
@@ -343,13 +344,18 @@ def gather(folder: Path) -> dict[str, Any]:
 
 
 def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
-    """Yield sentences on missing and damaged files of the model and its dense twin."""
+    """Yield sentences on a model that answers nothing, and on missing and damaged files."""
     if not (folder / "config.yaml").is_file():
         yield "config.yaml is missing: the settings are not shown."
     for model, place in zip(models, ("", "dense/"), strict=False):
         log, steps = folder / place / "metrics.jsonl", (model.result or {}).get("steps", 0)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         read = len(model.lines)
+        if (spread := model.series("spread")) and spread[-1][1] < SILENT:
+            yield (
+                f"the {model.name} model answers the same to every input: at step "
+                f"{spread[-1][0]:,} its logits differ by {spread[-1][1]:.1g} within a batch."
+            )
         if read + 1 < len(lines):  # a last line cut short is one that was being written
             yield (
                 f"{place}metrics.jsonl is damaged in line {read + 1} of {len(lines)}: what was "

@@ -99,6 +99,12 @@ class Task(ABC):
         """Return the logits of a batch in float32."""
         return model(*(batch[name] for name in self.inputs)).float()
 
+    def spread(self, model: nn.Module) -> dict[str, float]:
+        """Return how far logits differ within a batch: the largest standard deviation of one."""
+        logits = self.logits(model, self.get_batch(0))
+        rows = logits.flatten(0, -2) if logits.dim() > 1 else logits[:, None]
+        return {"spread": float(rows.std(0, correction=0).max())}
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss of a batch."""
