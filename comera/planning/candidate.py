@@ -189,10 +189,7 @@ def candidate(
     backward: Sequence[Step],
     parameters: Mapping[str, int],
 ) -> Candidate:
-    """Make a candidate, and add up the time and memory of its steps.
-
-    ``parameters`` maps names to sizes.
-    """
+    """Make a candidate, and add up the time and memory of its steps; ``parameters`` are sizes."""
     inputs, output = work.sizes(dtype)
     sizes = {**inputs, **{step.result: step.size for step in forward}}
     made, read_first = set[str](), set[str]()
@@ -325,8 +322,7 @@ def _factor_chain(
         ]
         backward = gradients + backward
         partial = result
-    own = name if forward else partial
-    return FactorChain(own, tuple(forward), (*forward[:-1], *backward))
+    return FactorChain(name if forward else partial, tuple(forward), (*forward[:-1], *backward))
 
 
 def gates(shape: Shape, operators: float, backward: bool = False) -> Step:

@@ -246,8 +246,7 @@ def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:
         gates(shape, 0, backward=True),
     ]
     parameters = layer.cores() | layer.biases
-    machine = machine.without_onednn
-    return candidate("blocks", layer, machine, dtype, forward, backward, parameters)
+    return candidate("blocks", layer, machine.without_onednn, dtype, forward, backward, parameters)
 
 
 _MOST_TOKENS = 1 << 24
