@@ -142,9 +142,8 @@ def place_of_moved(problem: FileNotFoundError, config: RunConfig, option: str) -
 def read_result(folder: Path) -> dict[str, Any]:
     """Return the figures of a trained model, from its folder.
 
-    Raises:
-        FileNotFoundError: If the model is not finished.
-        ValueError: If the file is damaged; the message names it and a command to write it again.
+    Raises ``FileNotFoundError`` if the model is not finished, and ``ValueError`` if the file is
+    damaged, with a command to write it again.
     """
     path = folder / "result.json"
     try:
