@@ -201,8 +201,7 @@ class RunLog(SilentLog):
 
     def write(self, step: int, **values: Any) -> None:
         """Append a line to ``metrics.jsonl``, and write its numbers to TensorBoard."""
-        line = {"step": step, "time": round(time.time(), 3), **values}
-        self._file.write(to_json(line) + "\n")
+        self._file.write(to_json({"step": step, "time": round(time.time(), 3), **values}) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():
