@@ -209,14 +209,9 @@ def candidate(
         sum(step.starting(machine) for step in steps),
     )
     item = item_size(dtype)
-    return Candidate(
-        name,
-        tuple(forward),
-        tuple(backward),
-        seconds,
-        saved_bytes=item * sum(saved.values()),
-        peak_bytes=item * (sum(parameters.values()) + peak),
-    )
+    saved_bytes = item * sum(saved.values())
+    peak_bytes = item * (sum(parameters.values()) + peak)
+    return Candidate(name, tuple(forward), tuple(backward), seconds, saved_bytes, peak_bytes)
 
 
 def _peak(

@@ -153,10 +153,7 @@ def _add(place: dict[str, Any], more: Mapping[str, Any], within: str) -> None:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raises ``FileNotFoundError``.
-
-    Raises ``ValueError`` if the file cannot be read, holds no mapping, or has a key twice.
-    """
+    """Return the mapping in a YAML file; ``FileNotFoundError``, or ``ValueError`` without one."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:

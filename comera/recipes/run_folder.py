@@ -313,13 +313,9 @@ def begun_run(config: RunConfig) -> Begun | None:
     longer = any(old and new and new > old for old, new in (found[key] for key in lengths))
     late = longer and _in_late_stage(folder)
     same = rhythm | moved | (lengths if longer and not late else set())
-    return Begun(
-        [shown[key] for key in shown if key not in same],
-        [shown[key] for key in shown if key in rhythm],
-        longer,
-        late,
-        bool(moved),
-    )
+    others = [shown[key] for key in shown if key not in same]
+    harmless = [shown[key] for key in shown if key in rhythm]
+    return Begun(others, harmless, longer, late, bool(moved))
 
 
 def _has_moved(old: Any, new: Any) -> bool:

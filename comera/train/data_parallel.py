@@ -17,10 +17,7 @@ _FIRST_CAPTURABLE_NCCL = (2, 9, 6)
 
 
 class DataParallel:
-    """The ``DistributedDataParallel`` of a training step.
-
-    Its buffers are rebuilt when truncation changes sizes, or a CUDA graph changes the stream.
-    """
+    """A step's ``DistributedDataParallel``; its buffers are rebuilt if sizes or stream change."""
 
     def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
         self._model = model

@@ -35,8 +35,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._seconds = device, 0.0
-        self._open: collections.deque[tuple[torch.cuda.Event, torch.cuda.Event]]
-        self._open = collections.deque()
+        self._open = collections.deque[tuple[torch.cuda.Event, torch.cuda.Event]]()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
