@@ -46,10 +46,7 @@ _ROUNDS, _LEAST_ROUNDS = 7, 3
 _ENOUGH = 0.2  # seconds after which a way has been measured, however few rounds there were
 _SECONDS = 0.01  # a sample takes at least this long, so that the clock does not show
 
-_DTYPES = {
-    "cpu": (torch.float32,),
-    "cuda": (torch.float32, torch.bfloat16, torch.float16),
-}
+_DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
 
 _IN_TF32 = {"feed_forward", "gated_feed_forward"}
 """Groups with a way that runs only where products of float32 may be of tf32."""
@@ -209,9 +206,8 @@ def _host_seconds(group: str, way: str, runs: Sequence[Run], device: torch.devic
 
 def copies_of(device: torch.device, nbytes: float) -> int:
     """Return how many inputs of ``nbytes`` to use in turn so that none stays in a cache."""
-    if device.type != "cuda":
-        return 2
-    return min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
+    rotated = min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
+    return rotated if device.type == "cuda" else 2
 
 
 def in_turn(runs: Sequence[Run], device: torch.device, graphs: CudaGraphs | None = None) -> Run:
@@ -340,12 +336,8 @@ def _space(positions: int, rank: int, device: torch.device, dtype: torch.dtype) 
             y = self_attention(x, *model, num_heads=12, keep_BT=None, dropout=0.0)  # type: ignore[misc]
         return torch.autograd.grad(y, [x, *params], y.detach(), allow_unused=True)
 
-    batch = _tokens(device) // positions
+    batch = (4096 if device.type == "cuda" else 512) // positions
     return [partial(run, x) for x in _batches(device, torch.float32, batch, positions, 768)]
-
-
-def _tokens(device: torch.device) -> int:
-    return 4096 if device.type == "cuda" else 512
 
 
 _SIZES: dict[tuple[str, Callable[..., list[Any]]], Sequence[tuple[Any, ...]]] = {

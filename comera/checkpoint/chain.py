@@ -16,13 +16,7 @@ from typing import Any, Literal, Self, get_args
 from torch import Tensor, nn
 
 from comera.checkpoint.archive import Archive, Manifest, packed
-from comera.checkpoint.contents import (
-    Quality,
-    Snapshot,
-    decode,
-    encode,
-    take_snapshot,
-)
+from comera.checkpoint.contents import Quality, Snapshot, decode, encode, take_snapshot
 from comera.checkpoint.streams import DamagedError
 
 log = logging.getLogger("comera")
@@ -350,8 +344,7 @@ class CheckpointChain:
         for number in reversed(steps) if step == "latest" else (step,):
             try:
                 links = self._archive.links(number)
-                streams = self._archive.streams(links[-1])
-                parts, _ = decode(streams, self._weights(links[:-1]))
+                parts, _ = decode(self._archive.streams(links[-1]), self._weights(links[:-1]))
                 return Checkpoint(number, **parts)
             except DamagedError as problem:
                 if step != "latest":
@@ -372,8 +365,7 @@ class CheckpointChain:
                 links = self._archive.links(step)
                 last = links[-2].checksum if len(links) > 1 else None
                 known = before[1] if before and before[0] == last else self._weights(links[:-1])
-                streams = self._archive.streams(links[-1])
-                _, weights = decode(streams, known)
+                _, weights = decode(self._archive.streams(links[-1]), known)
                 before = (links[-1].checksum, weights)
                 found[step] = None
             except DamagedError as problem:

@@ -62,8 +62,7 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
         starts = torch.arange(0, len(values_n) - step + 1, step)
         generator = torch.Generator().manual_seed(0)
         drawn = starts + torch.randint(step, starts.shape, generator=generator)
-        ends = map(torch.atleast_1d, values_n.aminmax())
-        values_n = torch.cat((values_n[drawn], *ends))
+        values_n = torch.cat((values_n[drawn], *map(torch.atleast_1d, values_n.aminmax())))
     sorted_n = torch.from_numpy(np.sort(values_n.numpy()))
     if not len(sorted_n):
         return _between(values_n.new_zeros(0 if zeros is None else 1).double())
@@ -206,8 +205,7 @@ def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
     mass = torch.cat((mass.new_zeros(1), mass))
     wanted = (torch.arange(size) + 0.5) * (mass[-1] / size)
     k = torch.searchsorted(mass, wanted).clamp(1, len(mass) - 1)
-    share = (wanted - mass[k - 1]) / (mass[k] - mass[k - 1])
-    return torch.lerp(at[k - 1], at[k], share)
+    return torch.lerp(at[k - 1], at[k], (wanted - mass[k - 1]) / (mass[k] - mass[k - 1]))
 
 
 def _best_of_bins(sums: Tensor, ends: Tensor, size: int) -> Tensor:

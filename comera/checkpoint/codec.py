@@ -168,13 +168,11 @@ def write_exact(streams: Streams, name: str, tensor: Tensor, base: Tensor | None
     """
     bits = _bits(tensor)
     if base is not None:
-        difference = bits - _bits(base)
         # Integers near zero from either side become unsigned ones near zero.
-        signed = difference.view(f"i{bits.itemsize}")
+        signed = (bits - _bits(base)).view(f"i{bits.itemsize}")
         bits = ((signed << 1) ^ (signed >> (8 * bits.itemsize - 1))).view(bits.dtype)
     for k, byte in enumerate(bits.view(np.uint8).reshape(-1, bits.itemsize).T):
-        kind = f"{_part_of(name)}/byte {k} of {bits.itemsize}"
-        streams.write(kind, np.ascontiguousarray(byte))
+        streams.write(f"{_part_of(name)}/byte {k} of {bits.itemsize}", np.ascontiguousarray(byte))
     return Record(
         "exact", base is not None, names=(name,), shape=(*tensor.shape,), dtypes=(tensor.dtype,)
     )
@@ -288,8 +286,7 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
     if not alpha:
         return size > 0
     root = 0.0 if second is None else float(second.mean(dtype=torch.float64)) ** 0.5
-    medians = min(_MOST_MEDIANS, alpha / root if root else _MOST_MEDIANS)
-    return size > size.median() * medians
+    return size > size.median() * min(_MOST_MEDIANS, alpha / root if root else _MOST_MEDIANS)
 
 
 def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
@@ -310,10 +307,7 @@ def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
 def _quantised(
     change: Tensor, mask: Tensor, bits: int, rate: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the positions of kept entries, the codebook and the codes.
-
-    With a price on bits, entries whose value in the codebook is zero are not kept.
-    """
+    """Return kept positions, codebook and codes; if bits have a price, zeros are not kept."""
     kept = positions(mask)
     if not rate:
         learned = learn(change[kept], 2**bits - 1)

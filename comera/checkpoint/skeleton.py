@@ -38,10 +38,7 @@ _SKIPPED = object()
 
 
 def parsed(raw: bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises ``ValueError`` or ``RecursionError`` if it is no JSON, or nested deeper than ``DEEPEST``.
-    """
+    """Return the value of a JSON text; ``ValueError``, or ``RecursionError`` beyond ``DEEPEST``."""
     value = json.loads(raw)
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEEPEST):

@@ -304,9 +304,8 @@ class UnfinishedBlocks:
         with replacing(self._file(k)) as temporary:
             save_file(content, temporary, {_KEY: json.dumps(noted)})
         states = {str(number): state.contiguous() for number, state in enumerate(after)}
-        done = {"about": self.about, "done": k + 1}
         with replacing(self._states) as temporary:
-            save_file(states, temporary, {_KEY: json.dumps(done)})
+            save_file(states, temporary, {_KEY: json.dumps({"about": self.about, "done": k + 1})})
 
     def put_layers_(self, k: int, block: nn.Module) -> None:
         """Replace layers of dense block number ``k`` by its compressed layers, on ``meta``."""

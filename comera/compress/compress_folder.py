@@ -152,8 +152,7 @@ def compress_folder(
         for k, (_, block) in enumerate(ordered[:first]):
             unfinished.put_layers_(k, block)
             calls.others[k].clear()
-        left = range(first, len(parts))
-        for k in with_bar(left, "blocks", progress, len(parts), first):
+        for k in with_bar(range(first, len(parts)), "blocks", progress, len(parts), first):
             name, block = ordered[k]
             prefix = f"{where}.{name}."
             mine = {
@@ -210,15 +209,13 @@ def _compress_block_(
     def projected(block: nn.Module, row: Any) -> Tensor:
         number, call = row
         output = _output(block, call)
-        mixed = zlib.crc32(repr((seed, k, number)).encode())
-        generator = torch.Generator().manual_seed(mixed)
+        generator = torch.Generator().manual_seed(zlib.crc32(repr((seed, k, number)).encode()))
         probe = torch.randn(output.shape, generator=generator).to(output)
         return (output * probe).sum() / output[..., 0].numel()
 
     layers: tuple[CompressedLayer, ...] = ()
     if targets:
-        found = look_at(block, targets, rows, projected)
-        layers = compress_(block, found, budget=budget).layers
+        layers = compress_(block, look_at(block, targets, rows, projected), budget=budget).layers
     unfinished.add(k, block, layers, after)
     calls.states[:] = after
     calls.others[k].clear()

@@ -229,11 +229,9 @@ def read_chunks(
     The arrays are ``labels`` ``(n,)`` and ``continuous`` ``(n, C)``, float32 with NaN for missing
     values; ``field0``, ``field1``, ... ``(n,)`` uint64, codes of categories; ``integers`` ``(F,)``,
     whether a field holds whole numbers, which are their own codes; ``skipped`` ``()``, the number
-    of malformed lines, which ``skip_bad`` leaves out.
-
-    Raises:
-        ValueError: If a line or cell is malformed, with its number. A number that is not finite is
-            malformed, except a feature's empty cell or NaN in a typed column.
+    of malformed lines, which ``skip_bad`` leaves out. Raises ``ValueError`` with the number of a
+    malformed line or cell. A number that is not finite is malformed, except a feature's empty cell
+    or NaN in a typed column.
     """
     layout = _layout(path, format)
     if twice := _repeated(layout.names):

@@ -82,11 +82,8 @@ class ClickData:
 
     def digests(self) -> dict[str, str]:
         """Return the digest of the file."""
-        return {
-            self.file: vocabulary.content_digest(
-                vocabulary.find_file(self.file, click_files.EXPECTED)
-            )
-        }
+        path = vocabulary.find_file(self.file, click_files.EXPECTED)
+        return {self.file: vocabulary.content_digest(path)}
 
 
 class Clicks:
@@ -100,8 +97,7 @@ class Clicks:
         self, settings: ClickData, folder: Path, digests: Mapping[str, str] | None = None
     ) -> None:
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-        self.settings = settings
-        self.digests = digests or {}
+        self.settings, self.digests = settings, digests or {}
         self.prepared: str = facts["prepared"]
         self.table_sizes: list[int] = facts["table_sizes"]
         self.field_names: list[str] = facts["fields"]
@@ -285,6 +281,5 @@ def _numbered(
     order = order[frequent[order]]
     number = np.full(len(known), click_files.RARE, np.int32)
     number[order] = 1 + np.arange(len(order))
-    return click_files.Field(name, integers, None, known[frequent], number[frequent]), 1 + len(
-        order
-    )
+    field = click_files.Field(name, integers, None, known[frequent], number[frequent])
+    return field, 1 + len(order)

@@ -118,8 +118,7 @@ class NliPairs:
     ) -> None:
         arrays = dict(arrays)
         self.tokenizer = vocabulary.from_array(arrays.pop("tokenizer"))
-        self.settings = settings
-        self.digests = digests or {}
+        self.settings, self.digests = settings, digests or {}
         self.prepared = vocabulary.array_digest(arrays)
         self.vocab_size = int(arrays["vocab_size"])
         self.splits = {name: _Split(arrays, name) for name in settings.splits}
@@ -173,22 +172,16 @@ class NliPairs:
             )
         epoch, position = divmod(step, per_epoch)
         key = (epoch, batch_size, seed)
-        if self._order is None or self._order[0] != key:
-            self._order = key, self._epoch_order(*key)
-        rows = self._order[1][position * batch_size : (position + 1) * batch_size]
-        return self.train.collate(rows, length)
-
-    def _epoch_order(self, epoch: int, batch_size: int, seed: int) -> np.ndarray:
-        """Return the rows of an epoch in random batches of similar length."""
-        rng = np.random.default_rng([seed % 2**32, epoch])
-        order = rng.permutation(len(self.train.labels))
-        order = order[: len(order) // batch_size * batch_size]
-        chunk = 32 * batch_size
-        for start in range(0, len(order), chunk):
-            part = order[start : start + chunk]
-            order[start : start + chunk] = part[np.argsort(self.train.lengths[part], kind="stable")]
-        batches = order.reshape(-1, batch_size)
-        return batches[rng.permutation(len(batches))].reshape(-1)
+        if self._order is None or self._order[0] != key:  # random batches of similar length
+            rng = np.random.default_rng([seed % 2**32, epoch])
+            order = rng.permutation(len(self.train.labels))[: per_epoch * batch_size]
+            chunk = 32 * batch_size
+            for start in range(0, len(order), chunk):
+                part = order[start : start + chunk]
+                by_length = np.argsort(self.train.lengths[part], kind="stable")
+                order[start : start + chunk] = part[by_length]
+            self._order = key, order.reshape(-1, batch_size)[rng.permutation(per_epoch)]
+        return self.train.collate(self._order[1][position], length)
 
     def held_out(
         self, split: str, batch_size: int, limit: int | None = None

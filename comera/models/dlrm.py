@@ -69,12 +69,11 @@ class DLRM(nn.Module):
         if alike:
             raise ValueError(f"table_sizes has {alike}, one name as modules: rename all but one")
         self.num_continuous, self.embedding_dim = num_continuous, embedding_dim
-        self.tables = TTEmbeddingBagCollection(
-            {
-                names[name]: nn.EmbeddingBag(size, embedding_dim, mode="sum")
-                for name, size in table_sizes.items()
-            }
-        )
+        bags = {
+            names[name]: nn.EmbeddingBag(size, embedding_dim, mode="sum")
+            for name, size in table_sizes.items()
+        }
+        self.tables = TTEmbeddingBagCollection(bags)
         widths = [num_continuous, *bottom, embedding_dim]
         self.bottom = _layers(widths).append(nn.ReLU()) if num_continuous else None
         parts = len(table_sizes) + bool(num_continuous)
@@ -240,8 +239,7 @@ class QuotientRemainderTable(SmallTable):
 
     def rows(self, indices_N: Tensor) -> Tensor:
         divisor = self.remainders.num_embeddings
-        quotients = self.quotients(indices_N // divisor)
-        return self.remainders(indices_N % divisor) * quotients
+        return self.remainders(indices_N % divisor) * self.quotients(indices_N // divisor)
 
 
 class SharedArrayTable(SmallTable):

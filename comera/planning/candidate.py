@@ -189,10 +189,7 @@ def candidate(
     backward: Sequence[Step],
     parameters: Mapping[str, int],
 ) -> Candidate:
-    """Make a candidate, and add up the time and memory of its steps.
-
-    ``parameters`` maps names to sizes.
-    """
+    """Make a candidate, and add up the time and memory of its steps; ``parameters`` are sizes."""
     inputs, output = work.sizes(dtype)
     sizes = {**inputs, **{step.result: step.size for step in forward}}
     made, read_first = set[str](), set[str]()
@@ -212,14 +209,9 @@ def candidate(
         sum(step.starting(machine) for step in steps),
     )
     item = item_size(dtype)
-    return Candidate(
-        name,
-        tuple(forward),
-        tuple(backward),
-        seconds,
-        saved_bytes=item * sum(saved.values()),
-        peak_bytes=item * (sum(parameters.values()) + peak),
-    )
+    saved_bytes = item * sum(saved.values())
+    peak_bytes = item * (sum(parameters.values()) + peak)
+    return Candidate(name, tuple(forward), tuple(backward), seconds, saved_bytes, peak_bytes)
 
 
 def _peak(
@@ -325,8 +317,7 @@ def _factor_chain(
         ]
         backward = gradients + backward
         partial = result
-    own = name if forward else partial
-    return FactorChain(own, tuple(forward), (*forward[:-1], *backward))
+    return FactorChain(name if forward else partial, tuple(forward), (*forward[:-1], *backward))
 
 
 def gates(shape: Shape, operators: float, backward: bool = False) -> Step:

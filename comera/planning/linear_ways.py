@@ -99,27 +99,15 @@ def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
 def _factorized_products(layer: Layer) -> tuple[Dims, ...]:
     """List the sizes of the products that make t, y, and the gradients of t, x, A and B."""
     batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
-    return (
-        (batch, wide, bond),
-        (batch, bond, high),
-        (batch, high, bond),
-        (batch, bond, wide),
-        (wide, batch, bond),
-        (bond, batch, high),
-    )
+    t, y, grad_t = (batch, wide, bond), (batch, bond, high), (batch, high, bond)
+    return t, y, grad_t, (batch, bond, wide), (wide, batch, bond), (bond, batch, high)
 
 
 def _reconstructed_products(layer: Layer) -> tuple[Dims, ...]:
     """List the sizes of the products that make W, y, and the gradients of x, W, A and B."""
     batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
-    return (
-        (wide, bond, high),
-        (batch, wide, high),
-        (batch, high, wide),
-        (wide, batch, high),
-        (wide, high, bond),
-        (bond, wide, high),
-    )
+    w, y, grad_x = (wide, bond, high), (batch, wide, high), (batch, high, wide)
+    return w, y, grad_x, (wide, batch, high), (wide, high, bond), (bond, wide, high)
 
 
 def factorized(layer: Layer, machine: Machine, dtype: str) -> Candidate:
@@ -246,8 +234,7 @@ def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:
         gates(shape, 0, backward=True),
     ]
     parameters = layer.cores() | layer.biases
-    machine = machine.without_onednn
-    return candidate("blocks", layer, machine, dtype, forward, backward, parameters)
+    return candidate("blocks", layer, machine.without_onednn, dtype, forward, backward, parameters)
 
 
 _MOST_TOKENS = 1 << 24

@@ -100,9 +100,7 @@ class Plan(Report):
 
         Negative if modes are padded, which costs the tree more, or if table rows share factors.
         """
-        if self.search is None:
-            return 0.0
-        return self.chosen.operations / self.search.operations - 1
+        return 0.0 if self.search is None else self.chosen.operations / self.search.operations - 1
 
     def candidate(self, name: str) -> Candidate:
         """Return the candidate of that name; raise ValueError if there is none."""

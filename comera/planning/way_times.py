@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from comera.files import replacing
 from comera.planning.machine import profile_path
@@ -207,7 +206,13 @@ def load_way_times(setting: Setting) -> WayTimes:
     default = BUILT_IN if setting.kind == "cuda" else NONE
     try:
         content = json.loads(setting.path.read_text())
-        _check(content, setting)
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f"it is not of format {_FORMAT}")
+        for name, value in asdict(setting).items():
+            if content.get(name) != value:
+                if name == "kernels":
+                    raise ValueError("the kernels have changed since")
+                raise ValueError(f"it is of {name} {content.get(name)!r}, this is {value!r}")
         timings = tuple(
             Timing(**{**entry, "sizes": tuple(entry["sizes"])}) for entry in content["timings"]
         )
@@ -221,13 +226,3 @@ def load_way_times(setting: Setting) -> WayTimes:
             setting.path, problem, default.origin, setting.kind,
         )  # fmt: skip
         return default
-
-
-def _check(content: Any, setting: Setting) -> None:
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"it is not of format {_FORMAT}")
-    for name, value in asdict(setting).items():
-        if content.get(name) != value:
-            if name == "kernels":
-                raise ValueError("the kernels have changed since")
-            raise ValueError(f"it is of {name} {content.get(name)!r}, this is {value!r}")

@@ -50,14 +50,10 @@ def check_copies(
 
 
 def agreed(group: "ProcessGroup | None", plan: Callable[[], Any]) -> None:
-    """Check that a function returns the same in all processes.
+    """Check that a function, which returns plain values, returns the same in all processes.
 
-    ``plan`` is the function, which returns plain values; ``group`` is None for a single process.
-
-    Raises:
-        Exception: The error of the function in this process.
-        RuntimeError: If the function raised an error in another process.
-        ValueError: If the function returned different values; raised in all processes.
+    ``group`` is None for a single process. Raises the error of ``plan`` in this process,
+    ``RuntimeError`` if it failed in another one, and ``ValueError`` in all if values differ.
     """
     mine, problem = None, None
     try:

@@ -168,8 +168,7 @@ class ImportancePruning(RankLearning):
             self._mean = torch.zeros_like(square)
         elif (self._mean.device, self._mean.dtype) != (square.device, square.dtype):
             self._mean = self._mean.to(square)
-        sound = torch.isfinite(square).all()
-        self._mean.lerp_(torch.where(sound, square, self._mean), _NEW_SHARE)
+        self._mean.lerp_(torch.where(torch.isfinite(square).all(), square, self._mean), _NEW_SHARE)
 
     def discard_(self) -> None:
         """Discard the gradients of a step that is not taken."""

@@ -413,11 +413,7 @@ class RankLearning(ABC):
         return [core for layer in self.size.layers.values() for core in layer.cores]
 
     def _processes(self, **settings: object) -> "ProcessGroup | None":
-        """Return the process group; check that all hold the same ranks, gates and settings.
-
-        Raises:
-            ValueError: In all processes, if ranks, gates or settings differ; it names the first.
-        """
+        """Return the process group; ``ValueError`` if ranks, gates or settings differ in it."""
         check_unsharded(self.model, self.method, written=True)
         given = self.process_group
         group = processes_of(self.model) if isinstance(given, str) else given

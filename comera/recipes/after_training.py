@@ -96,8 +96,7 @@ def evaluate(
             columns.append(_flat({part: measure(trained.model) for part, measure in found.items()}))
         columns.append(_flat(noted))
     for key in columns[0]:
-        cells = [f"{column[key]:.4f}" if key in column else "" for column in columns]
-        table.add_row(key, *cells)
+        table.add_row(key, *(f"{column[key]:.4f}" if key in column else "" for column in columns))
     console.print(table)
 
 
@@ -172,9 +171,8 @@ _MB = 1e6
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder is the folder of a run."""
-    return (folder / "config.yaml").is_file() and bool(
-        _read(read_yaml, folder / "config.yaml").get("train")
-    )
+    config = folder / "config.yaml"
+    return config.is_file() and bool(_read(read_yaml, config).get("train"))
 
 
 def report(folder: str, /, *, console: Console) -> None:
@@ -191,8 +189,8 @@ def report(folder: str, /, *, console: Console) -> None:
     def say(text: str) -> None:
         console.print(f"in {path}, {text}", markup=False, highlight=False, soft_wrap=True)
 
-    of_a_sweep = (path / "results.json").is_file()
-    if not of_a_sweep and not (path / "metrics.jsonl").is_file() and holds_runs(path):
+    of_a_sweep, has_log = ((path / name).is_file() for name in ("results.json", "metrics.jsonl"))
+    if not (of_a_sweep or has_log or is_run(path)) and path.is_dir() and any(_runs(path)):
         raise FileNotFoundError(
             f"{path} is not a run but holds some: give one of those that comera list {path} shows"
         )
@@ -200,16 +198,8 @@ def report(folder: str, /, *, console: Console) -> None:
     console.print(f"wrote {written}", markup=False)
 
 
-def holds_runs(folder: Path) -> bool:
-    """Return whether a folder holds runs, but is not a run itself."""
-    return folder.is_dir() and not is_run(folder) and any(_runs(folder))
-
-
 def runs_table(folder: Path) -> Table:
-    """Return a table of the runs in a folder and below, the last written one first.
-
-    Raises ``FileNotFoundError`` if there is no such folder, or no run in it.
-    """
+    """Return a table of runs in a folder, last written first; ``FileNotFoundError`` without any."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
 

@@ -131,10 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], int]:
-    """Return a function that runs the command that was typed, with its arguments and options.
-
-    Raises ``ValueError`` if a command or option is unknown, or an option takes other values.
-    """
+    """Return a function that runs the typed command; ``ValueError`` for what it does not take."""
     if words[:1] and words[0].startswith("-"):
         _options_of_all(words)
     command, rest = _command(words)

@@ -120,9 +120,8 @@ def _or_problem(call: Callable[[], str]) -> str:
 def _kernels() -> Table:
     table = Table("file", "functions", "compiled for", title="kernels", title_justify="left")
     for file in nvrtc.files():
-        compiled = {
-            path.stem.split("-")[1] for path in nvrtc.cubin_folder().glob(f"{file}-*.cubin")
-        }
+        cubins = nvrtc.cubin_folder().glob(f"{file}-*.cubin")
+        compiled = {path.stem.split("-")[1] for path in cubins}
         try:  # those of the source as it is now
             archs = sorted(arch for arch in compiled if nvrtc.cubin_path(file, arch).is_file())
         except (KernelError, RuntimeError):

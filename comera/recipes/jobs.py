@@ -374,9 +374,8 @@ def run_jobs(
 
 def write_settings(config: RunConfig) -> None:
     """Write the settings of a run beside its folder, for ``comera train``."""
-    path = Path(f"{config.out}.yaml")
     settings = {"out": config.out, **run_folder.settings_of(config)}
-    write_text(path, yaml.safe_dump(settings, sort_keys=False))
+    write_text(Path(f"{config.out}.yaml"), yaml.safe_dump(settings, sort_keys=False))
 
 
 def _close(job: Job, status: int | str, stopped: bool) -> None:

@@ -248,8 +248,7 @@ class CAMEConfig(OptimizerConfig):
 
     def make(self, groups: Groups) -> Optimizer:
         betas: Any = self.betas
-        dtype = self.state_dtype
-        return CAME(groups, betas=betas, bias_correction=True, state_dtype=dtype)
+        return CAME(groups, betas=betas, bias_correction=True, state_dtype=self.state_dtype)
 
 
 @dataclass(kw_only=True)

@@ -144,8 +144,7 @@ def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _add(place: dict[str, Any], more: Mapping[str, Any], within: str) -> None:
     for key, value in more.items():
-        both = isinstance(place.get(key), dict) and isinstance(value, Mapping)
-        if both:
+        if isinstance(place.get(key), dict) and isinstance(value, Mapping):
             _add(place[key], value, f"{within}{key}.")
         elif key in place:
             raise ValueError(f"{within}{key} is given twice: {place[key]!r} and {value!r}")
@@ -154,19 +153,15 @@ def _add(place: dict[str, Any], more: Mapping[str, Any], within: str) -> None:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raises ``FileNotFoundError``.
-
-    Raises ``ValueError`` if the file cannot be read, holds no mapping, or has a key twice.
-    """
+    """Return the mapping in a YAML file; ``FileNotFoundError``, or ``ValueError`` without one."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
         with naming_what_is_no_text(path):
             content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except yaml.YAMLError as problem:
-        raise ValueError(
-            f"{path} is not readable as YAML: {' '.join(str(problem).split())}"
-        ) from None
+        said = " ".join(str(problem).split())
+        raise ValueError(f"{path} is not readable as YAML: {said}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold keys and values, not {content!r}")
     return content
@@ -263,11 +258,9 @@ def file_of(word: str, beside: Path = Path()) -> Path:
     if path.is_dir():
         raise FileNotFoundError(f"{path} is a folder, and not that of a run: it has no config.yaml")
     near = did_you_mean(Path(word).stem, by_name)
-    raise FileNotFoundError(
-        f"there is no file {path}{near}"
-        if "did you mean" in near
-        else f"there is no file {path}; `comera init` lists the configurations that need none"
-    )
+    if "did you mean" not in near:
+        near = "; `comera init` lists the configurations that need none"
+    raise FileNotFoundError(f"there is no file {path}{near}")
 
 
 def described() -> list[tuple[str, str]]:

@@ -184,10 +184,7 @@ def try_out(
     most: int = _STEPPED_UP_TO,
     skip: Sequence[str] = (),
 ) -> list[str]:
-    """Train every variant for two steps, see :func:`dry_run`; return a line for each.
-
-    ``changes`` and ``skip`` are those of :func:`comera.recipes.sweep.run_sweep`.
-    """
+    """Train every variant for two steps, see :func:`dry_run`; return a line for each."""
     lines = []
     sweep = read_sweep(file_of(name, scale), changes)
     for variant in dict.fromkeys(job.variant for job in unskipped(make_jobs(sweep), skip)):

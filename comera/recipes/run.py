@@ -257,8 +257,7 @@ def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
                 target_entries(layers, ranks.target, size, ranks.min_rank)
             except ValueError as problem:
                 raise ValueError(f"{section}.{problem}") from None
-        optimizer = settings.optimizer_for(settings.train.steps).build(model)
-        found.append((name, model, optimizer))
+        found.append((name, model, settings.optimizer_for(settings.train.steps).build(model)))
     return found
 
 

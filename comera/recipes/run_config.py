@@ -333,12 +333,10 @@ class RunConfig:
     seed: int = 0
     device: str = "auto"
     masked_text: TextData | None = field(
-        default=None,
-        metadata=_task("text_tasks:MaskedTextTask", loss="lower", perplexity="lower"),
+        default=None, metadata=_task("text_tasks:MaskedTextTask", loss="lower", perplexity="lower")
     )
     causal_text: TextData | None = field(
-        default=None,
-        metadata=_task("text_tasks:CausalTextTask", loss="lower", perplexity="lower"),
+        default=None, metadata=_task("text_tasks:CausalTextTask", loss="lower", perplexity="lower")
     )
     nli: NliData | None = field(
         default=None, metadata=_task("text_tasks:NliTask", accuracy="higher", loss="lower")
@@ -388,8 +386,7 @@ class RunConfig:
 
     @property
     def _optimizer(self) -> OptimizerConfig:
-        default = OPTIMIZERS[default_name(self.tensorize is not None)]
-        return self.optimizer or default(name=None)
+        return self.optimizer or OPTIMIZERS[default_name(self.tensorize is not None)](name=None)
 
     @property
     def ranks(self) -> TwoStageConfig | ImportancePruningConfig | None:

@@ -142,9 +142,8 @@ def place_of_moved(problem: FileNotFoundError, config: RunConfig, option: str) -
 def read_result(folder: Path) -> dict[str, Any]:
     """Return the figures of a trained model, from its folder.
 
-    Raises:
-        FileNotFoundError: If the model is not finished.
-        ValueError: If the file is damaged; the message names it and a command to write it again.
+    Raises ``FileNotFoundError`` if the model is not finished, and ``ValueError`` if the file is
+    damaged, with a command to write it again.
     """
     path = folder / "result.json"
     try:
@@ -314,13 +313,9 @@ def begun_run(config: RunConfig) -> Begun | None:
     longer = any(old and new and new > old for old, new in (found[key] for key in lengths))
     late = longer and _in_late_stage(folder)
     same = rhythm | moved | (lengths if longer and not late else set())
-    return Begun(
-        [shown[key] for key in shown if key not in same],
-        [shown[key] for key in shown if key in rhythm],
-        longer,
-        late,
-        bool(moved),
-    )
+    others = [shown[key] for key in shown if key not in same]
+    harmless = [shown[key] for key in shown if key in rhythm]
+    return Begun(others, harmless, longer, late, bool(moved))
 
 
 def _brief(value: Any) -> Any:

@@ -35,11 +35,8 @@ def read_search(given: Any) -> SearchConfig:
     """Parse the section ``search``, in which ``over`` has the domains of settings.
 
     Domains are lists of values, or keywords of Optuna's distributions of numbers, such as
-    ``{low: 4, high: 32, log: true}``; they become Optuna's distributions.
-
-    Raises:
-        ValueError: If something is wrong; the message names the first fault.
-        MissingPackageError: If Optuna is not installed.
+    ``{low: 4, high: 32, log: true}``; they become Optuna's distributions. Raises ``ValueError``
+    with the first fault, and ``MissingPackageError`` if Optuna is not installed.
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"search={given!r} must be a section: trials, and over what settings")
@@ -210,11 +207,9 @@ class Search:
             if whole != content:
                 self._path.write_bytes(whole)
         storage = storages.JournalStorage(storages.journal.JournalFileBackend(str(self._path)))
+        direction = "maximize" if self._metric in HIGHER_IS_BETTER else "minimize"
         self._study = self._optuna.create_study(
-            storage=storage,
-            study_name="search",
-            load_if_exists=True,
-            direction="maximize" if self._metric in HIGHER_IS_BETTER else "minimize",
+            storage=storage, study_name="search", load_if_exists=True, direction=direction
         )
 
     def _seed_sampler(self, number: int) -> None:

@@ -52,11 +52,9 @@ class Sweep:
 def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     """Read a sweep file and check all of it, down to the settings of each variant.
 
-    ``changes`` are settings by dotted names that every variant gets, whatever the file says.
-
-    Raises:
-        ValueError: If something is wrong; the message names the variant and the first fault.
-        FileNotFoundError: If the file or its base does not exist.
+    ``changes`` are settings by dotted names that every variant gets, whatever the file says. Raises
+    ``ValueError`` with the variant and the first fault, and ``FileNotFoundError`` without the file
+    or its base.
     """
     content = read_yaml(path)
     if not {"base", "variants", "search"} & content.keys() and "train" in content:
@@ -213,8 +211,7 @@ def sweep(
             the sections submitit and ray of the file have settings of these.
         overwrite: Restart runs whose folders hold other settings or data; the others stay.
     """
-    folder = Path(out) if out else None
-    return run_sweep(file_of(file), jobs, overwrite, console, folder, launcher)
+    return run_sweep(file_of(file), jobs, overwrite, console, Path(out) if out else None, launcher)
 
 
 def run_sweep(

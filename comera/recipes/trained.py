@@ -195,8 +195,7 @@ def export(run: TrainedRun, path: Path) -> str:
                 temporary.write_bytes(written.getbuffer())
         else:
             _to_onnx(model, inputs, shapes, path)
-    size = path.stat().st_size
-    return f"wrote {_FORMS[path.suffix]} to {path}, {size:,} bytes"
+    return f"wrote {_FORMS[path.suffix]} to {path}, {path.stat().st_size:,} bytes"
 
 
 class _Positional(nn.Module):

@@ -302,8 +302,7 @@ def _tries(
     tries: list[tuple[str, str, Make]] = []
     if found is not None:
         for budget in budgets:
-            words = f"budget={budget!r}{which}"
-            tries.append((words, WHOLE, partial(_by_data, found, budget)))
+            tries.append((f"budget={budget!r}{which}", WHOLE, partial(_by_data, found, budget)))
     tries += [(_in_words(config), WHOLE, partial(_converted, config)) for config in configs]
     if not each_layer:
         return tries
@@ -313,8 +312,7 @@ def _tries(
         for layer in found.layers:
             alone = dataclasses.replace(found, layers=(layer,))
             share = 1 - (1 - budget) * layer.params(None) / found.model_params
-            words = f"budget={budget!r}{which}"
-            tries.append((words, layer.name, partial(_by_data, alone, share)))
+            tries.append((f"budget={budget!r}{which}", layer.name, partial(_by_data, alone, share)))
     for config in configs:
         for name in find_targets(model, config, None, None):
             one = dataclasses.replace(config, target_modules=re.escape(name))

@@ -25,8 +25,7 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
     Raises ``ValueError`` if the step does not run without numbers; then count after a real step.
     """
     counted = _bytes(optimizer)
-    params = list(counted)
-    fresh = [param for param in params if param.requires_grad and not counted[param]]
+    fresh = [param for param, size in counted.items() if param.requires_grad and not size]
     if not fresh:
         return counted
     memo: dict[int, Any] = {}  # for copy.deepcopy: meta parameters and empty states

@@ -1,7 +1,6 @@
 """Support data-parallel training steps, in which every process trains on its own batches."""
 
 import os
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -18,10 +17,7 @@ _FIRST_CAPTURABLE_NCCL = (2, 9, 6)
 
 
 class DataParallel:
-    """The ``DistributedDataParallel`` of a training step.
-
-    Its buffers are rebuilt when truncation changes sizes, or a CUDA graph changes the stream.
-    """
+    """A step's ``DistributedDataParallel``; its buffers are rebuilt if sizes or stream change."""
 
     def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
         self._model = model
@@ -32,10 +28,6 @@ class DataParallel:
     def group(self) -> dist.ProcessGroup:
         """Return the group of the processes that train the model."""
         return self._model.process_group
-
-    def held_back(self) -> AbstractContextManager[None]:
-        """Postpone the averaging of gradients to the next backward pass outside of the context."""
-        return self._model.no_sync()
 
     def prepare_(self) -> None:
         """Rebuild DDP's buffers if sizes or the stream have changed; all processes call this."""
@@ -157,6 +149,4 @@ class Together(Alone):
 
 def decisions_of(group: dist.ProcessGroup | None) -> Alone:
     """Return the object for common decisions of a group; all its processes must call this."""
-    if group is None or dist.get_world_size(group) == 1:
-        return Alone()
-    return Together(group)
+    return Alone() if group is None or dist.get_world_size(group) == 1 else Together(group)

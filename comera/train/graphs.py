@@ -34,8 +34,7 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._device, self._stream = device, torch.cuda.Stream(device)
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:

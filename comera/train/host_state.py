@@ -42,6 +42,7 @@ class HostState:
         # First: it replaces rates by tensors, which would count as a change.
         make_capturable_(optimizer, params[0].device)
         groups = optimizer.param_groups
+        of_step = step._loss_fn, step.accumulate, step.clip_norm, step.autocast, step.scaled
         return {
             # An address may be given away again, but not to as many numbers.
             "parameters": [(param.data_ptr(), param.numel()) for param in params],
@@ -72,13 +73,7 @@ class HostState:
                 len(optimizer._optimizer_step_post_hooks),
             ),
             "stage of rank learning": None if step.ranks is None else step.ranks.identity(),
-            "settings of the step": (
-                step._loss_fn,
-                step.accumulate,
-                step.clip_norm,
-                step.autocast,
-                step.scaled,
-            ),
+            "settings of the step": of_step,
             "rounding of float32 products": torch.backends.cuda.matmul.fp32_precision,
         }
 

@@ -36,8 +36,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._seconds = device, 0.0
-        self._open: collections.deque[tuple[torch.cuda.Event, torch.cuda.Event]]
-        self._open = collections.deque()
+        self._open = collections.deque[tuple[torch.cuda.Event, torch.cuda.Event]]()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -206,8 +205,7 @@ class RunLog(SilentLog):
         """Append a line to ``metrics.jsonl``, and write its numbers to TensorBoard."""
         if not self.path.is_file():
             self._begin_anew()
-        line = {"step": step, "time": round(time.time(), 3), **values}
-        self._file.write(to_json(line) + "\n")
+        self._file.write(to_json({"step": step, "time": round(time.time(), 3), **values}) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():

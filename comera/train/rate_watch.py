@@ -152,8 +152,7 @@ def _changed(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
         if _some(param).shape != before.shape:  # cut meanwhile
             continue
         size = before.norm()
-        share = (_some(param) - before).norm() / size
-        total = total + torch.where(size > 0, share, 0.0)
+        total = total + torch.where(size > 0, (_some(param) - before).norm() / size, 0.0)
     return total
 
 

@@ -22,11 +22,7 @@ from comera.nn.module import is_sharded, tensor_trains
 from comera.optim.state_layout import unwrap
 from comera.train.data_parallel import unwrapped_model
 from comera.train.host_state import random_state, set_random_state
-from comera.train.sharded import (
-    shared_model_state,
-    shared_optimizer_state,
-    whole_state,
-)
+from comera.train.sharded import shared_model_state, shared_optimizer_state, whole_state
 from comera.train.step import TrainStep
 
 _PLACES = ("row_order", "_extra_state")
@@ -88,17 +84,14 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not hold checkpoints of a training step")
     theirs, mine = state["layout"], _layout(model)
     if theirs != mine:
-        differences = sorted(
-            [
-                *(f"it has {name}" for name in theirs.keys() - mine.keys()),
-                *(f"it lacks {name}" for name in mine.keys() - theirs.keys()),
-                *(
-                    f"{name} is {theirs[name]} there and {mine[name]} here"
-                    for name in theirs.keys() & mine.keys()
-                    if theirs[name] != mine[name]
-                ),
-            ]
-        )
+        differences = [f"it has {name}" for name in theirs.keys() - mine.keys()]
+        differences += [f"it lacks {name}" for name in mine.keys() - theirs.keys()]
+        differences += [
+            f"{name} is {theirs[name]} there and {mine[name]} here"
+            for name in theirs.keys() & mine.keys()
+            if theirs[name] != mine[name]
+        ]
+        differences.sort()
         more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
         raise ValueError(f"{path} belongs to another model: {'; '.join(differences[:4])}{more}")
     weights, moments = saved.model, saved.optimizer

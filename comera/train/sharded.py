@@ -57,12 +57,10 @@ class RowShardedBag(nn.EmbeddingBag):
         # As DTensor shards rows.
         each = -(-self.num_embeddings // dist.get_world_size(group))
         begin = min(self.num_embeddings, dist.get_rank(group) * each)
-        local_RD = weight.to_local()
-        sums_BD = _Lookup.apply(local_RD, indices_N, bags_N, count, begin, group)
+        sums_BD = _Lookup.apply(weight.to_local(), indices_N, bags_N, count, begin, group)
         if self.mode == "sum":
             return sums_BD
-        sizes_B = torch.bincount(bags_N, minlength=count).clamp(min=1)
-        return sums_BD / sizes_B[:, None]
+        return sums_BD / torch.bincount(bags_N, minlength=count).clamp(min=1)[:, None]
 
 
 class _Lookup(torch.autograd.Function):
@@ -126,8 +124,7 @@ def shard_dense_(model: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    trains = tensor_trains(model).values()
-    small = {id(p) for layer in trains for p in layer.parameters()}
+    small = {id(p) for layer in tensor_trains(model).values() for p in layer.parameters()}
     whole = {p for p in model.parameters() if p.dim() < 2 or id(p) in small}
     if all(p in whole for p in model.parameters()):
         raise ValueError(

@@ -286,7 +286,9 @@ class TrainStep:
         """Postpone per-layer updates and averages to the last part of a batch."""
         if not last and isinstance(self.optimizer, OptimizerInBackward):
             return self.optimizer.accumulate()
-        return nullcontext() if last or self.parallel is None else self.parallel.held_back()
+        if last or not isinstance(self.model, nn.parallel.DistributedDataParallel):
+            return nullcontext()
+        return self.model.no_sync()
 
     def _parts(self, batch: Any) -> list[tuple[Any, float]]:
         """Split a batch into ``accumulate`` parts, each with its share of the rows."""

@@ -37,10 +37,7 @@ class Task(ABC):
     test: Callable[[nn.Module], dict[str, float]] | None  # on data by which nothing is chosen
 
     def __init__(
-        self,
-        config: RunConfig,
-        device: torch.device = _CPU,
-        processes: Processes | None = None,
+        self, config: RunConfig, device: torch.device = _CPU, processes: Processes | None = None
     ) -> None:
         self.config = config
         self.data: Any = config.data

@@ -65,8 +65,7 @@ class TextTask(Task):
             raise ValueError(f"{folder / _TOKENIZER} is damaged: {problem}") from None
 
     def _tokens(self, text: str) -> np.ndarray:
-        encoded = self.vocabulary.encode(text, add_special_tokens=False)
-        return np.asarray(encoded.ids, np.int64)
+        return np.asarray(self.vocabulary.encode(text, add_special_tokens=False).ids, np.int64)
 
     def _text(self, tokens: list[int]) -> str:
         return self.vocabulary.decode(tokens, skip_special_tokens=False)
