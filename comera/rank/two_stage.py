@@ -193,7 +193,8 @@ class TwoStage(RankLearning):
 
         If too many ranks are open, gates are closed greedily until the target is met, first gates
         with the smallest share in their layer. A warning tells if many of these were above 0.1, or
-        if most open gates are below. The result also has ``came_to``, the running loss, and its ``goal``.
+        if most open gates are below. The result also has the running loss, ``came_to``, and its
+        ``goal``.
         """
         group = self._processes()
         gates = self.size.read()
