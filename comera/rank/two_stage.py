@@ -193,7 +193,8 @@ class TwoStage(RankLearning):
 
         If too many ranks are open, gates are closed greedily until the target is met, first gates
         with the smallest share in their layer. A warning tells if many of these were above 0.1, or
-        if most open gates are below. The result also has the running ``loss`` and its ``goal``.
+        if most open gates are below. The result also has the running loss, ``came_to``, and its
+        ``goal``.
         """
         group = self._processes()
         gates = self.size.read()
@@ -206,7 +207,7 @@ class TwoStage(RankLearning):
                 weak, live, OPEN,
             )  # fmt: skip
         outcome = self._cut_(optimizer, group)
-        for name, loss in (("loss", self._running_loss), ("goal", self._late_goal)):
+        for name, loss in (("came_to", self._running_loss), ("goal", self._late_goal)):
             outcome[name] = None if loss is None else float(loss)
         if outcome["forced"] > _WORTH_SAYING * live:
             log.warning(
