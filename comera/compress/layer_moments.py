@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from comera.extras import listed
 from comera.files import replacing
+from comera.nn.forms import form_of
 from comera.nn.swap import evaluation_mode, every_layer_called
 from comera.nn.targets import TTConfig, find_targets, other_holders, say_dense, tied_groups
 from comera.params import checksum
@@ -59,7 +60,7 @@ def linear_targets(
         layer, why = modules[0], ""
         if len(modules) > 1 or other_holders(model, modules):
             why = "another module holds the weight"
-        elif not isinstance(layer, nn.Linear | nn.Embedding):
+        elif not isinstance(layer, nn.Linear | nn.Embedding) or form_of(layer) is not None:
             why = f"{type(layer).__name__} is not among what it compresses"
         elif isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq):
             why = "rows that share a basis cannot be scaled one by one (max_norm, ...)"

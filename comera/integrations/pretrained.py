@@ -31,7 +31,7 @@ from comera.surgery.rows import append_rows_
 with needed_by("comera.integrations.transformers"):
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, apply_renamings
+    from transformers.core_model_loading import WeightRenaming
     from transformers.quantizers import (
         HfQuantizer,
         register_quantization_config,
@@ -119,6 +119,7 @@ class TensorTrainQuantizer(HfQuantizer):
     given: Mapping[str, Any] | None = None
 
     is_trainable = True  # type: ignore[assignment]
+    is_compileable = True  # type: ignore[assignment]
 
     def is_serializable(self) -> bool:
         """Return True: the model can be saved."""
@@ -210,13 +211,12 @@ def _set_methods_(model: Any) -> None:
 
 
 def _is_dense(described: Mapping[str, Any], files: Sequence[str] | None) -> bool:
-    """Return whether files that are safetensors hold nothing of any layer but dense weights."""
+    """Return whether files that are safetensors hold of all layers dense weights alone."""
     keys = set[str]()
     for path in files or ():
-        if not str(path).endswith(".safetensors"):
-            return False
-        with safe_open(path, "pt") as opened:
-            keys |= set(opened.keys())
+        if str(path).endswith(".safetensors"):
+            with safe_open(path, "pt") as opened:
+                keys |= set(opened.keys())
     dense = {f"{name}.weight" for name in described["layers"]} & keys
     return bool(dense) and not any(".cores." in key for key in keys)
 
@@ -329,8 +329,10 @@ def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
     renamings = [each for each in changes if isinstance(each, WeightRenaming)]
     found, taken = {}, set[int]()
     for name in names:
-        new = apply_renamings(f"{name}.weight", renamings).removesuffix(".weight")
-        for maybe in (name, name.removeprefix(prefix), prefix + name, new):
+        new = f"{name}.weight"
+        for renaming in renamings:
+            new, _ = renaming.rename_source_key(new)
+        for maybe in (name, name.removeprefix(prefix), prefix + name, new.removesuffix(".weight")):
             if maybe in there:
                 if id(there[maybe]) not in taken:  # else it is one layer, of two names
                     found[name] = maybe

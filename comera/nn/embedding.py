@@ -60,6 +60,8 @@ class TTEmbedding(TTTable):
     def forward(self, input: Tensor) -> Tensor:
         self._check_there(input)
         rows = self._rows(input)
+        if self.output_scale != 1:
+            rows = rows * self.output_scale
         if self.padding_idx is None:
             return rows
         return rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)

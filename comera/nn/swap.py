@@ -84,8 +84,9 @@ def swap_layers_(
                 vars(parent)[name] = _swapped(value, replacements, seen)
     fuse_feed_forwards_(model)
     rename_tied_weights_(model)
-    loaded: Any = sys.modules.get("transformers.modeling_utils")
-    for part in model.modules() if loaded else ():
+    there = "transformers.core_model_loading" in sys.modules  # of transformers 5
+    loaded: Any = sys.modules["transformers.modeling_utils"] if there else None
+    for part in model.modules() if there else ():
         is_new = isinstance(part, loaded.PreTrainedModel) and not hasattr(part, "hf_quantizer")
         if is_new and tensor_trains(part):  # by its name, since that room lies above this one
             import_module("comera.integrations.pretrained").attach_(part)

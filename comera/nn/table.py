@@ -88,12 +88,14 @@ class TTTable(TensorTrainModule):
         scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, with k
             near the golden section; saved as extra state of a state dict.
         twins: The tables tied to this one, which share its cores and hot rows.
+        output_scale: Number that multiplies the rows of an embedding after the lookup.
         sparse: False: gradients of cores are dense, and small.
         dense_sparse: Whether the dense table, which :meth:`to_dense` makes, has sparse gradients.
     """
 
     row_order: Tensor | None
     twins: "tuple[TTTable, ...]" = ()
+    output_scale: float = 1.0
     dense_sparse: bool = False
     hot: nn.Parameter | HotRows | None
     shape: TTMShape  # type: ignore[assignment]
@@ -313,17 +315,18 @@ class TTTable(TensorTrainModule):
     def config(self) -> dict[str, Any]:
         hot = self.hot.config() if isinstance(self.hot, HotRows) else None
         config = {**super().config(), "row_order": self.row_order is not None, "hot": hot}
-        return {**config, "sparse": self.dense_sparse}
+        return {**config, "sparse": self.dense_sparse, "output_scale": self.output_scale}
 
     def freeze_like_(self, dense: Any) -> None:
-        """Copy ``requires_grad`` of a dense table, and whether its gradients are sparse."""
+        """Copy what a dense table is beside its weight: frozen, sparse, of scaled output."""
         super().freeze_like_(dense)
-        self.dense_sparse = dense.sparse
+        self.dense_sparse, self.output_scale = dense.sparse, getattr(dense, "output_scale", 1.0)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
         table = super().from_config(config, lead)
         table.dense_sparse = config["sparse"]
+        table.output_scale = config.get("output_scale", 1.0)
         if config["row_order"]:
             table.row_order = torch.empty(table.num_embeddings, dtype=torch.int32, device="meta")
         if isinstance(table.hot, HotRows):
@@ -404,6 +407,8 @@ class TTTable(TensorTrainModule):
             **{name: getattr(self, name) for name in self._own_settings},
         ).to_empty(device=like.device)  # fmt: skip
         dense.weight.copy_(self.dense_weight())
+        if self.output_scale != 1:  # for what from_torch makes of it
+            dense.output_scale = self.output_scale
         dense.weight.requires_grad_(any(param.requires_grad for param in self.parameters()))
         return dense.train(self.training)
 

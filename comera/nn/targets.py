@@ -54,7 +54,7 @@ class TTConfig:
         embedding_order: How many cores an embedding has.
         target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
             regular expression that must match the whole module name; a list holds names or ends
-            of names (``"fc1"`` takes ``layers.0.fc1``).
+            of names (``"fc1"`` takes ``layers.0.fc1``). Adapters of PEFT are taken only if named.
         exclude_modules: Modules to leave out: a regular expression or a list, as above.
         rank_pattern: Maps regular expressions over whole module names to ranks that replace
             ``rank`` in modules that match. The first match counts.

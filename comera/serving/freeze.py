@@ -276,7 +276,7 @@ class _Contraction:
             return self._shared[id(table)]
         left, right = table_factors(table)
         if left.numel() + right.numel() >= table.num_dense:
-            new: Any = table.to_dense().requires_grad_(False)
+            new: Any = from_torch(table.to_dense(), table.dense_form).requires_grad_(False)
             key = "dense", id(table.cores), table.padding_idx  # that row is zero
             new.weight = self._shared.setdefault(key, new.weight)
         else:
@@ -289,6 +289,7 @@ class _Contraction:
                 more |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
             sizes = table.num_embeddings, table.embedding_dim
             new = FactoredTable(*sizes, left, right, **more, padding_idx=table.padding_idx)
+            new.output_scale = table.output_scale
             lead = self._shared.setdefault(id(table.cores), new)
             for part in ("left", "right", "hot", "basis", "row_order"):
                 setattr(new, part, getattr(lead, part))

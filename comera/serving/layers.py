@@ -28,7 +28,7 @@ _WRITTEN = (
 class PlainWhenPickled(nn.Module):
     """Base of contracted layers; those of :func:`~comera.to_plain_` are pickled as torch's own."""
 
-    is_plain = False
+    is_plain: bool = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.is_plain:
@@ -114,6 +114,7 @@ class FactoredTable(PlainWhenPickled):
     _SETTINGS = (
         "num_embeddings", "embedding_dim", "padding_idx", "step", "mode", "include_last_offset",
     )  # fmt: skip
+    output_scale: float = 1.0
 
     def __init__(
         self,
@@ -155,6 +156,7 @@ class FactoredTable(PlainWhenPickled):
         hot, basis = None if self.hot is None else self.hot.weight, self.basis
         return {
             **{key: getattr(self, key) for key in self._SETTINGS},
+            "output_scale": self.output_scale,
             "left": [self.left.num_embeddings, *self.inner[0]],
             "right": [self.right.num_embeddings, *self.inner[1]],
             "hot": None if hot is None else list(hot.shape),
@@ -173,7 +175,9 @@ class FactoredTable(PlainWhenPickled):
         if config["row_order"]:
             rows = config["num_embeddings"]
             settings["row_order"] = torch.empty(rows, dtype=torch.int32, device="meta")
-        return cls(**settings)
+        table = cls(**settings)
+        table.output_scale = config.get("output_scale", 1.0)
+        return table
 
     def forward(
         self,
@@ -182,7 +186,8 @@ class FactoredTable(PlainWhenPickled):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         if self.mode is None:
-            return self._without_padding(self.rows(input), input)
+            rows = self._without_padding(self.rows(input), input)
+            return rows if self.output_scale == 1 else rows * self.output_scale
         flat = input.reshape(-1)
         entries = (torch.ones_like(flat).cumsum(0) - 1).reshape(input.shape)
         rows, mode = self.rows(flat), self.mode
