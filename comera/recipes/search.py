@@ -207,7 +207,7 @@ class Search:
             if whole != content:
                 self._path.write_bytes(whole)
         storage = storages.JournalStorage(storages.journal.JournalFileBackend(str(self._path)))
-        direction = "maximize" if self._metric in HIGHER_IS_BETTER else "minimize"
+        direction: Any = "maximize" if self._metric in HIGHER_IS_BETTER else "minimize"
         self._study = self._optuna.create_study(
             storage=storage, study_name="search", load_if_exists=True, direction=direction
         )
