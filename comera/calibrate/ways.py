@@ -206,8 +206,9 @@ def _host_seconds(group: str, way: str, runs: Sequence[Run], device: torch.devic
 
 def copies_of(device: torch.device, nbytes: float) -> int:
     """Return how many inputs of ``nbytes`` to use in turn so that none stays in a cache."""
-    rotated = min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
-    return rotated if device.type == "cuda" else 2
+    if device.type != "cuda":
+        return 2
+    return min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
 
 
 def in_turn(runs: Sequence[Run], device: torch.device, graphs: CudaGraphs | None = None) -> Run:
