@@ -206,8 +206,9 @@ def _host_seconds(group: str, way: str, runs: Sequence[Run], device: torch.devic
 
 def copies_of(device: torch.device, nbytes: float) -> int:
     """Return how many inputs of ``nbytes`` to use in turn so that none stays in a cache."""
-    rotated = min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
-    return rotated if device.type == "cuda" else 2
+    if device.type != "cuda":
+        return 2
+    return min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
 
 
 def in_turn(runs: Sequence[Run], device: torch.device, graphs: CudaGraphs | None = None) -> Run:
@@ -336,8 +337,12 @@ def _space(positions: int, rank: int, device: torch.device, dtype: torch.dtype) 
             y = self_attention(x, *model, num_heads=12, keep_BT=None, dropout=0.0)  # type: ignore[misc]
         return torch.autograd.grad(y, [x, *params], y.detach(), allow_unused=True)
 
-    batch = (4096 if device.type == "cuda" else 512) // positions
+    batch = _tokens(device) // positions
     return [partial(run, x) for x in _batches(device, torch.float32, batch, positions, 768)]
+
+
+def _tokens(device: torch.device) -> int:
+    return 4096 if device.type == "cuda" else 512
 
 
 _SIZES: dict[tuple[str, Callable[..., list[Any]]], Sequence[tuple[Any, ...]]] = {

@@ -269,10 +269,8 @@ def _is_near(weight: Tensor, base: Tensor, size: float) -> bool:
     """Return whether :func:`write_change` uses a base: it must be finite and near the weight."""
     if not 2 * distance(weight, base) ** 2 <= size**2:  # also where it is not a number
         return False
-    most = _MOST_ZEROS * weight.numel()
-    if weight.numel() - int(weight.count_nonzero()) <= most:
-        return True
-    return int(((weight == 0) & (base != 0)).sum()) <= most
+    most, zeros = _MOST_ZEROS * weight.numel(), weight.numel() - int(weight.count_nonzero())
+    return zeros <= most or int(((weight == 0) & (base != 0)).sum()) <= most
 
 
 def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Tensor:
@@ -336,9 +334,8 @@ def read_change(reader: StreamReader, record: Record, base: Tensor | None) -> tu
     else:
         kept = torch.arange(record.size)
         if isinstance(places, int):
-            kept = torch.from_numpy(
-                from_gaps(reader.read("model/gaps", places), count, record.size)
-            )
+            gaps = reader.read("model/gaps", places)
+            kept = torch.from_numpy(from_gaps(gaps, count, record.size))
         book, codes = _read_coded(reader, "model", "change", size, len(kept))
     if len(kept) != count:
         raise DamagedError(f"{len(kept)} entries are kept where {count} are stated")

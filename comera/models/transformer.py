@@ -162,9 +162,8 @@ class MaskedLanguageModel(nn.Module):
 
     def forward(self, tokens_BT: Tensor, positions_BM: Tensor, padded: bool = True) -> Tensor:
         hidden_BTD = self.encoder(tokens_BT, padded=padded)
-        picked_BMD = hidden_BTD.gather(
-            1, positions_BM.unsqueeze(-1).expand(-1, -1, hidden_BTD.shape[-1])
-        )
+        index_BMD = positions_BM.unsqueeze(-1).expand(-1, -1, hidden_BTD.shape[-1])
+        picked_BMD = hidden_BTD.gather(1, index_BMD)
         return self.output(self.norm(F.gelu(self.transform(picked_BMD))))
 
 
