@@ -212,10 +212,7 @@ class Sensitivity(Report):
         return self._heat_map(panels, "rank / full rank", "singular value / the largest")
 
     def _heat_map(
-        self,
-        panels: Mapping[str, Callable[[LayerSensitivity], list[float]]],
-        xlabel: str,
-        label: str,
+        self, panels: Mapping[str, Callable[..., list[float]]], xlabel: str, label: str
     ) -> "Figure":
         """Draw panels side by side, a row for each layer; layers of one kind stand together."""
         kinds = [re.sub(r"\d+", "", layer.name) for layer in self.layers]
@@ -247,17 +244,17 @@ class Sensitivity(Report):
     def tables(self) -> list[Table]:
         """Return a table of the predicted rise of the loss at shares of each dense weight."""
         at = (0.75, 0.5, 0.25, 0.1)
-        columns = [
-            [layer.name for layer in self.layers],
-            [" to ".join(map(str, reversed(one.whitened.weight_OI.shape))) for one in self.layers],
-            *(
-                show_column([layer.whitened.loss(layer.rank_at(share)) for layer in self.layers])
-                for share in at
-            ),
+        losses = (
+            show_column([layer.whitened.loss(layer.rank_at(share)) for layer in self.layers])
+            for share in at
+        )
+        rows = [
+            (layer.name, " to ".join(map(str, reversed(layer.whitened.weight_OI.shape))), *shown)
+            for layer, *shown in zip(self.layers, *losses, strict=True)
         ]
         header = ("layer", "weight", *(f"loss at {share:.0%}" for share in at))
         title = "predicted rise of the loss, by share of the weight kept"
-        return [Table(title, header, list(zip(*columns, strict=True)), names=0)]
+        return [Table(title, header, rows, names=0)]
 
     def summary(self) -> str:
         """Return a line with the totals of the model."""

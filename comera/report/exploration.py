@@ -187,7 +187,7 @@ class Exploration(Report):
 def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any:
     figure, (axes,) = empty_figure(height=4.4)
     from matplotlib.text import Text
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import EngFormatter
     from matplotlib.transforms import Bbox
 
     for kind, points in groups.items():
@@ -196,7 +196,7 @@ def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any
     axes.margins(0.1)
     axes.set(xlabel="parameters of the whole model", ylabel="loss")
     axes.ticklabel_format(axis="y", useOffset=False)
-    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.locator_params("x", nbins=6)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     figure.draw_without_rendering()  # puts the axes where they stay
@@ -216,7 +216,7 @@ def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any
                 ha=("right", "center", "left")[across + 1],
                 arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "#8a9299", "shrinkB": 2},
             )  # fmt: skip
-            text.update_positions(figure.canvas.get_renderer())
+            text.get_window_extent()  # puts it in its place
             box = Text.get_window_extent(text)  # without the line to the point
             inside = axes.bbox.contains(*box.p0) and axes.bbox.contains(*box.p1)
             if inside and not box.count_overlaps(taken):
