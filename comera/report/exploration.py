@@ -201,7 +201,7 @@ def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     figure.draw_without_rendering()  # puts the axes where they stay
     every = sorted(chain(*groups.values()), key=lambda point: point.params or 0, reverse=True)
-    every.sort(key=lambda point: point not in best)
+    every.sort(key=lambda point: (point.layer != WHOLE, point not in best))
     places = [axes.transData.transform((point.params, _loss(point))) for point in every]
     taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
     for point in every:
