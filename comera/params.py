@@ -1,11 +1,15 @@
-"""Replace, count and check the parameters of models."""
+"""Count and check the parameters of models, and renew wrappers of those that were replaced."""
 
+import gc
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from comera.extras import listed
 
@@ -48,3 +52,62 @@ def checksum(tensor: Tensor, start: int = 0) -> int:
     """Return a checksum of a tensor's bytes, continued from ``start``."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return zlib.crc32(data, start)
+
+
+_looked: tuple[object, Mapping[int, DistributedDataParallel]] = None, {}
+"""What ``during`` was in the last call of :func:`wrappers_of`, and all wrappers there were."""
+
+
+def wrappers_of(
+    modules: Iterable[nn.Module], during: object = None
+) -> list[DistributedDataParallel]:
+    """Return every ``DistributedDataParallel`` around one of the modules.
+
+    It takes up to half a second; calls in a row with one object ``during`` look only once.
+    """
+    global _looked
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    if during is None or during is not _looked[0]:
+        gc.collect()  # dropped ones may live in a cycle
+        found = [
+            each
+            for each in gc.get_objects()
+            if issubclass(type(each), DistributedDataParallel)
+            and "reducer" in vars(each)  # else its constructor has raised
+        ]
+        _looked = during, WeakValueDictionary(enumerate(found))
+    wanted = set(map(id, modules))
+    return [
+        wrapper
+        for wrapper in _looked[1].values()
+        if any(id(module) in wanted for module in wrapper.modules())
+    ]
+
+
+def renew_wrappers_(modules: Iterable[nn.Module], during: object = None) -> None:
+    """Call :func:`renew_` for :func:`wrappers_of`, after parameters were replaced or resized."""
+    for wrapper in wrappers_of(modules, during):
+        renew_(wrapper)
+
+
+def renew_(wrapper: DistributedDataParallel) -> None:
+    """Rebuild the buffers of a ``DistributedDataParallel``; all processes call this together."""
+    # The old one first: accumulators of gradients live as long as it, on their old stream.
+    del wrapper.reducer, wrapper.logger
+    params, sparse = wrapper._build_params_for_reducer()
+    wrapper._module_parameters = params  # else it would hold what was replaced
+    names = wrapper._build_debug_param_to_name_mapping(params)
+    wrapper._ddp_init_helper(params, sparse, names, wrapper.static_graph)
+    wrapper._has_rebuilt_buckets = False
+    if wrapper.static_graph:
+        wrapper._static_graph_delay_allreduce_enqueued = False
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()  # type: ignore[union-attr]
+    state: Any
+    for hook, state in wrapper._comm_hooks:
+        if hasattr(state, "error_dict"):  # PowerSGD's memories of the buckets: it starts anew
+            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                memory.clear()
+            state.iter = 0
+        dist._register_comm_hook(wrapper.reducer, state, hook)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from comera.checkpoint.chain import Checkpoint
+from comera.nn.module import check_unsharded, tensor_trains
 
 
 def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
@@ -60,7 +61,12 @@ def scatter_(
     if dist.is_initialized():
         dist.broadcast_object_list(shapes)
     device = next(model.parameters()).device
-    for prefix, module in getattr(model, "module", model).named_modules():
+    inner = getattr(model, "module", model)
+    for name, layer in tensor_trains(inner).items():
+        for k, core in enumerate(layer.cores):
+            if shapes[0].get(f"{name}.cores.{k}".lstrip("."), [core.shape])[0] != core.shape:
+                check_unsharded(layer, "scatter_ of other ranks")
+    for prefix, module in inner.named_modules():
         for key, buffer in module._buffers.items():
             shape, dtype = shapes[0].get(f"{prefix}.{key}".lstrip("."), (None, None))
             if buffer is None and shape is not None:

@@ -18,7 +18,7 @@ from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 from comera.nn.module import check_model
 from comera.nn.swap import evaluation_mode, swap_layers_
-from comera.params import model_size
+from comera.params import model_size, renew_wrappers_
 from comera.planning.printing import Report, Table, show_bytes
 from comera.shapes import TTShape
 
@@ -176,7 +176,7 @@ def compress_(
         for one, about in zip(made, found.layers, strict=True)
         if one.rank is not None
     }
-    swap_layers_(model, new)
+    renew_wrappers_(swap_layers_(model, new).modules())
     after, seconds = model_size(model), time.monotonic() - begun
     return Compression(made, before.params, after.params, before.bytes, after.bytes, seconds, loss)
 
@@ -269,8 +269,8 @@ def _low_rank(layer: Layer, left_OR: Tensor, right_RI: Tensor) -> TTLinear | TTE
     if isinstance(layer, nn.Embedding):
         rows, width = layer.weight.shape
         table = TTEmbedding(
-            rows, width, layer.padding_idx, sparse=layer.sparse, device="meta",
-            dtype=layer.weight.dtype, shape=((rows, 1), (1, width)), rank=rank, scatter_rows=False,
+            rows, width, layer.padding_idx, device="meta", dtype=layer.weight.dtype,
+            shape=((rows, 1), (1, width)), rank=rank, scatter_rows=False,
         ).to_empty(device=layer.weight.device)  # fmt: skip
         table.set_cores_([right_RI.T[None, :, None], left_OR.T[:, None, :, None]])
         table.freeze_like_(layer)

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from comera.extras import listed
 from comera.files import replacing
+from comera.nn.forms import form_of
 from comera.nn.swap import evaluation_mode, every_layer_called
-from comera.nn.targets import TTConfig, find_targets, other_holders, tied_groups
+from comera.nn.targets import TTConfig, find_targets, other_holders, say_dense, tied_groups
 from comera.params import checksum
 from comera.planning.printing import with_bar
 
@@ -59,7 +60,7 @@ def linear_targets(
         layer, why = modules[0], ""
         if len(modules) > 1 or other_holders(model, modules):
             why = "another module holds the weight"
-        elif not isinstance(layer, nn.Linear | nn.Embedding):
+        elif not isinstance(layer, nn.Linear | nn.Embedding) or form_of(layer) is not None:
             why = f"{type(layer).__name__} is not among what it compresses"
         elif isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq):
             why = "rows that share a basis cannot be scaled one by one (max_norm, ...)"
@@ -69,7 +70,7 @@ def linear_targets(
             dense.setdefault(why, []).extend(names)
     for why, names in dense.items():
         if caller:
-            log.warning("%s leaves %s dense: %s", caller, listed(names), why)
+            say_dense(caller, model, names, why)
     if "" in found:
         raise ValueError(
             "the model is itself a linear layer or a table: put it into a module to replace it"
@@ -105,12 +106,14 @@ class LayerMoments:
         grads_OO: Mean of ``g g^T``, g being the gradient of a row's own loss by the layer's output.
         rows: Number of rows.
         grad_rows: Number of rows that had a gradient.
+        batches: Number of batches that they came in.
     """
 
     inputs_II: Tensor
     grads_OO: Tensor
     rows: int = 0
     grad_rows: int = 0
+    batches: int = 0
 
     def add_inputs(self, square_II: Tensor, count: int) -> None:
         """Add the rows of one call, given the sum of ``x x^T`` over them and their number."""
@@ -196,6 +199,8 @@ def gather_moments(
     idle = [name for name, moments in found.items() if not moments.grad_rows]
     if idle:
         raise ValueError(f"loss_fn never called {', '.join(idle)}: exclude what it does not reach")
+    for moments in found.values():
+        moments.batches = seen
     if keep:
         _write(keep, layers, found, seen, complete=True)
     return found
@@ -240,7 +245,7 @@ def _read(
             for name, moments in found.items():
                 moments.inputs_II.copy_(file.get_tensor(f"{name}.inputs_II"))
                 moments.grads_OO.copy_(file.get_tensor(f"{name}.grads_OO"))
-                moments.rows = about["rows"][name]
+                moments.rows, moments.batches = about["rows"][name], about["batches"]
                 moments.grad_rows = about["grad_rows"][name]
     except (SafetensorError, KeyError):
         raise ValueError(f"{path} is no file of moments: remove it, or name another") from None

@@ -97,11 +97,13 @@ class Sensitivity(Report):
         layers: One entry for each targeted layer.
         model_params: Parameters of the whole model, shared ones counted once.
         model_bytes: Bytes of these parameters.
+        batch_rows: Rows of a batch of calibration: the most that a layer gets of one, on average.
     """
 
     layers: tuple[LayerSensitivity, ...]
     model_params: int
     model_bytes: int
+    batch_rows: int | None = None
 
     def least(self, *, in_bytes: bool = False) -> int:
         """Return the whole model's least size: each target at rank one, or dense if smaller."""
@@ -304,8 +306,9 @@ def look_at(
 ) -> Sensitivity:
     """Compute the :func:`sensitivity` of the given layers."""
     moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
+    rows = max(round(each.rows / each.batches) for each in moments.values())
     made = [  # moments are freed as the decompositions come, which are no larger
         LayerSensitivity(name, whitened_svd(weight_OI(layer), moments.pop(name)))
         for name, layer in layers.items()
     ]
-    return Sensitivity(tuple(made), *model_size(model))
+    return Sensitivity(tuple(made), *model_size(model), rows)

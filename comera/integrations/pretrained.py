@@ -4,33 +4,42 @@ The description of a model's layers is the ``quantization_config`` in ``config.j
 quantizer builds the layers before the weights are loaded.
 """
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from comera.extras import listed, needed_by
+from comera.nn.block_linear import BTTLinear
 from comera.nn.convert import densify_, tensorize_
 from comera.nn.forms import experts_apart
-from comera.nn.linear import CompressedLinear
+from comera.nn.linear import CompressedLinear, TTLinear
+from comera.nn.module import TensorTrainModule
 from comera.nn.swap import rename_tied_weights_
 from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TiedTTLinear
+from comera.nn.tied import TableHead, TiedTTLinear
 from comera.saved.description import Entry, check_description, describe, rebuild_
 from comera.serving.freeze import refuse_training_
+from comera.serving.layers import FactoredTable
 from comera.surgery.rows import append_rows_
 
 with needed_by("comera.integrations.transformers"):
     from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
     from transformers.quantizers import (
         HfQuantizer,
         register_quantization_config,
         register_quantizer,
     )
     from transformers.utils.quantization_config import QuantizationConfigMixin
+
+log = logging.getLogger("comera")
 
 METHOD = "comera"
 """Name in ``config.json``."""
@@ -39,9 +48,10 @@ METHOD = "comera"
 def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTrainedModel:
     """Prepare a compressed model of transformers for ``save_pretrained``, in place.
 
+    Whatever replaces layers, such as :func:`~comera.tensorize_`, calls this.
     ``AutoModel.from_pretrained(folder)`` then loads it with the ranks it was saved with, if
-    ``comera.integrations.transformers`` is imported, and ``resize_token_embeddings`` appends rows
-    to tensor-train tables. :func:`~comera.integrations.transformers.learn_ranks_` calls this.
+    ``comera.integrations.transformers`` is imported; ``resize_token_embeddings`` appends rows to
+    tensor-train tables, ``tie_weights`` ties to another table, and ``num_parameters`` knows tables.
 
     ``config`` says how the model was compressed, for readers of ``config.json``. Returns the model.
     Raises ``TypeError`` for other models, and ``ValueError`` if another method quantized weights.
@@ -58,8 +68,7 @@ def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTraine
             "weights are held: compress a model that is not quantized"
         )
     if known is None or config is not None:
-        held = TensorTrainConfig(config, describe(model))
-        model.config.quantization_config = held
+        held = TensorTrainConfig(config, {})
         model.hf_quantizer = TensorTrainQuantizer(held)  # type: ignore[assignment]
         _set_methods_(model)
     return model
@@ -110,6 +119,7 @@ class TensorTrainQuantizer(HfQuantizer):
     given: Mapping[str, Any] | None = None
 
     is_trainable = True  # type: ignore[assignment]
+    is_compileable = True  # type: ignore[assignment]
 
     def is_serializable(self) -> bool:
         """Return True: the model can be saved."""
@@ -135,10 +145,13 @@ class TensorTrainQuantizer(HfQuantizer):
             if lead is not None and name not in layers and not name.startswith(inside):
                 described["layers"][name] = {**layers[lead], "works_on": lead}
         self.quantization_config.described = described
-        if described["layers"]:
-            model.config.quantization_config = self.quantization_config
-        else:
-            vars(model.config).pop("quantization_config", None)
+        # also for those who load a tower, of which transformers reads the settings alone
+        towers = (getattr(model.config, key, None) for key in model.config.sub_configs)
+        for settings in (model.config, *filter(None, towers)):
+            if described["layers"]:
+                settings.quantization_config = self.quantization_config.to_dict()
+            else:
+                vars(settings).pop("quantization_config", None)
         # Parameters of several names are written once and tied when loaded, but transformers ties
         # no buffers, such as the row order of a tied table.
         state = model.state_dict() if self.given is None else self.given
@@ -150,6 +163,9 @@ class TensorTrainQuantizer(HfQuantizer):
         if self.pre_quantized:
             where = f"quantization_config of {model.config.name_or_path}"
             described = check_description(self.quantization_config.described, where)
+            if _is_dense(described, kwargs.get("checkpoint_files")):
+                log.warning("%s speaks of layers that its weights do not have: it is dense", where)
+                described |= {"layers": {}, "split_experts": [], "served": []}
             apart = _names_in(model, described["split_experts"])
             with experts_apart(model, apart.values()):
                 layers = _as_in(model, described["layers"], where)
@@ -157,9 +173,13 @@ class TensorTrainQuantizer(HfQuantizer):
             for name, entry in layers.items():
                 if entry.get("dtype") is not None:  # else an output layer without a bias
                     layers[name] = {**entry, "dtype": dtype}
+                layers[name] = _in_size_of(model.get_submodule(name), layers[name])
             rebuild_(model, layers)
             for name in _names_in(model, described["served"]).values():
                 refuse_training_(model.get_submodule(name))
+            for part in model.modules():
+                if isinstance(part, PreTrainedModel):
+                    vars(part)["_init_weights"] = partial(_init_weights, part)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -171,6 +191,7 @@ class TensorTrainQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 module.config._is_quantized = False
+                vars(module).pop("_init_weights", None)
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
@@ -182,6 +203,68 @@ def _set_methods_(model: Any) -> None:
     model.save_pretrained = partial(_save_pretrained, model)
     model._get_resized_embeddings = partial(_resized_table, model)
     model._get_resized_lm_head = partial(_resized_head, model)
+    model.num_parameters = partial(_num_parameters, model)
+    model.tie_weights = partial(_tie_weights, model)
+    layers = [m for m in model.modules() if isinstance(m, (TensorTrainModule, TableHead))]
+    whole = {type(layer).__name__ for layer in layers}
+    model._no_split_modules = whole.union(model._no_split_modules or ())
+
+
+def _is_dense(described: Mapping[str, Any], files: Sequence[str] | None) -> bool:
+    """Return whether files that are safetensors hold of all layers dense weights alone."""
+    keys = set[str]()
+    for path in files or ():
+        if str(path).endswith(".safetensors"):
+            with safe_open(path, "pt") as opened:
+                keys |= set(opened.keys())
+    dense = {f"{name}.weight" for name in described["layers"]} & keys
+    return bool(dense) and not any(".cores." in key for key in keys)
+
+
+def _init_weights(model: Any, layer: nn.Module) -> None:
+    """Initialise what a file lacks as transformers does a fresh layer, not as the memory lay."""
+    type(model)._init_weights(model, layer)
+    if not isinstance(layer, (TensorTrainModule, TableHead, FactoredTable)):
+        return
+    std = _std(model)
+    lost = {
+        name.split(".")[0]: tensor
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
+        if not getattr(tensor, "_is_hf_initialized", False)
+    }
+    if isinstance(layer, TensorTrainModule) and not lost.keys().isdisjoint(("cores", "gates")):
+        layer._init_cores_(std, "orthogonal")
+    for name in lost.keys() & layer._parameters.keys():
+        nn.init.normal_(lost[name], std=0.0 if name == "bias" else std)
+    if "row_order" in lost:
+        torch.arange(len(lost["row_order"]), out=lost["row_order"])
+
+
+def _std(model: Any) -> float:
+    return getattr(model.config.get_text_config(), "initializer_range", 0.02)
+
+
+def _num_parameters(
+    model: Any, only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    """Count parameters; transformers takes no tensor-train table for an embedding."""
+    tables = nn.ModuleList(m for m in model.modules() if isinstance(m, TTTable))
+    counted = [p for p in tables.parameters() if p.requires_grad or not only_trainable]
+    whole = type(model).num_parameters(model, only_trainable, exclude_embeddings)
+    return whole - exclude_embeddings * sum(param.numel() for param in counted)
+
+
+def _tie_weights(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Tie the weights, those of an output layer to the table that has taken another's place."""
+    head = model.get_output_embeddings()
+    every = [module for _, module in model.named_modules(remove_duplicate=False)]
+    if isinstance(head, TiedTTLinear) and every.count(head.embedding.cores) == every.count(head):
+        table = model.get_input_embeddings()
+        tied = isinstance(table, TTTable)
+        new = TiedTTLinear(table, head.bias) if tied else head.to_dense(table.weight)
+        model.set_output_embeddings(new.train(head.training))
+        rename_tied_weights_(model)
+    type(model).tie_weights(model, *args, **kwargs)
 
 
 def _save_pretrained(
@@ -208,10 +291,10 @@ def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Ent
     """Return saved layers by their names in this model, with or without the base prefix."""
     new_name = _names_in(model, layers)
     if layers and not new_name:
-        raise ValueError(
-            f"{where} speaks of {listed(list(layers))}, and a {type(model).__qualname__} has none "
-            "of them: load it as the kind of model that was saved"
-        )
+        log.warning(
+            "%s speaks of %s, and a %s has none of them",
+            where, listed(list(layers)), type(model).__qualname__,
+        )  # fmt: skip
     found = {}
     for name, mine in new_name.items():
         lead = layers[name].get("works_on")
@@ -222,13 +305,34 @@ def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Ent
     return found
 
 
+def _in_size_of(dense: Any, entry: Entry) -> Entry:
+    """Give a layer the output width of the model, as ``num_labels`` asks for another.
+
+    Its cores then have other shapes than those of the file, which transformers sees.
+    """
+    kind: Any = {"TTLinear": TTLinear, "BTTLinear": BTTLinear}.get(entry["kind"])
+    if kind is None or getattr(dense, "out_features", None) in (None, entry["out_features"]):
+        return entry
+    order = {} if kind is BTTLinear else {"order": len(entry["in_modes"])}
+    sizes = entry["in_features"], dense.out_features, entry["bias"]
+    other = kind(*sizes, "meta", rank=max(entry["ranks"]), **order)
+    made = {**entry, **other.config(), "dtype": entry["dtype"]}
+    is_cut = made == {**entry, "out_features": dense.out_features}  # the padding would hide it
+    return entry if is_cut else made
+
+
 def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
     """Map saved names to names in this model, adding or removing the base model's prefix."""
     there = dict(model.named_modules(remove_duplicate=False))
     prefix = f"{model.base_model_prefix}."
+    changes = get_model_conversion_mapping(model)
+    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
     found, taken = {}, set[int]()
     for name in names:
-        for maybe in (name, name.removeprefix(prefix), prefix + name):
+        new = f"{name}.weight"
+        for renaming in renamings:
+            new, _ = renaming.rename_source_key(new)
+        for maybe in (name, name.removeprefix(prefix), prefix + name, new.removesuffix(".weight")):
             if maybe in there:
                 if id(there[maybe]) not in taken:  # else it is one layer, of two names
                     found[name] = maybe
@@ -239,18 +343,24 @@ def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 def _resized_table(
     model: Any,
-    old: nn.Module,
+    old: Any,
     new_num_tokens: int | None = None,
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> nn.Module:
     """Append rows to a tensor-train table, for ``_get_resized_embeddings``."""
-    if not isinstance(old, TTTable):
-        dense = type(model)._get_resized_embeddings
-        return dense(model, old, new_num_tokens, pad_to_multiple_of, mean_resizing)
+    head = model.get_output_embeddings()
     wanted = old.num_embeddings if new_num_tokens is None else new_num_tokens
     if pad_to_multiple_of is not None:
         wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+    if isinstance(head, CompressedLinear) and wanted != head.out_features:
+        raise ValueError(
+            f"the output layer is a tensor train of {head.out_features} rows that share their "
+            'cores: leave it dense, or tie it to the embedding with TTConfig(tied="share")'
+        )
+    if not isinstance(old, TTTable):
+        dense = type(model)._get_resized_embeddings
+        return dense(model, old, new_num_tokens, pad_to_multiple_of, mean_resizing)
     more = wanted - old.num_embeddings
     if more < 0:
         raise ValueError(
@@ -263,8 +373,8 @@ def _resized_table(
             if mean_resizing:
                 rows = old.dense_weight().float().mean(0).expand(more, -1)
             else:
-                std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
-                rows = std * torch.randn(more, old.embedding_dim, device=old.cores[0].device)
+                rows = torch.randn(more, old.embedding_dim, device=old.cores[0].device)
+                rows *= _std(model)
         append_rows_(old, rows)
         rename_tied_weights_(model)
     return old
@@ -278,11 +388,6 @@ def _resized_head(
     mean_resizing: bool = True,
 ) -> nn.Module:
     """Extend a tied head's bias by its mean after the table grew, for ``_get_resized_lm_head``."""
-    if isinstance(old, CompressedLinear) and new_num_tokens not in (None, old.out_features):
-        raise ValueError(
-            f"the output layer is a tensor train of {old.out_features} rows that share their "
-            'cores: leave it dense, or tie it to the embedding with TTConfig(tied="share")'
-        )
     if not isinstance(old, TiedTTLinear):
         dense = type(model)._get_resized_lm_head
         return dense(model, old, new_num_tokens, transposed, mean_resizing)

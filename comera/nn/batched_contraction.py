@@ -60,7 +60,7 @@ class BatchedContraction:
         layers = [train for train in self._trains if isinstance(train, TTLinear)]
         key = []  # changes if a parameter is replaced, resized, frozen or moved
         for layer in layers:
-            cores, gates = params_of(layer.cores), layer.gates._parameters.values()
+            cores, gates = params_of(layer.cores), params_of(layer.gates)
             ids = map(id, (*cores, *gates, layer._parameters.get("bias")))
             kinds = [(core.shape, core.requires_grad) for core in cores]
             key.append((*ids, kinds, cores[0].dtype, cores[0].device, layer.prune_below))

@@ -1,6 +1,5 @@
 """Define a linear layer whose weight is a grid of low-rank blocks, with trainable gates."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -86,8 +85,8 @@ class BTTLinear(CompressedLinear):
         blocks = weight_to_blocks(weight, shape.in_modes, shape.out_modes)
         return split_blocks(blocks, shape.ranks[0], tolerance)
 
-    def _draw_cores_(self, std: float, init: Init) -> None:
-        left, right = self.cores
+    def _draw_cores_(self, cores: list[Tensor], std: float, init: Init) -> None:
+        left, right = cores
         draw = nn.init.orthogonal_ if init == "orthogonal" else nn.init.normal_
         wide = torch.promote_types(left.dtype, torch.float32)
         for block in (*left.unbind(1), *right.unbind(1)):  # each is drawn as a matrix
@@ -96,9 +95,9 @@ class BTTLinear(CompressedLinear):
             block.copy_(drawn.view(block.shape))
         of_left = torch.einsum("zabcr,zabcs->acrs", left.double(), left.double())
         of_right = torch.einsum("rcadz,scadz->acrs", right.double(), right.double())
-        now = math.sqrt(float((of_left * of_right).sum()) / self._modes.num_dense)
+        now = ((of_left * of_right).sum() / self._modes.num_dense).sqrt()
         for core in (left, right):
-            core.mul_(math.sqrt(std / now))
+            core.mul_((std / now).sqrt())
 
 
 def _rank_norms(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:

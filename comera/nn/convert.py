@@ -11,15 +11,19 @@ from torch import Tensor, nn
 from comera.extras import listed
 from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
-from comera.nn.forms import as_torch, experts_apart, form_of, from_torch, fuse_experts_
-from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
-from comera.nn.module import TensorTrainModule, check_model
-from comera.nn.swap import (
-    evaluation_mode,
-    every_layer_called,
-    rename_tied_weights_,
-    swap_layers_,
+from comera.nn.forms import (
+    PER_TOKEN,
+    as_torch,
+    expert_shares,
+    experts_apart,
+    form_of,
+    from_torch,
+    fuse_experts_,
+    rows_at,
 )
+from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
+from comera.nn.module import TensorTrainModule, check_model, check_unsharded, is_sharded
+from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     TTConfig,
@@ -27,21 +31,35 @@ from comera.nn.targets import (
     find_targets,
     matches,
     other_holders,
+    say_dense,
     tied_groups,
 )
 from comera.nn.tied import TiedTTLinear
-from comera.planning.planner import plan_layer
+from comera.params import renew_wrappers_
+from comera.planning.planner import Plan, plan_layer
 from comera.shapes import BTTShape
 
 log = logging.getLogger("comera")
 
-_LOSES = "tensorize_: %s: %s%s"
-_GUESS = " (as a default profile predicts it: `comera calibrate` measures this machine)"
+_LOSES = (
+    "tensorize_ makes layers slower or larger than dense: %s; predicted for the rows of a batch in "
+    "TTConfig(tokens=%d)%s"
+)
+_ALL_ROWS = (
+    "tensorize_ plans each expert of %s with all %d rows of a batch: no module around them or "
+    "config of theirs says how many experts a row goes to (%s)"
+)
+_GUESS = " by a default profile (`comera calibrate` measures this machine)"
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _WORST_RATIO = 1.1
 """Predicted time or memory, in units of dense's, above which a layer is named."""
+
+_NO_SMALLER = "as a {} it would hold no fewer numbers (a lower rank, or more compression, would)"
+
+_NAMED_KINDS = 3
+"""Kinds of layers of which a line says how much slower they are."""
 
 _TOKENS = 4096
 """Rows of a training batch by default."""
@@ -115,7 +133,11 @@ def _tensorized(
             skipped.setdefault(reason, []).extend(names)
             continue
         if len(modules) > 1 and config.tied == "share":
-            replacements |= _convert_tied(names, modules, config)
+            tied = _convert_tied(names, modules, config)
+            if isinstance(tied, str):
+                skipped.setdefault(tied, []).extend(names)
+            else:
+                replacements |= tied
             continue
         for name, module in zip(names, modules, strict=True):
             new = _convert(name, module, config)
@@ -124,7 +146,8 @@ def _tensorized(
             else:
                 replacements[id(module)] = new
     for reason, names in skipped.items():
-        log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)
+        nothing = "" if replacements else " converts nothing: it"
+        say_dense(f"tensorize_{nothing}", model, names, reason)
     name_of = {id(module): name for name, module in targets.items()}
     made = {name_of[key]: new for key, new in replacements.items()}
     lost = [name for name, new in made.items() if _holds_numbers(new)]
@@ -136,22 +159,16 @@ def _tensorized(
         )
     elif config.init == "svd":
         _warn_of_approximations(model, targets, made, calibration)
-    alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
-    for name, layer in made.items():
-        if isinstance(layer, CompressedLinear):
-            alike.setdefault(layer.kind(), []).append((name, layer))
-    for members in alike.values():
-        layer = members[0][1]
-        setting = layer.planner_setting()
-        plan = plan_layer(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
-        if plan.worst_ratio > _WORST_RATIO:
-            slower = max(plan.time_ratio, plan.eager_ratio or 0.0) > 1
-            guess = "" if setting["machine"].measured else _GUESS
-            which = listed([name for name, _ in members], most=2)
-            level = logging.WARNING if slower else logging.INFO
-            log.log(level, _LOSES, which, plan.sentence(), guess)
+    dense_now = [name for name, new in made.items() if getattr(new, "dense_sparse", False)]
+    if dense_now:
+        log.warning(
+            "tensorize_: %s had sparse gradients (sparse=True); those of cores are dense, and "
+            "small: train by AdamW or SGD, not SparseAdam",
+            listed(dense_now),
+        )
+    _name_those_that_lose(model, made, config.tokens or _TOKENS)
     converted = swap_layers_(model, replacements)
-    rename_tied_weights_(converted)
+    renew_wrappers_(converted.modules())
     return cast(Model, converted)  # or the layer in its place
 
 
@@ -159,9 +176,9 @@ def densify_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by the torch layer with the same weight, in place.
 
     Layers that share cores share the dense weight. Returns the model or the layer that replaces it.
-    Raises ``TypeError`` if ``model`` is no module.
+    Raises ``TypeError`` if ``model`` is no module, ``ValueError`` if a tensor train is sharded.
     """
-    check_model(model)
+    check_unsharded(model, "densify_")
     replacements: dict[int, nn.Module] = {}
     heads: list[TiedTTLinear] = []
     weights: dict[int, Any] = {}
@@ -176,8 +193,49 @@ def densify_(model: nn.Module) -> nn.Module:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
     model = fuse_experts_(swap_layers_(model, replacements))
-    rename_tied_weights_(model)
+    renew_wrappers_(model.modules())
     return model
+
+
+def plans_of(
+    model: nn.Module, layers: Mapping[str, nn.Module], tokens: int, **setting: Any
+) -> list[tuple[tuple[str, ...], Plan]]:
+    """Plan layers of a model at a batch, those of equal cost once; return their names and plan."""
+    shares = expert_shares(model)
+    alike: dict[tuple[object, int], list[tuple[str, TensorTrainModule]]] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, TensorTrainModule):
+            kind = layer.kind() if isinstance(layer, CompressedLinear) else name
+            alike.setdefault((kind, rows_at(tokens, name, shares)), []).append((name, layer))
+    found = []
+    for (_, rows), members in alike.items():
+        names, (layer, *_) = zip(*members, strict=True)
+        work: Any = layer.at(rows, together=len(names))
+        if work is not None:
+            found.append((names, plan_layer(work, **layer.planner_setting() | setting)))
+    return found
+
+
+def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], tokens: int) -> None:
+    """Log in one line which kinds of layers are predicted to be slower or larger than dense."""
+    plans = plans_of(model, made, tokens)
+    losing = [(names, plan) for names, plan in plans if plan.worst_ratio > _WORST_RATIO]
+    losing.sort(key=lambda each: -each[1].worst_ratio)
+    texts = [
+        f"{listed(names, most=2)}: {plan.sentence()}"
+        + f" at an expert's {plan.layer.tokens} rows" * (plan.layer.tokens != tokens)
+        for names, plan in losing[:_NAMED_KINDS]
+    ]
+    if len(losing) > _NAMED_KINDS:
+        texts.append(f"comera.plan(model) has {len(losing) - _NAMED_KINDS} more kinds")
+    if losing:
+        slower = any(max(plan.time_ratio, plan.eager_ratio or 0.0) > 1 for _, plan in losing)
+        guess = "" if losing[0][1].machine.measured else _GUESS
+        level = logging.WARNING if slower else logging.INFO
+        log.log(level, _LOSES, "; ".join(texts), tokens, guess)
+    for held, share in expert_shares(model).items():
+        if share is None and any(name.startswith(f"{held}.") for name in made):
+            log.warning(_ALL_ROWS, held, tokens, PER_TOKEN[0])
 
 
 def _holds_numbers(layer: nn.Module) -> bool:
@@ -282,6 +340,11 @@ def _convert(
             made.dense_form = form.name
         return made
     weight: Any = module.weight
+    if is_sharded(weight):
+        raise ValueError(
+            f"tensorize_ needs whole matrices, and {name or 'the weight'} of shape "
+            f"{tuple(weight.shape)} is sharded: convert the model first, and shard it then"
+        )
     if config.init != "svd" and not (weight.requires_grad or weight.is_meta):
         return 'it is frozen, and new cores would be noise (init="svd" approximates its weight)'
     if getattr(module, "max_norm", None) is not None:
@@ -293,14 +356,14 @@ def _convert(
             return 'linear_format="btt" is for layers whose features are last'
         least = BTTShape.fit(module.in_features, module.out_features, rank=1).num_params
         if _first(config.shape_pattern, name) is None and least >= module.weight.numel():
-            return f"as a block tensor train it would hold {least} numbers or more"
+            return _NO_SMALLER.format("block tensor train")
     try:
         new = _build(name, module, config, feature_dim)
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     if new.num_stored >= new.num_dense:
         made = "tensor train" if new.is_chain else "block tensor train"
-        return f"as a {made} it would hold {new.num_stored} numbers for {new.num_dense}"
+        return _NO_SMALLER.format(made)
     return new
 
 
@@ -340,7 +403,7 @@ def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> Tensor
             settings["bias"] = module.bias is not None
         else:
             sizes = module.num_embeddings, module.embedding_dim
-            own = ("padding_idx", "sparse", *kind._own_settings)
+            own = ("padding_idx", *kind._own_settings)
             settings |= {key: getattr(module, key) for key in own}
             settings["scatter_rows"] = config.scatter_rows if init != "svd" else False
         new = kind(*sizes, **settings)
@@ -358,13 +421,12 @@ def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> Tensor
 
 def _convert_tied(
     names: list[str], modules: list[nn.Module], config: TTConfig
-) -> dict[int, nn.Module]:
+) -> dict[int, nn.Module] | str:
     tables = [k for k, module in enumerate(modules) if not isinstance(module, nn.Linear)]
     first = tables[0] if tables else 0
     lead = _convert(names[first], modules[first], config)
     if isinstance(lead, str):
-        log.warning("tensorize_ leaves %s dense: %s", listed(names), lead)
-        return {}
+        return lead
     made: dict[int, nn.Module] = {id(modules[first]): lead}
     for k, module in enumerate(modules):
         if k == first:

@@ -61,9 +61,9 @@ def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
     """
     if torch.is_inference_mode_enabled():  # where torch counts no versions
         with torch.inference_mode(False), torch.no_grad():
-            weight = compute()
+            weight = compute().contiguous()
     else:
-        weight = compute()
+        weight = compute().contiguous()
     if not is_eager() or type(weight) is not Tensor or _is_transformed(weight):
         return weight
     return _guarded(weight, remedy)

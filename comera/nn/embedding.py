@@ -1,5 +1,6 @@
 """Define embeddings and embedding bags on tensor-train matrices with trainable ranks."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
 from comera.ops.dispatch import is_eager, may_read_values
-from comera.ops.table.distinct_rows import check_integers, check_range
+from comera.ops.operator import is_traced
+from comera.ops.table.distinct_rows import bag_of_entries, check_integers, check_range
 from comera.ops.table.tt_embedding import Request, tt_embedding
 from comera.shapes import TTMShape
 
@@ -24,7 +26,7 @@ class TTEmbedding(TTTable):
         max_norm: Not supported: rows share cores, so one row cannot be renormalised.
         norm_type: Has no effect; it keeps the order of torch's arguments.
         scale_grad_by_freq: Not supported.
-        sparse: Has no effect: the gradients of the cores are small and dense.
+        sparse: Not supported: the gradients of the cores are small and dense.
         rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
         shape: ``(row_modes, col_modes)``, e.g. ``((16, 20, 10, 10), (4, 4, 8, 6))`` for 30522 rows
             of 768, or a :class:`~comera.TTMShape`; if None, modes chosen for fast lookups.
@@ -46,7 +48,7 @@ class TTEmbedding(TTTable):
     Raises:
         ValueError: If modes or ranks do not fit the table.
         TypeError: If indices are no whole numbers.
-        NotImplementedError: For ``max_norm`` and ``scale_grad_by_freq``.
+        NotImplementedError: For ``max_norm``, ``scale_grad_by_freq`` and ``sparse``.
 
     Source: CoMERA, arXiv 2405.14377, section 3.
     """
@@ -58,6 +60,8 @@ class TTEmbedding(TTTable):
     def forward(self, input: Tensor) -> Tensor:
         self._check_there(input)
         rows = self._rows(input)
+        if self.output_scale != 1:
+            rows = rows * self.output_scale
         if self.padding_idx is None:
             return rows
         return rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
@@ -154,7 +158,7 @@ class TTEmbeddingBag(TTTable):
         elif offsets is None:
             raise ValueError("a 1-d input needs offsets: where each bag begins in it")
         else:
-            flat, starts = input, offsets
+            flat, starts = input, offsets.contiguous()
             known = _check_offsets(offsets, input.shape[0], self.include_last_offset)
             if self.include_last_offset:
                 flat, starts = input[: int(offsets[-1])] if known else input, offsets[:-1]
@@ -200,8 +204,14 @@ class TTEmbeddingBag(TTTable):
         # Every entry gets a row of its own, so torch's bag arithmetic serves unchanged.
         count, padding = flat.shape[0], None
         entries = torch.arange(count, device=flat.device)
-        # torch refuses an empty table; in a graph, how many there are is not known yet
-        if self.padding_idx is not None or not is_eager() or not count:
+        if not is_eager() or is_traced():  # torch's bags bind a graph to one number of entries
+            if self.padding_idx is not None:
+                rows = rows.masked_fill((flat == self.padding_idx).unsqueeze(1), -math.inf)
+            bag = bag_of_entries(starts, count).unsqueeze(1).expand_as(rows)
+            most = rows.new_full((starts.shape[0], rows.shape[1]), -math.inf)
+            most = most.scatter_reduce(0, bag, rows, "amax")
+            return most.masked_fill(most == -math.inf, 0)
+        if self.padding_idx is not None or not count:  # torch refuses an empty table
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         if self.padding_idx is not None:
             padding = count
@@ -226,7 +236,7 @@ def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
     if with_end and not offsets.shape[0]:
         raise ValueError("offsets are empty; with include_last_offset the end of the input is one")
     known = may_read_values(offsets)
-    if offsets.shape[0] == with_end and not (known and with_end) and entries:
+    if offsets.shape[0] == int(with_end) and not (known and with_end) and entries:
         # torch reads past the end of such offsets
         raise ValueError(f"offsets begin no bag, and the input has {entries} entries for bags")
     if not offsets.numel() or not known:

@@ -5,9 +5,10 @@ transformers 5 holds the experts of a mixture in ``gate_up_proj`` (or ``up_proj`
 define the computation. This file splits them into a linear layer for each expert and matrix.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -41,13 +42,15 @@ def register_layer(
     """Register layers of another class for :func:`~comera.tensorize_` and :func:`~comera.densify_`.
 
     Layers of that class compute the same as a torch layer and have a parameter ``weight``. Already
-    registered are ``Conv1D`` of transformers, and ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` of
+    registered are ``Conv1D`` and tables that scale their output, such as Gemma's, of transformers,
+    and ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` of
     kernel 1, stride 1, one group and no padding.
 
     Args:
         dense_class: The class, or its module and name joined by a dot; subclasses do not count.
         to_torch: Function that converts a layer, also on the ``meta`` device, to an ``nn.Linear``,
-            ``nn.Embedding`` or ``nn.EmbeddingBag`` with the same ``requires_grad``.
+            ``nn.Embedding`` or ``nn.EmbeddingBag`` with the same ``requires_grad``. An embedding's
+            attribute ``output_scale``, if set, multiplies the rows that the converted one gives.
         from_torch: Function that converts such a torch layer back.
         feature_dim: Dimension of the features in input and output, counted from the end: -1 is the
             last, -3 that of pictures ``(N, C, H, W)``.
@@ -72,7 +75,7 @@ def register_layer(
 
 def form_of(layer: nn.Module) -> Form | None:
     """Return the registered form of a layer; None for a layer of an unregistered class."""
-    form = _FORMS.get(path_of(type(layer)))
+    form = _form_named(path_of(type(layer)))
     return form if form is None or form.fits is None or form.fits(layer) else None
 
 
@@ -89,12 +92,36 @@ def from_torch(dense: nn.Module, name: str | None) -> nn.Module:
     """
     if name is None:
         return dense
-    if name not in _FORMS:
+    form = _form_named(name)
+    if form is None:
         raise ValueError(
             f"a layer stands for a {name}, which is not known here: comera.register_layer says how "
             "to make one of a torch layer"
         )
-    return _FORMS[name].from_torch(dense).train(dense.training)
+    return form.from_torch(dense).train(dense.training)
+
+
+def _form_named(name: str) -> Form | None:
+    """Return the form of a class by its path; tables of transformers that only scale have one."""
+    if name.startswith("transformers.models.") and name.endswith("ScaledWordEmbedding"):
+        _FORMS.setdefault(name, Form(name, _unscaled, partial(_scaled, name)))
+    return _FORMS.get(name)
+
+
+def _unscaled(layer: Any) -> nn.Embedding:
+    rows, width = layer.weight.shape
+    table: Any = nn.Embedding(rows, width, layer.padding_idx, device="meta")
+    table.weight = layer.weight
+    table.output_scale = getattr(layer, "scalar_embed_scale", layer.embed_scale)
+    return table.train(layer.training)
+
+
+def _scaled(name: str, table: Any) -> nn.Module:
+    module, _, kind = name.rpartition(".")
+    sizes = *table.weight.shape, table.padding_idx, table.output_scale
+    layer = getattr(import_module(module), kind)(*sizes)
+    layer.weight = table.weight
+    return layer.to(table.weight.device)
 
 
 def _as_linear(weight: Tensor, layer: Any) -> nn.Linear:
@@ -251,6 +278,40 @@ def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Itera
                             layer.register_parameter(name, nn.Parameter(own, param.requires_grad))
         if back:
             swap_layers_(model, back)
+
+
+PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
+"""Names, in modules and in configs, of the number of experts that a row goes to."""
+
+
+def expert_shares(model: nn.Module) -> dict[str, float | None]:
+    """Return by name, for each module that holds experts, the share of all rows that one gets.
+
+    It is told by the nearest module around them, or by that module's ``config``; None if by none.
+    """
+    shares: dict[str, float | None] = {}
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList) and name.endswith("experts")
+        if not (is_list or isinstance(module, SplitExperts)):
+            continue
+        number = module.num_experts if isinstance(module, SplitExperts) else len(module)
+        shares[name], parts = None, name.split(".")
+        for depth in range(len(parts), -1, -1):
+            around = model.get_submodule(".".join(parts[:depth]))
+            config = getattr(around, "config", None)
+            said = [getattr(around, "top_k", None)]
+            said += [getattr(of, key, None) for of in (around, config) for key in PER_TOKEN]
+            count = next((each for each in said if type(each) is int and each > 0), None)
+            if count is not None:
+                shares[name] = min(1.0, count / max(1, number))
+                break
+    return shares
+
+
+def rows_at(tokens: int, name: str, shares: Mapping[str, float | None]) -> int:
+    """Return how many rows of a batch a layer gets: all, or an expert's share of them."""
+    share = next((of for held, of in shares.items() if name.startswith(f"{held}.")), None)
+    return tokens if share is None else max(1, round(share * tokens))
 
 
 def fuse_experts_(model: nn.Module) -> nn.Module:

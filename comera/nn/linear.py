@@ -14,6 +14,7 @@ from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name, may_share, params_of
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
 from comera.ops.contract_cores import contract_cores, contract_layer
+from comera.ops.dispatch import is_eager
 from comera.ops.linear.tt_linear import (
     Factors,
     factorized_linears,
@@ -21,6 +22,7 @@ from comera.ops.linear.tt_linear import (
     reconstructed_linear,
     tt_to_dense,
 )
+from comera.ops.operator import is_traced
 from comera.planning.linear_ways import Layer
 from comera.shapes import LinearShape, TTShape, check_tolerance, only_one, padded_rank
 
@@ -34,6 +36,7 @@ class CompressedLinear(TensorTrainModule):
     _modes: LinearShape
     _settings: ClassVar[tuple[str, ...]] = ("in_features", "out_features", "bias", "prune_below")
 
+    @torch.inference_mode(False)  # else the parameters could never be trained
     def __init__(
         self,
         in_features: int,
@@ -80,7 +83,6 @@ class CompressedLinear(TensorTrainModule):
         )  # fmt: skip
 
     def at(self, tokens: int, *, together: int = 1) -> Layer:
-        """Describe this layer to the planner; ``together`` layers contract their cores at once."""
         return Layer(
             self.shape, tokens, self.in_features, self.out_features, self.bias is not None,
             together=together if isinstance(self, TTLinear) else 1,
@@ -232,8 +234,8 @@ class TTLinear(CompressedLinear):
         widths, dense = self.in_features + self.out_features, self.in_features * self.out_features
         if 2 * rank * widths <= dense:
             return False  # the factors need fewer operations at any number of rows
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
-            return False  # an exported graph may run anywhere
+        if torch.compiler.is_exporting() or (is_eager() and is_traced()):
+            return False  # what is recorded may run anywhere
         rows, core = input.numel() // max(1, input.shape[-1]), self.cores[0]
         shape = self._modes.in_modes, self._modes.out_modes, self.ranks
         layer = self.in_features, self.out_features, self.bias is not None, torch.is_grad_enabled()

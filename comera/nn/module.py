@@ -3,19 +3,23 @@
 import logging
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from comera.nn.decompose import widened
-from comera.nn.dense_weight import read_only
+from comera.nn.dense_weight import DenseWeight, read_only
 from comera.nn.init import Init, normal_, orthogonal_
 from comera.ops.context import machine_of
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
+from comera.ops.operator import NOT_PLAIN
+from comera.params import renew_wrappers_
+from comera.planning.candidate import Work
 from comera.shapes import Shape, check_tolerance, is_number
 
 
@@ -61,7 +65,12 @@ _WRITTEN = (
     "{0}.weight is computed from the layer's cores, so that an edit in place would change nothing. "
     "layer.set_weight_(W, tolerance=0.01), or layer.weight = W at the present ranks, approximates "
     "a weight; comera.densify_(model) makes layers whose weight can be edited, such as "
-    "by the merge of an adapter"
+    "by torch.nn.utils.prune or the merge of an adapter"
+)
+
+_PARAMETRIZED = (
+    "{0}.weight is computed from the layer's cores and is no parameter that weight_norm or another "
+    "parametrization could take: leave the layer dense, by TTConfig(exclude_modules=...)"
 )
 
 
@@ -70,12 +79,31 @@ def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
     return gate_R > threshold
 
 
-class Gates(nn.ParameterList):
-    """Trainable vectors, one for each bond, that stay at least float32 when the module is cast."""
+_NUMBERS = tuple(map(str, range(64)))
+
+
+def params_of(params: nn.ParameterList) -> list[Tensor]:
+    """List parameters by number, or the tensors by which FSDP, pruning and the like replace them.
+
+    It is faster than iteration of ``ParameterList``: forward passes and rank learning call it.
+    """
+    found = params._parameters
+    if tuple(found) == _NUMBERS[: params._size] and type(None) not in map(type, found.values()):
+        return list(found.values())  # type: ignore[arg-type]
+    for hook in params._forward_pre_hooks.values():  # torch.nn.utils.prune computes in these
+        hook(params, ())
+    return [params[k] for k in range(len(params))]  # type: ignore[misc]
+
+
+class Params(nn.ParameterList):
+    """Parameters that are listed by :func:`params_of`."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate faster than ``ParameterList``: rank learning reads all gates in every step."""
-        return iter(self._parameters.values())
+        return iter(params_of(self))
+
+
+class Gates(Params):
+    """Trainable vectors, one for each bond, that stay at least float32 when the module is cast."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def wide(tensor: Tensor) -> Tensor:
@@ -86,18 +114,13 @@ class Gates(nn.ParameterList):
         return super()._apply(wide, recurse)
 
 
-def params_of(params: nn.ParameterList) -> list[Tensor]:
-    """List the parameters, or the tensors by which a wrapper such as FSDP has replaced them."""
-    found = list(params._parameters.values())
-    whole = len(found) == params._size and type(None) not in map(type, found)
-    return found if whole else [params[k] for k in range(len(params))]  # type: ignore[return-value]
-
-
 class WeightByAssignment(nn.Module):
     """A module whose ``weight`` is a property, which can also be assigned an ``nn.Parameter``."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Set the property on ``layer.weight = nn.Parameter(...)``; register other parameters."""
+        if isinstance(param, DenseWeight):  # as torch.nn.utils.prune does, to multiply it by a mask
+            raise RuntimeError(param._remedy)
         if name == "weight" and param is not None:
             self.weight = param.detach()
         else:
@@ -132,8 +155,12 @@ class TensorTrainModule(WeightByAssignment):
 
     def _check_there(self, input: Tensor) -> None:
         """Raise if the input is no tensor, or if the cores are on ``meta`` and the input is not."""
-        if not hasattr(input, "is_meta"):
-            raise TypeError(f"{type(self).__name__} takes a tensor, not {reprlib.repr(input)}")
+        if type(input) is not Tensor:
+            name = type(self).__name__
+            if isinstance(input, fx.Proxy):
+                raise TypeError(NOT_PLAIN.format("torch.fx.symbolic_trace", name))
+            if not isinstance(input, Tensor):
+                raise TypeError(f"{name} takes a tensor, not {reprlib.repr(input)}")
         cores: Any = self._modules["cores"]
         core = cores._parameters.get("0")
         if core is not None and core.is_meta and not input.is_meta:
@@ -143,6 +170,18 @@ class TensorTrainModule(WeightByAssignment):
                 "those that it has offloaded if it is told of the class: cpu_offload, "
                 f'dispatch_model(..., preload_module_classes=["{type(self).__name__}"])'
             )
+
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(NOT_PLAIN.format("torch.jit.script", type(self).__name__))
+
+    @property
+    def parametrizations(self) -> Any:
+        """Refuse ``weight_norm`` and other parametrizations of the weight: it is no parameter."""
+        caller = sys._getframe(2)  # the only place where torch asks the layer before it fails
+        asked = caller.f_locals.get("tensor_name")
+        if caller.f_code.co_name == "register_parametrization" and asked == "weight":
+            raise ValueError(_PARAMETRIZED.format(type(self).__name__))
+        raise AttributeError("parametrizations")  # nn.Module then finds those of other parameters
 
     def _build(
         self,
@@ -160,7 +199,7 @@ class TensorTrainModule(WeightByAssignment):
         self._modes, self._split = shape, shape.split
         self.prune_below = prune_below
         self.start_ranks = shape.ranks
-        self.cores = nn.ParameterList(
+        self.cores = Params(
             nn.Parameter(torch.empty(size, device=device, dtype=dtype))
             for size in shape.core_shapes
         )
@@ -201,6 +240,8 @@ class TensorTrainModule(WeightByAssignment):
         Assignment calls :meth:`set_weight_` at the present ranks; writes in place raise
         ``RuntimeError``.
         """
+        if is_eager():
+            check_unsharded(self, "layer.weight")
         return read_only(self.dense_weight, _WRITTEN.format(type(self).__name__))
 
     @weight.setter
@@ -217,6 +258,13 @@ class TensorTrainModule(WeightByAssignment):
         """Return keywords of the planner's functions: ``dtype`` and ``machine`` of this module."""
         core = self.cores[0]
         return {"dtype": dtype_name(core), "machine": machine_of(core.device)}
+
+    def at(self, tokens: int, *, together: int = 1) -> Work | None:
+        """Describe the layer to the planner; ``together`` layers contract their cores at once.
+
+        None for the hot rows of a table: a gather and one product, which have no order.
+        """
+        return None
 
     def dense_weight(self) -> Tensor:
         """Compute the dense weight as an ordinary tensor; differentiable."""
@@ -235,7 +283,8 @@ class TensorTrainModule(WeightByAssignment):
             The relative Frobenius error of the weight that the module now holds.
 
         Raises:
-            ValueError: If the shape differs, an entry is not finite, or no rank was left to keep.
+            ValueError: If the shape differs, an entry is not finite, no rank was left to keep, or a
+                core or gate is sharded or computed from other tensors.
             TypeError: If ``weight`` is no tensor.
         """
         if not isinstance(weight, Tensor):
@@ -251,11 +300,13 @@ class TensorTrainModule(WeightByAssignment):
                 "new ones are chosen"
             )
         check_tolerance(tolerance)
+        check_unsharded(self, "set_weight_", written=True)
         with torch.no_grad():
             exact = self._as_read(weight.detach().to(self.cores[0].device))
             self._decompose_(exact, tolerance)
             if tolerance is not None:
                 self.start_ranks = self.ranks
+                renew_wrappers_([self])
             wide = exact.double()
             return float((self.dense_weight() - wide).norm()) / (float(wide.norm()) or 1.0)
 
@@ -383,16 +434,26 @@ class TensorTrainModule(WeightByAssignment):
             gate.fill_(1)
         if self.cores[0].is_meta or 0 in self.ranks:
             return
-        self._draw_cores_(std or self.num_dense**-0.25, init)
+        # Of sharded cores the whole is drawn, and that of the first process shared out.
+        cores = [
+            torch.empty(core.shape, dtype=core.dtype, device=core.device)
+            if is_sharded(core) else core for core in self.cores
+        ]  # fmt: skip
+        self._draw_cores_(cores, std or self.num_dense**-0.25, init)
         if not std:  # were all of them zero, none would ever have a gradient
-            self.cores[-1].zero_()
+            cores[-1].zero_()
+        for core, drawn in zip(self.cores, cores, strict=True):
+            if drawn is not core:
+                from torch.distributed.tensor import distribute_tensor
 
-    def _draw_cores_(self, std: float, init: Init) -> None:
+                core.copy_(distribute_tensor(drawn, core.device_mesh, core.placements))
+
+    def _draw_cores_(self, cores: list[Tensor], std: float, init: Init) -> None:
         """Draw cores of a weight with root mean square ``std``, which is not zero."""
         if init == "orthogonal":
-            orthogonal_(list(self.cores), self._split, std)
+            orthogonal_(cores, self._split, std)
         else:
-            normal_(list(self.cores), std)
+            normal_(cores, std)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         """Load a state dict of any ranks: resize the parameters to it first."""
@@ -404,8 +465,18 @@ class TensorTrainModule(WeightByAssignment):
                 for core, mine in zip(saved, self.cores, strict=True)
             )
             if fits and ranks != self.ranks:
+                what = f"load_state_dict of other ranks ({prefix.rstrip('.') or 'the layer'})"
+                check_unsharded(self, what, written=True)
                 self.resize_ranks_(ranks)
+                renew_wrappers_([self], during=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def without_format(tensor: Tensor) -> Tensor:  # cores are no pictures with channels
+            few = tensor.dim() not in (4, 5) or is_sharded(tensor)
+            return fn(tensor) if few else fn(tensor[None, None])[0, 0]
+
+        return super()._apply(without_format, recurse)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes without cached tensors of a :class:`~comera.BatchedContraction`."""
@@ -483,23 +554,42 @@ def resize_(param: Tensor, size: Sequence[int]) -> None:
         set_data_(param, torch.empty(size, device=param.device, dtype=param.dtype))
 
 
+def is_flattened(param: Tensor) -> bool:
+    """Return whether a parameter is a part of ``FullyShardedDataParallel``."""
+    return hasattr(param, "_fsdp_flattened")
+
+
 def is_sharded(param: Tensor) -> bool:
-    """Return whether a parameter is a DTensor, as of ``torch.distributed.fsdp.fully_shard``."""
+    """Return whether a parameter is a DTensor, as of ``fully_shard``, or :func:`is_flattened`."""
     # By name: the class need not be imported to be asked for.
-    return type(param) is not nn.Parameter and any(
-        cls.__name__ == "DTensor" for cls in type(param).__mro__
+    return is_flattened(param) or (
+        type(param) is not nn.Parameter
+        and any(cls.__name__ == "DTensor" for cls in type(param).__mro__)
     )
 
 
-def check_unsharded(model: nn.Module, what: str) -> None:
-    """Raise ``ValueError``, naming ``what``, if a parameter of a tensor-train layer is sharded."""
+def check_unsharded(model: nn.Module, what: str, written: bool = False) -> None:
+    """Raise ``ValueError``, naming ``what``, if a parameter of a tensor-train layer is sharded.
+
+    Where cores and gates are to be ``written`` to, none may be computed from other tensors.
+    """
     for name, layer in tensor_trains(model).items():
-        for key, param in layer.named_parameters():
-            if is_sharded(param):
+        flat = getattr(layer, "_fsdp_use_orig_params", None) is False  # cores are views of one
+        parts = (("cores", layer.cores), ("gates", layer.gates))
+        held = {f"{kind}.{k}": param for kind, params in parts for k, param in enumerate(params)}
+        for key, param in {**held, **dict(layer.named_parameters())}.items():
+            which = f"{name}.{key}".lstrip(".")
+            if written and not isinstance(param, nn.Parameter) and not flat:
                 raise ValueError(
-                    f"{what} needs whole tensor trains, and {f'{name}.{key}'.lstrip('.')} of shape "
-                    f"{tuple(param.shape)} is sharded (a DTensor, as fully_shard makes it). Leave "
-                    "the model whole in DistributedDataParallel, or shard its dense matrices alone "
+                    f"{what} writes to cores and gates, and {which} is computed from other tensors,"
+                    " as by torch.nn.utils.parametrize or prune: remove that first "
+                    "(remove_parametrizations, prune.remove)"
+                )
+            if flat or is_sharded(param):
+                raise ValueError(
+                    f"{what} needs whole tensor trains, and {which} of shape "
+                    f"{tuple(param.shape)} is sharded (as by fully_shard). Leave the "
+                    "model whole in DistributedDataParallel, or shard its dense matrices alone "
                     "(comera.train.sharded.shard_dense_): tensor trains are small. With all of it "
                     "sharded, write a loop of your own with torch.optim.AdamW or SGD, without "
                     "BatchedContraction, TrainStep and rank learning"

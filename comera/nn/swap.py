@@ -1,10 +1,16 @@
 """Replace layers in an existing model, and switch it to evaluation."""
 
+import dis
+import functools
+import inspect
+import itertools
 import logging
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -13,7 +19,7 @@ from torch import nn
 
 from comera.extras import listed
 from comera.nn.feed_forward_parts import fuse_feed_forwards_
-from comera.nn.module import TensorTrainModule
+from comera.nn.module import TensorTrainModule, WeightByAssignment, tensor_trains
 
 log = logging.getLogger("comera")
 
@@ -21,14 +27,17 @@ log = logging.getLogger("comera")
 def swap_layers_(
     model: nn.Module, replacements: Mapping[int, nn.Module], *, biases: bool = True
 ) -> nn.Module:
-    """Replace layers of a model in place; new layers take over the old ones' hooks.
+    """Replace layers of a model in place; new layers take over what others put on the old ones.
 
-    A patched forward method is lost, and the log says so. Layers inside lists, tuples, dicts, sets
-    and dataclasses that are attributes of modules are replaced too, and so are their bound methods;
-    other objects and closures keep the old layer. Registered feed-forward parts are fused.
+    That is hooks, attributes, buffers, and attributes of the weight. A patched forward method and
+    hooks on a weight's gradient are lost, and the log says so. Layers inside lists, tuples, dicts,
+    sets and dataclasses that are attributes of modules are replaced too, and so are their bound
+    methods; other objects and closures keep the old layer. Registered feed-forward parts are fused.
 
     ``replacements`` has new layers by the ``id`` of the old; with ``biases`` a new layer gets the
-    old one's bias. Returns the model, or the layer that replaces it.
+    old one's bias. Models of transformers inside are prepared for ``save_pretrained``, see
+    :func:`~comera.integrations.transformers.attach_`. Returns the model, or the layer that replaces
+    it.
     """
     lost = [
         name
@@ -43,6 +52,15 @@ def swap_layers_(
             "over, see register_forward_hook; those of accelerate must be put on anew",
             listed(lost),
         )  # fmt: skip
+    named = dict(model.named_modules())
+    pairs = [(n, old, replacements[id(old)]) for n, old in named.items() if id(old) in replacements]
+    lost = [f"{name}.{what}".lstrip(".") for name, *pair in pairs for what in _carry_over(*pair)]
+    if lost and biases:  # else the layer is to be run, not trained
+        log.warning(
+            "%s cannot go along: cores have gradients of other shapes than the weight, and new "
+            "layers have attributes of their own",
+            listed(lost),
+        )
     if id(model) in replacements:
         return _with_hooks_of(model, replacements[id(model)])
     seen: set[int] = set()
@@ -56,10 +74,22 @@ def swap_layers_(
                 if biases and getattr(child, "bias", None) is not None:
                     new.bias = child.bias  # it may be another module's too
                 setattr(parent, name, new)
+                if name == "base_layer":  # of PEFT, whose adapters merge into (out, in) unless told
+                    part: Any
+                    for part in parent.modules():
+                        if hasattr(part, "fan_in_fan_out"):
+                            vars(part)["fan_in_fan_out"] = type(new).__name__ == "Conv1D"
         for name, value in vars(parent).items():
             if name != "_modules":
                 vars(parent)[name] = _swapped(value, replacements, seen)
     fuse_feed_forwards_(model)
+    rename_tied_weights_(model)
+    there = "transformers.core_model_loading" in sys.modules  # of transformers 5
+    loaded: Any = sys.modules["transformers.modeling_utils"] if there else None
+    for part in model.modules() if there else ():
+        is_new = isinstance(part, loaded.PreTrainedModel) and not hasattr(part, "hf_quantizer")
+        if is_new and tensor_trains(part):  # by its name, since that room lies above this one
+            import_module("comera.integrations.pretrained").attach_(part)
     return model
 
 
@@ -115,7 +145,51 @@ def _with_hooks_of(old: nn.Module, new: nn.Module) -> nn.Module:
     return new
 
 
-_PARTS = {"cores", "gates", "hot"}
+_OF_OTHERS = {*vars(nn.Module()), "forward", "_hf_hook", "_old_forward", "_is_hf_initialized"}
+"""Attributes that stay behind: those of every module, and what accelerate and transformers set."""
+
+
+@functools.cache
+def _own_names(kind: type) -> set[str]:
+    """Return the names of attributes that a class declares, or that its methods set."""
+    names = {"weight", "bias"}
+    for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        names |= {*vars(cls).get("__annotations__", ())}
+        for function in map(inspect.unwrap, vars(cls).values()):
+            if code := getattr(function, "__code__", None):
+                names |= {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
+    return names
+
+
+def _carry_over(old: Any, new: Any) -> list[str]:
+    """Give a new layer what others put on the old one and on its weight; return what is lost."""
+    if not any(isinstance(layer, WeightByAssignment) for layer in (old, new)):
+        return []
+    lost, known = [], _OF_OTHERS | _own_names(old.__class__)
+    parts = (vars(old), old._parameters, old._buffers, old._modules)
+    for name in dict.fromkeys(itertools.chain(*parts)):
+        if name in known:
+            continue
+        value = getattr(old, name)
+        if hasattr(new, name) or getattr(value, "__self__", None) is old:
+            lost += [] if getattr(new, name, None) is value else [name]
+        elif name in old._buffers:
+            new.register_buffer(name, value, name not in old._non_persistent_buffers_set)
+        else:
+            setattr(new, name, value)
+    before, after = (
+        [param for name, param in layer.named_parameters() if name != "bias"]
+        for layer in (old, new)
+    )
+    if any(param._backward_hooks or param._post_accumulate_grad_hooks for param in before):
+        lost.append("weight's hooks")
+    for name, value in vars(before[0]).items() if before else ():
+        for param in after if name not in _OF_OTHERS else ():
+            setattr(param, name, value)
+    return lost
+
+
+_PARTS = {"cores", "gates", "hot", "left", "right", "basis"}
 
 
 def rename_tied_weights_(model: nn.Module) -> None:

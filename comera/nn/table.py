@@ -1,5 +1,6 @@
 """Define the base of embeddings and bags: a table held as a tensor-train matrix."""
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +14,10 @@ from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, whole_numbers
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
+from comera.ops.operator import is_traced
 from comera.ops.table.distinct_rows import check_range
 from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
+from comera.planning.lookup_ways import Lookup
 from comera.shapes import TTMShape, TTShape, only_one
 
 
@@ -85,22 +88,28 @@ class TTTable(TensorTrainModule):
         scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, with k
             near the golden section; saved as extra state of a state dict.
         twins: The tables tied to this one, which share its cores and hot rows.
+        output_scale: Number that multiplies the rows of an embedding after the lookup.
+        sparse: False: gradients of cores are dense, and small.
+        dense_sparse: Whether the dense table, which :meth:`to_dense` makes, has sparse gradients.
     """
 
     row_order: Tensor | None
     twins: "tuple[TTTable, ...]" = ()
+    output_scale: float = 1.0
+    dense_sparse: bool = False
     hot: nn.Parameter | HotRows | None
     shape: TTMShape  # type: ignore[assignment]
     _modes: TTMShape
     _shapes = TTMShape
     _settings: ClassVar[tuple[str, ...]] = (
-        "num_embeddings", "embedding_dim", "padding_idx", "sparse", "hot_rows", "hot_rank",
-        "scatter_rows", "prune_below",
+        "num_embeddings", "embedding_dim", "padding_idx", "hot_rows", "hot_rank", "scatter_rows",
+        "prune_below",
     )  # fmt: skip
     _dense_class: ClassVar[Any]
     _own_settings: ClassVar[tuple[str, ...]] = ()
     """Class of torch's table, and the settings it has beside those of ``nn.Embedding``."""
 
+    @torch.inference_mode(False)  # else the parameters could never be trained
     def __init__(
         self,
         num_embeddings: int,
@@ -125,11 +134,12 @@ class TTTable(TensorTrainModule):
         super().__init__()
         if num_embeddings < 1:
             raise ValueError(f"num_embeddings={num_embeddings} must be at least 1")
-        for name, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
+        refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+        for name, value in refused.items():
             if value not in (None, False):
                 raise NotImplementedError(
                     f"{type(self).__name__} does not support {name}={value}: rows share their "
-                    "cores, so one row cannot be scaled by itself"
+                    "cores, whose gradients are dense, so one row cannot be changed by itself"
                 )
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
@@ -140,7 +150,7 @@ class TTTable(TensorTrainModule):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx
         self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, False
         self.hot_rows, self.hot_rank = hot_rows, hot_rank
         if scatter_rows and hot_rows:
             raise ValueError(
@@ -190,6 +200,10 @@ class TTTable(TensorTrainModule):
             train |= {"hot_HK": self.hot.coordinates, "basis_KD": self.hot.basis}
         return train
 
+    def at(self, tokens: int, *, together: int = 1) -> Lookup:
+        rows = self.num_embeddings - self.hot_rows
+        return Lookup(self.shape, tokens, num_embeddings=rows, embedding_dim=self.embedding_dim)
+
     def share_parameters_(self, lead: "TTTable") -> None:
         """Share the cores and hot rows of another table; raise ``ValueError`` if sizes differ."""
         alike = isinstance(lead, TTTable) and lead.hot_rows == self.hot_rows
@@ -217,7 +231,7 @@ class TTTable(TensorTrainModule):
             return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
         if self._step is not None:
             scattered = indices.long() * self._step % self.num_embeddings
-            if not is_eager():  # else their range is checked
+            if not is_eager() or is_traced():  # else their range is checked
                 outside = (indices < 0) | (indices >= self.num_embeddings)
                 scattered = torch.where(outside, indices, scattered)
             return scattered
@@ -273,7 +287,7 @@ class TTTable(TensorTrainModule):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Set the ``scatter_rows`` step; raise ``ValueError`` for an impossible one."""
-        if state.is_meta:
+        if not isinstance(state, Tensor) or state.is_meta:  # torch's sign that a state has none
             return
         golden = _golden_step(self.num_embeddings)
         known = [step for step in (1, golden) if state == torch.tensor(step).to(state.dtype)]
@@ -300,11 +314,19 @@ class TTTable(TensorTrainModule):
 
     def config(self) -> dict[str, Any]:
         hot = self.hot.config() if isinstance(self.hot, HotRows) else None
-        return {**super().config(), "row_order": self.row_order is not None, "hot": hot}
+        config = {**super().config(), "row_order": self.row_order is not None, "hot": hot}
+        return {**config, "sparse": self.dense_sparse, "output_scale": self.output_scale}
+
+    def freeze_like_(self, dense: Any) -> None:
+        """Copy what a dense table is beside its weight: frozen, sparse, of scaled output."""
+        super().freeze_like_(dense)
+        self.dense_sparse, self.output_scale = dense.sparse, getattr(dense, "output_scale", 1.0)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
         table = super().from_config(config, lead)
+        table.dense_sparse = config["sparse"]
+        table.output_scale = config.get("output_scale", 1.0)
         if config["row_order"]:
             table.row_order = torch.empty(table.num_embeddings, dtype=torch.int32, device="meta")
         if isinstance(table.hot, HotRows):
@@ -351,7 +373,7 @@ class TTTable(TensorTrainModule):
         make: Any = cls
         layer = make(
             *weight.shape, max_norm=embedding.max_norm,
-            scale_grad_by_freq=embedding.scale_grad_by_freq, sparse=embedding.sparse,
+            scale_grad_by_freq=embedding.scale_grad_by_freq,
             device="meta", dtype=weight.dtype, padding_idx=embedding.padding_idx,  # nothing drawn
             shape=replace(fitted, ranks=tuple(core.shape[-1] for core in cores[:-1])),
             hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=False, prune_below=prune_below,
@@ -361,16 +383,32 @@ class TTTable(TensorTrainModule):
         layer.freeze_like_(embedding)
         return layer.train(embedding.training)
 
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, *args: Any, **settings: Any
+    ) -> Self:
+        """Approximate a dense ``(rows, width)`` tensor by :meth:`from_embedding`.
+
+        Arguments are those of ``from_pretrained`` of torch's table, which freezes by default, and
+        by keyword those of :meth:`from_embedding`.
+        """
+        ours = inspect.signature(TTTable.from_embedding).parameters.keys() & settings.keys()
+        own = {name: settings.pop(name) for name in ours}
+        dense = cls._dense_class.from_pretrained(embeddings, freeze, *args, **settings)
+        return cls.from_embedding(dense, **own)
+
     @torch.no_grad()
     def to_dense(self) -> Any:
         """Return an ``nn.Embedding`` or ``nn.EmbeddingBag`` with this layer's dense table."""
         like = self.cores[0]
         dense = self._dense_class(
             self.num_embeddings, self.embedding_dim, padding_idx=self.padding_idx,
-            sparse=self.sparse, device="meta", dtype=like.dtype,  # on meta nothing is drawn
+            sparse=self.dense_sparse, device="meta", dtype=like.dtype,  # on meta nothing is drawn
             **{name: getattr(self, name) for name in self._own_settings},
         ).to_empty(device=like.device)  # fmt: skip
         dense.weight.copy_(self.dense_weight())
+        if self.output_scale != 1:  # for what from_torch makes of it
+            dense.output_scale = self.output_scale
         dense.weight.requires_grad_(any(param.requires_grad for param in self.parameters()))
         return dense.train(self.training)
 

@@ -54,7 +54,7 @@ class TTConfig:
         embedding_order: How many cores an embedding has.
         target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
             regular expression that must match the whole module name; a list holds names or ends
-            of names (``"fc1"`` takes ``layers.0.fc1``).
+            of names (``"fc1"`` takes ``layers.0.fc1``). Adapters of PEFT are taken only if named.
         exclude_modules: Modules to leave out: a regular expression or a list, as above.
         rank_pattern: Maps regular expressions over whole module names to ranks that replace
             ``rank`` in modules that match. The first match counts.
@@ -193,7 +193,10 @@ _IN_ATTENTION = (
     "nn.MultiheadAttention reads its weight directly, and its in_proj_weight, which is no layer "
     "and stays dense too"
 )
-_SUBCLASS = "a subclass of the torch layer may do more than the layer"
+_ADAPTER = "adapters of PEFT stay what they are unless target_modules names them, as lora_A"
+_SUBCLASS = (
+    "a subclass of the torch layer may do more than the layer (comera.register_layer can tell)"
+)
 _COMPUTED = (
     "the weight or the bias is made from others, such as by weight_norm, spectral_norm or prune"
 )
@@ -216,10 +219,18 @@ def find_targets(
         if isinstance(module, nn.MultiheadAttention)
         for part in module.modules()
     }
+    adapters = {
+        id(module): part
+        for layer in model.modules()
+        if any(cls.__name__ == "BaseTunerLayer" for cls in type(layer).__mro__)
+        for part, child in layer.named_children()
+        if part != "base_layer"
+        for module in child.modules()
+    }
     wanted, excluded = config.target_modules, config.exclude_modules
     known: list[str] = []
     chosen: dict[str, nn.Module] = {}
-    dense: dict[str, list[str]] = {_IN_ATTENTION: [], _SUBCLASS: [], _COMPUTED: []}
+    dense: dict[str, list[str]] = {_IN_ATTENTION: [], _ADAPTER: [], _SUBCLASS: [], _COMPUTED: []}
     small = False
     for name, module in model.named_modules():
         layer = as_torch(module)
@@ -236,19 +247,21 @@ def find_targets(
             continue
         if id(module) in inside_attention:
             dense[_IN_ATTENTION].append(name)
-        elif type(layer) not in _NAMED_TARGETS["all"]:
-            dense[_SUBCLASS].append(name)
+        elif id(module) in adapters and adapters[id(module)] not in str(wanted):
+            dense[_ADAPTER].append(name)
         elif "weight" not in module._parameters or (
             isinstance(getattr(module, "bias", None), Tensor) and "bias" not in module._parameters
         ):
             dense[_COMPUTED].append(name)
+        elif type(layer) not in _NAMED_TARGETS["all"]:
+            dense[_SUBCLASS].append(name)
         elif module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
             small = True
         else:
             chosen[name] = module
     for reason, names in dense.items():
         if names and caller:
-            log.warning("%s leaves %s dense: %s", caller, listed(names), reason)
+            say_dense(caller, model, names, reason)
     entries = [excluded] if isinstance(excluded, str) else [[end] for end in excluded or ()]
     for entry in entries:  # one configuration may serve models that lack a layer
         if caller and not any(matches(name, entry) for name in known):
@@ -281,15 +294,14 @@ def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:
         for part in module.modules()
     }
     kinds: Counter[str] = Counter()
-    size = 0
+    left: list[nn.Parameter] = []
     for module in model.modules():
         params = [param for param in module.parameters(recurse=False) if not is_lazy(param)]
         matrices = [param for param in params if param.dim() > 1]
         if matrices and id(module) not in skip:
             kinds[type(module).__name__] += 1
-            size += sum(param.numel() for param in matrices)
-    whole = sum(param.numel() for param in model.parameters() if not is_lazy(param))
-    share = size / max(1, whole)
+            left += matrices
+    share = _share(model, left)
     if share > _LARGE_SHARE:
         found = listed([f"{count} {kind}" for kind, count in kinds.most_common()])
         log.warning(
@@ -297,6 +309,19 @@ def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:
             "nn.Embedding or nn.EmbeddingBag, nor known by comera.register_layer",
             caller, found, 100 * share,
         )  # fmt: skip
+
+
+def say_dense(caller: str, model: nn.Module, names: Sequence[str], reason: str) -> None:
+    """Warn that layers stay dense, and of their share of all parameters if that is large."""
+    ends = [name.rpartition(".")[0] if reason is _IN_ATTENTION else name for name in names]
+    share = _share(model, [p for end in ends for p in model.get_submodule(end).parameters()])
+    much = f"; that is {100 * share:.0f} % of all parameters" * (share > _LARGE_SHARE)
+    log.warning("%s leaves %s dense: %s%s", caller, listed(names), reason, much)
+
+
+def _share(model: nn.Module, params: Iterable[nn.Parameter]) -> float:
+    known = {id(param): 0 if is_lazy(param) else param.numel() for param in model.parameters()}
+    return sum(known[key] for key in {id(param) for param in params}) / max(1, sum(known.values()))
 
 
 def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from comera.ops.context import is_autocast_on, shapes_are_static, without_autoca
 from comera.ops.cores import Chains, open_gate
 from comera.ops.dispatch import Case, Way, Ways, is_eager
 from comera.ops.kernels import choose, contract_kernel
-from comera.ops.operator import is_readable, operator, recomputed_grads
+from comera.ops.operator import is_readable, is_traced, operator, recomputed_grads
 
 
 def contract_layer(
@@ -151,11 +151,13 @@ def contract_groups(groups: Sequence[Chains]) -> list[Tensor]:
     """
     core = groups[0].cores[0]
     numbers = sum(core.numel() for group in groups for core in group.cores)
-    if (
-        not is_eager()  # one node of a graph saves and launches less
-        or shapes_are_static(core)
-        or numbers > _FEW * sum(group.num_layers for group in groups)  # autograd saves as many
-        or kernel_refuses(groups) is None  # a kernel is one launch
+    if not is_eager() or (
+        not is_traced()
+        and (  # one node of a graph saves and launches less
+            shapes_are_static(core)
+            or numbers > _FEW * sum(group.num_layers for group in groups)  # autograd saves as many
+            or kernel_refuses(groups) is None  # a kernel is one launch
+        )
     ):
         return _contract_groups(*arguments_of(groups))
     return [factor for group in groups for factor in contract_by_torch(group)]

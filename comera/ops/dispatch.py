@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comera.ops.context import shapes_are_static
 from comera.ops.kernels.choose import warn_of
-from comera.ops.operator import is_concrete
+from comera.ops.operator import is_concrete, is_traced
 from comera.planning.machine import processor_name
 from comera.planning.way_times import BUILT_IN, Setting, Size, WayTimes, load_way_times
 
@@ -232,7 +232,7 @@ def is_on_cpu(like: Tensor) -> bool:
 
 def may_read_values(like: Tensor) -> bool:
     """Return whether code may read a tensor's values: on a CPU, eager, without static shapes."""
-    return not torch.compiler.is_compiling() and is_concrete(like) and is_on_cpu(like)
+    return is_eager() and is_concrete(like) and is_on_cpu(like) and not is_traced()
 
 
 def is_eager() -> bool:

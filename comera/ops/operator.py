@@ -4,11 +4,18 @@
 around the same functions: forward, setup of the context, and backward.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+NOT_PLAIN = (
+    "{0} cannot read a {1}: comera.to_plain_(copy.deepcopy(model)) makes a model of torch's own "
+    "layers, which it can"
+)
 
 
 class Operator:
@@ -29,7 +36,14 @@ class Operator:
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Register, as a decorator, the function that makes an empty result of the right shape."""
-        self.custom_op.register_fake(fake)
+
+        @functools.wraps(fake)
+        def traced(*args: Any) -> Any:
+            if torch.onnx.is_in_onnx_export():  # the exporter would find no function for the node
+                raise TypeError(NOT_PLAIN.format("torch.onnx.export", "tensor train"))
+            return fake(*args)
+
+        self.custom_op.register_fake(traced)
         return fake
 
     def register_autograd(
@@ -131,16 +145,20 @@ def recomputed_grads(
 def gradients_again(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor
 ) -> list[Tensor | None]:
-    """Return gradients of ``function``, the plain reference, that can be differentiated again.
+    """Return gradients of ``function``, the plain reference, by operations of torch.
 
-    The gradient is None for inputs that are None or need none.
+    They can be differentiated again if autograd is on. The gradient is None for inputs that are
+    None or need none.
     """
-    # Of views: one input may depend on another, as the second pass through a layer's factors does
-    # on the first, and the gradient by way of that one does not belong here.
-    views = [each if each is None else each.view_as(each) for each in inputs]
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Of views: one input may depend on another, as the second pass through a layer's factors
+        # does on the first, and the gradient by way of that one does not belong here.
+        views = [each if each is None else each.view_as(each) for each in inputs]
+        result = function(*views)
     leaves = [each if each is not None and each.requires_grad else None for each in views]
     wanted = [each for each in leaves if each is not None]
-    found = iter(torch.autograd.grad(function(*views), wanted, grad, create_graph=True))
+    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=create_graph))
     return [each if each is None else next(found) for each in leaves]
 
 
@@ -157,9 +175,10 @@ def is_readable(value: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether ``torch.func`` transforms, or a tracer records, the operations."""
+    """Return whether ``torch.func``, forward-mode AD or a tracer has to see all operations."""
     return (
         torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     )

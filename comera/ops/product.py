@@ -57,6 +57,8 @@ def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
     """Return whether oneDNN suits a product; sizes count only outside of traced graphs."""
     if a.dtype != torch.float32 or not is_on_cpu(a):
         return False
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # for other machines too
+        return False
     if is_concrete(a) and a.numel() * columns < fewest:
         return False
     return prefers_onednn()

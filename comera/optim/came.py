@@ -3,20 +3,23 @@
 Confidence-guided Adaptive Memory Efficient Optimization, Luo et al., ACL 2023, arXiv 2307.02047,
 after the authors' package came-pytorch. Shape suffixes, of tensors stacked along a first dimension:
 b = tensors, r = rows and c = columns of each as a matrix, f = r + c, its row means followed by its
-column means, n = entries of a tensor that is not factored.
+column means, n = entries of a tensor that is not factored. Of a sharded matrix r are the rows that
+this process holds; its factors are whole in each.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from comera.nn.module import is_flattened, is_sharded
 from comera.ops.dispatch import is_eager
-from comera.optim.state_layout import COMMON_KEYS, group_of, load_hooks, made_for
+from comera.optim.state_layout import COMMON_KEYS, check_whole, group_of, load_hooks, made_for
 
 State = dict[str, Tensor]
 
@@ -55,6 +58,9 @@ class CAME(Optimizer):
     ``exp_avg_res_factors``, the row means followed by the column means. In eight bits
     ``exp_avg_update`` is int8, with one float32 of ``exp_avg_update_scale`` for each 256 entries.
 
+    Parameters may be shards by rows, as ``fully_shard`` makes them: means are those of whole
+    matrices, and every process has to step.
+
     Args:
         params: Parameters, named parameters, or groups of them as for any torch optimizer.
         lr: Learning rate, a float or a tensor of one entry.
@@ -71,11 +77,12 @@ class CAME(Optimizer):
             have it. For a schedule in a graph, give ``lr`` as a tensor on the device.
 
     Raises:
-        ValueError: If a setting is out of range.
+        ValueError: If a setting is out of range, or a parameter is sharded otherwise than by rows,
+            or to be kept in eight bits and sharded.
         TypeError: If a group has an unknown key.
     """
 
-    needs_whole_matrices = "stacks whole matrices of equal shape"
+    needs_whole_matrices = "takes means of whole matrices"
 
     def __init__(
         self,
@@ -115,6 +122,14 @@ class CAME(Optimizer):
             )
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        group = self.param_groups.pop()
+        for param in group["params"]:
+            _check_shards(param, _is_packed(param, group["state_dtype"]))
+        self.param_groups.append(group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -124,14 +139,15 @@ class CAME(Optimizer):
             closure: Computes the loss with gradients enabled; its result is returned.
 
         Raises:
-            RuntimeError: If a gradient is sparse or complex. No parameter of its group has changed.
+            RuntimeError: If a gradient is sparse or complex. No parameter has changed then.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
+        lists = [self._alike(group) for group in self.param_groups]
+        for group, alike in zip(self.param_groups, lists, strict=True):
             lr = group["lr"]
             settings = {**group, "lr": lr.reshape(()) if isinstance(lr, Tensor) else lr}
-            for alike in self._alike(group):
-                self._update(alike, settings)
+            for params in alike:
+                self._update(params, settings)
         return loss
 
     def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
@@ -157,7 +173,8 @@ class CAME(Optimizer):
             if not state:
                 state.update(_empty_state(param, group["state_dtype"]))
             held = "step" in state, "exp_avg_update_scale" in state
-            alike = (*held, param.shape, param.dtype, param.device, grad.dtype)
+            shards = getattr(param, "device_mesh", None), getattr(param, "placements", None)
+            alike = (*held, param.shape, param.dtype, param.device, grad.dtype, *shards)
             kinds.setdefault(alike, []).append(param)
         found = []
         for params in kinds.values():
@@ -169,11 +186,14 @@ class CAME(Optimizer):
 
     def _update(self, params: list[Tensor], settings: dict[str, Any]) -> None:
         """Take one step of several parameters of equal shape at once."""
-        states = [self.state[param] for param in params]
+        states, part = [self.state[param] for param in params], _part(params[0])
         view = matrix_view(params[0].shape)
-        shape = (len(params), *(view or (params[0].numel(),)))
-        param = _stack(params).view(shape)
-        grad = _stack([p.grad for p in params if p.grad is not None]).view(shape)
+        weights = [_local(param) for param in params]
+        shape = (len(params), weights[0].numel())
+        if view is not None:
+            shape = (len(params), shape[1] // view[1], view[1])
+        param = _stack(weights).view(shape)
+        grad = _stack([_local(p.grad, p) for p in params if p.grad is not None]).view(shape)
         held = {key: _stack(_every(states, key)) for key in states[0] if key != "step"}
         kept, scales = held["exp_avg_update"], held.get("exp_avg_update_scale")
         average = (kept if scales is None else dequantized(kept, scales)).view(shape)
@@ -186,9 +206,9 @@ class CAME(Optimizer):
             corrections = second.sqrt(), 1 / first if view is None else 1 / first * third.sqrt()
         means = [held[key] for key in (_FULL[:1] if view is None else _FACTORS)]
         if view is None:
-            _plain_step_(param, grad, average, means[0], settings, corrections)
+            _plain_step_(param, grad, average, means[0], settings, corrections, part)
         else:
-            _factored_step_(param, grad, average, means[0], means[1], settings, corrections)
+            _factored_step_(param, grad, average, means[0], means[1], settings, corrections, part)
         if scales is not None:
             codes, new_scales = quantized(average.reshape(len(states), -1))
             kept.copy_(codes)
@@ -198,14 +218,14 @@ class CAME(Optimizer):
         else:
             # A parameter whose first gradient is all zero stays without state: that is how
             # torch.distributed.checkpoint asks for it to be laid out before it loads.
-            live = grad.flatten(1).any(1).to(torch.float32)
+            live = part.sum_(grad.flatten(1).any(1).to(torch.float32)).clamp(max=1)
             for mean in means:
                 mean.mul_(live.to(mean.dtype).unsqueeze(1))
             for state, count in zip(states, live.unbind(), strict=True):
                 state["step"] = count.clone()
         for key, stacked in held.items():
             _write(_every(states, key), stacked)
-        _write(params, param)
+        _write(weights, param)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -308,6 +328,15 @@ def _check(group: dict[str, Any]) -> None:
         raise ValueError(f'state_dtype={group["state_dtype"]!r} must be None or "8bit"')
 
 
+def _check_shards(param: Any, packed: bool) -> None:
+    """Raise ``ValueError`` for a parameter whose shards CAME cannot take means of."""
+    shards = [p.is_shard(0) for p in getattr(param, "placements", ()) if not p.is_replicate()]
+    if packed:
+        check_whole(param, "CAME keeps eight bits of", "it without state_dtype='8bit'")
+    elif is_flattened(param) or shards not in ([], [True]):
+        check_whole(param, "CAME takes means of shards by rows and of")
+
+
 def _all(values: Any, count: int, fits: Callable[[float], bool]) -> bool:
     return isinstance(values, Sequence) and len(values) == count and all(map(fits, values))
 
@@ -332,8 +361,40 @@ def _empty_state(param: Tensor, state_dtype: str | None) -> State:
     return state | {key: param.new_zeros(sum(view), dtype=wide) for key in _FACTORS}
 
 
+class _Part(NamedTuple):
+    """What this process holds of a tensor: entries ahead of its own and of all; who has others."""
+
+    before: int
+    entries: int
+    group: Any = None
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Add up, in place, what all of them have."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+def _part(param: Any) -> _Part:
+    """Return what this process holds of a parameter: all of it, or some of the rows."""
+    for dim, placement in enumerate(getattr(param, "placements", ())):
+        if placement.is_shard():  # the only one, see _check_shards
+            mesh, (rows, *others) = param.device_mesh, param.shape
+            first = min(rows, -(-rows // mesh.size(dim)) * mesh.get_local_rank(dim))
+            return _Part(first * math.prod(others), param.numel(), mesh.get_group(dim))
+    return _Part(0, param.numel())
+
+
+def _local(tensor: Any, param: Any = None) -> Tensor:
+    """Return what this process holds of a tensor, or of a gradient of ``param``."""
+    if is_sharded(tensor):
+        places = tensor.placements if param is None else param.placements
+        return tensor.redistribute(placements=places).to_local()
+    return tensor
+
+
 def _every(states: Sequence[State], key: str) -> list[Tensor]:
-    return [state[key] for state in states]
+    return [_local(state[key]) for state in states]
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
@@ -379,6 +440,7 @@ def _factored_step_(
     residual_bf: Tensor,
     settings: dict[str, Any],
     corrections: tuple[Tensor, Tensor] | None,
+    held: _Part,
 ) -> None:
     """Take one step of CAME on matrices, in place and in the dtype of the moments.
 
@@ -386,27 +448,31 @@ def _factored_step_(
         param_brc: Parameters of any floating dtype; rounded once.
         grad_brc: Gradients of any floating dtype; only read.
         average_brc: Mean of the clipped updates u.
-        square_bf: Row and column means of the squared gradients.
-        residual_bf: Row and column means of ``(u - mean of u)^2``.
+        square_bf: Row and column means of the squared gradients, of all rows.
+        residual_bf: Row and column means of ``(u - mean of u)^2``, of all rows.
         settings: Settings of the group, ``lr`` a float or a tensor ``()``.
         corrections: Factors ``(b, 1)`` of u and the step for means that started at zero; or None.
+        held: Which rows are here.
     """
     beta1, beta2, beta3 = settings["betas"]
-    batch, rows, columns = grad_brc.shape
+    batch, here, columns = grad_brc.shape
+    rows, first = held.entries // columns, held.before // columns
     most = _BLOCK.get(grad_brc.device.type, 1 << 26)
     # The compiler blocks its own loops.
-    count = min(rows, -(-batch * rows * columns // most)) if is_eager() else 1
-    blocks = [slice(rows * k // count, rows * (k + 1) // count) for k in range(count)]
-    work_brc = square_bf.new_empty(batch, -(-rows // count), columns)
+    count = max(1, min(here, -(-batch * here * columns // most))) if is_eager() else 1
+    blocks = [slice(here * k // count, here * (k + 1) // count) for k in range(count)]
+    work_brc = square_bf.new_empty(batch, -(-here // count), columns)
     parts = [work_brc[:, : block.stop - block.start] for block in blocks]
+    of_all = slice(first, first + here)
+    places = [slice(first + block.start, first + block.stop) for block in blocks]
 
     means_bf = torch.zeros_like(square_bf)
-    for block, part in zip(blocks, parts, strict=True):
+    for block, place, part in zip(blocks, places, parts, strict=True):
         grad = grad_brc[:, block].to(square_bf.dtype)
         torch.mul(grad, grad, out=part)
-        means_bf[:, block] = part.mean(2)
+        means_bf[:, place] = part.mean(2)
         means_bf[:, rows:] += part.sum(1)
-    means_bf[:, rows:] /= rows
+    held.sum_(means_bf)[:, rows:] /= rows
     square_bf.lerp_(means_bf + settings["eps"][0], 1 - beta2)
     row, column = _inverse_roots(square_bf, rows)
     if corrections is not None:
@@ -414,31 +480,30 @@ def _factored_step_(
 
     # u = row * gradient * column / max(1, its root mean square / clip_threshold). The norm is
     # taken before the rows are scaled, so that a huge factor meets its zeros before it is squared.
-    norms = []
-    for block, part in zip(blocks, parts, strict=True):
+    norms = torch.zeros_like(row)
+    for block, place, part in zip(blocks, places, parts, strict=True):
         torch.mul(grad_brc[:, block], column, out=part)
-        norms.append(torch.linalg.vector_norm(part, dim=2, keepdim=True))
-    norm = torch.linalg.vector_norm(torch.cat(norms, 1) * row, dim=1, keepdim=True)
+        norms[:, place] = torch.linalg.vector_norm(part, dim=2, keepdim=True)
+    norm = torch.linalg.vector_norm(held.sum_(norms) * row, dim=1, keepdim=True)
     row = row / (norm / (math.sqrt(rows * columns) * settings["clip_threshold"])).clamp(min=1.0)
-    if settings["maximize"]:
-        row = -row
+    row = (-row if settings["maximize"] else row)[:, of_all]
 
     means_bf.zero_()
-    for block, part in zip(blocks, parts, strict=True):
+    for block, place, part in zip(blocks, places, parts, strict=True):
         if count > 1:  # one block's part is still there
             torch.mul(grad_brc[:, block], column, out=part)
         average = average_brc[:, block]
         torch.addcmul(average, part, row[:, block], value=-1, out=part)  # mean - u
         average.add_(part, alpha=beta1 - 1)
         torch.mul(part, part, out=part)
-        means_bf[:, block] = part.mean(2)
+        means_bf[:, place] = part.mean(2)
         means_bf[:, rows:] += part.sum(1)
-    means_bf[:, rows:] /= rows
+    held.sum_(means_bf)[:, rows:] /= rows
     # u - new mean = beta1 * (u - old mean)
     residual_bf.lerp_(means_bf * beta1**2 + settings["eps"][1], 1 - beta3)
 
     row, column = _inverse_roots(residual_bf, rows)
-    row = row * -settings["lr"]
+    row = row[:, of_all] * -settings["lr"]
     if corrections is not None:
         row = row * corrections[1].unsqueeze(2)
     for block, part in zip(blocks, parts, strict=True):
@@ -460,6 +525,7 @@ def _plain_step_(
     square_bn: Tensor,
     settings: dict[str, Any],
     corrections: tuple[Tensor, Tensor] | None,
+    held: _Part,
 ) -> None:
     """Take one step of CAME on tensors that are not factored, without the term of (u - m)^2."""
     beta1, beta2, _ = settings["betas"]
@@ -469,7 +535,9 @@ def _plain_step_(
     if corrections is not None:
         update = update * corrections[0]
     norm = torch.linalg.vector_norm(update, dim=1, keepdim=True)
-    clip = (norm / (math.sqrt(grad_bn.shape[1]) * settings["clip_threshold"])).clamp(min=1.0)
+    if held.group is not None:
+        norm = held.sum_(norm.square()).sqrt()
+    clip = (norm / (math.sqrt(held.entries) * settings["clip_threshold"])).clamp(min=1.0)
     if settings["maximize"]:
         clip = -clip
     average_bn.lerp_(update / clip, 1 - beta1)

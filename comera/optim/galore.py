@@ -23,7 +23,14 @@ from comera.optim.projection import (
     matrix_shape,
     new_bases,
 )
-from comera.optim.state_layout import COMMON_KEYS, check_keeps_no_count, made_for, step_param
+from comera.optim.state_layout import (
+    COMMON_KEYS,
+    check_keeps_no_count,
+    check_whole,
+    made_for,
+    plain_step,
+    step_param,
+)
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo
@@ -65,7 +72,7 @@ class GaLore(Optimizer):
             A tensor of more than two dimensions is taken as ``(first, all others)``. A matrix
             with a side that is not above the rank is neither projected nor scaled.
         inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`. The attribute
-            ``inner`` is that optimizer, of the stand-ins and all parameters that are not projected.
+            ``inner`` is that optimizer, of the stand-ins and all parameters that are not projected; its state is that of this one.
         **settings: Settings of the inner optimizer: ``lr``, ``betas``, ...; groups may differ.
 
     Note:
@@ -97,12 +104,13 @@ class GaLore(Optimizer):
         inner: Callable[..., Optimizer] = torch.optim.AdamW,
         **settings: Any,
     ) -> None:
-        given = list(params)
-        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        given = params if isinstance(params, Tensor) else list(params)
+        if isinstance(given, Tensor) or not given:
+            inner(given, **settings)  # raises
+        groups = given if isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
-        seen = set[int]()
-        self.inner = inner([_for_inner(g, self._stand_ins, seen) for g in groups], **settings)
+        self.inner = inner([_for_inner(g, self._stand_ins) for g in groups], **settings)
         # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
         self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self.inner.param_groups)
         super().__init__(groups, dict(self.inner.defaults))
@@ -129,14 +137,14 @@ class GaLore(Optimizer):
         stand_ins: dict[Tensor, nn.Parameter] = {}
         try:
             if number == len(theirs):  # else the inner optimizer was constructed with it
-                seen = {id(param) for known in self.param_groups for param in known["params"]}
-                inner.add_param_group(_for_inner(group, stand_ins, seen))
+                inner.add_param_group(_for_inner(group, stand_ins))
             own = _DEFAULTS if "rank" in group else {}
             super().add_param_group({**theirs[number], **own, **group})
         except BaseException:
             del theirs[number:]
             raise
         self._stand_ins |= stand_ins
+        self._take_back(self.param_groups[-1]["params"])  # what Adagrad has made at once
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} around {self.inner!r}"
@@ -150,30 +158,44 @@ class GaLore(Optimizer):
         """Take one step of every parameter that has a gradient.
 
         Raises:
-            RuntimeError: If a gradient to be projected is sparse or complex, or the first step of a
-                parameter is captured in a CUDA graph.
+            RuntimeError: If a gradient to be projected is sparse or complex (nothing has changed
+                then), or the first step of a parameter is captured in a CUDA graph.
             TypeError: If the inner optimizer keeps counts in its groups. Projected parameters have
                 then been decayed, but not stepped.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         begun, settings = self._begin_all()
         try:
-            self.inner.step()
+            inner: Any = self.inner  # hooks of all optimizers run once, for this one
+            for hook in inner._optimizer_step_pre_hooks.values():
+                hook(inner, (inner,), {})
+            plain_step(type(inner))(inner)
+            inner._opt_called = True  # what its scheduler, if any, looks for
+            for hook in inner._optimizer_step_post_hooks.values():
+                hook(inner, (inner,), {})
         finally:
-            for param, *_, grad in begun:
-                param.grad = grad
+            self._restore(begun)
         self._end_all(begun, settings)
         return loss
 
     @_eagerly
     def _begin_all(self) -> tuple[list[_Begun], list[dict[str, Any]]]:
         """Give stand-ins the projected gradients; return what :meth:`_end_all` needs."""
-        begun = []
-        for position, group in enumerate(self.param_groups):
+        live = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        projected = [(param, group) for param, group in live if "rank" in group]
+        _check_gradients(param for param, _ in projected)
+        for position in range(len(self.param_groups)):
             self._pass_settings(position)
-            if "rank" in group:
-                begun += [self._begin(p, group) for p in group["params"] if p.grad is not None]
+        begun = [self._begin(param, group) for param, group in projected]
+        self._lend(param for param, _ in live)
         return begun, [dict(group) for group in self.inner.param_groups]
+
+    @_eagerly
+    def _restore(self, begun: list[_Begun]) -> None:
+        for param, *_, grad in begun:
+            param.grad = grad
+        for group in self.param_groups:
+            self._take_back(group["params"])
 
     @_eagerly
     def _end_all(self, begun: list[_Begun], settings: list[dict[str, Any]]) -> None:
@@ -181,28 +203,40 @@ class GaLore(Optimizer):
         instead = f"use {name} without GaLore, or GaLore around torch.optim.AdamW"
         for old, new in zip(settings, self.inner.param_groups, strict=True):
             check_keeps_no_count(self.inner, old, new, instead, _SCHEDULED)
-        self._share_state()
         self._end(begun)
 
     @torch.no_grad()
     def step_param_(self, param: Tensor, position: int) -> None:
         """Step one parameter, of group number ``position``; raises the errors of :meth:`step`."""
         self._pass_settings(position)
-        group = self.param_groups[position]
-        stand_in, grad = self._stand_ins.get(param), param.grad
-        begun = [self._begin(param, group)] if "rank" in group else []
+        group, grad = self.param_groups[position], param.grad
+        projected = [param] if "rank" in group else []
+        _check_gradients(projected)
+        begun = [self._begin(each, group) for each in projected]
+        self._lend([param])
         try:
-            step_param(self.inner, param if stand_in is None else stand_in, position)
+            step_param(self.inner, self._stand_ins.get(param, param), position)
         finally:
             param.grad = grad
-        if stand_in is None and param in self.inner.state:
-            self.state[param] = self.inner.state[param]
+            self._take_back([param])
         self._end(begun)
+
+    def _lend(self, params: Iterable[Tensor]) -> None:
+        """Give the inner optimizer, which keeps none, the state of parameters for a step."""
+        for param in params:
+            if theirs := _split(self.state.get(param, {}))[0]:
+                self.inner.state[self._stand_ins.get(param, param)] = theirs
+
+    def _take_back(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            theirs = self.inner.state.pop(self._stand_ins.get(param, param), None)
+            if theirs is not None:
+                self.state[param] = theirs | _split(self.state[param])[1]
 
     def _pass_settings(self, position: int) -> None:
         """Copy a group's settings, which schedulers change, to the inner optimizer."""
         mine, theirs = self.param_groups[position], self.inner.param_groups[position]
-        theirs |= {key: mine[key] for key in self.inner.defaults if key in mine}
+        theirs |= {key: mine[key] for key in mine.keys() - _KEYS - {"params"}}
         if self._tensor_lr and not isinstance(mine["lr"], Tensor):
             theirs["lr"] = torch.tensor(mine["lr"], dtype=torch.float32)
         if "rank" in mine:
@@ -212,12 +246,6 @@ class GaLore(Optimizer):
         """Decay a parameter; give its stand-in, if any, the projected gradient."""
         grad = param.grad
         assert grad is not None
-        if grad.is_sparse or grad.is_complex():
-            kind = "sparse" if grad.is_sparse else "complex"
-            raise RuntimeError(
-                f"a {kind} gradient of shape {tuple(grad.shape)} cannot be projected: leave its "
-                "parameter out of the groups with a rank"
-            )
         stand_in = self._stand_ins.get(param)
         factor = self._factor(param, group)
         decayed = self._decayed(param, grad, group)
@@ -299,20 +327,6 @@ class GaLore(Optimizer):
             return grad
         return grad.add(param, alpha=-rate if group.get("maximize") else rate)
 
-    def _share_state(self) -> None:
-        """Put the inner optimizer's state of parameters that are not projected in ``state``."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param not in self._stand_ins and param in self.inner.state:
-                    self.state[param] = self.inner.state[param]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values only: the inner optimizer's state and the subspaces."""
-        mine, theirs = super().state_dict(), self.inner.state_dict()["state"]
-        numbers = {**theirs, **mine["state"]}
-        state = {k: {**theirs.get(k, {}), **mine["state"].get(k, {})} for k in numbers}
-        return {**mine, "state": state}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned.
 
@@ -324,26 +338,24 @@ class GaLore(Optimizer):
 
         def load_inner(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             state, params = given["state"], self._check_loadable(given)
-            theirs = {
-                number: {key: x for key, x in entries.items() if not key.startswith(_OURS)}
-                for number, entries in state.items()
-            }
-            groups = [
-                {key: value for key, value in group.items() if key not in _KEYS}
-                for group in given["param_groups"]
-            ]
+            theirs = {}
+            for number in (number for number in params if number in state):
+                theirs[number], ours = _split(state[number])
+                subspaces[params[number]] = {
+                    key: x.to("cpu" if key == f"{_OURS}step" else params[number].device, copy=True)
+                    for key, x in ours.items()
+                }
+            groups = [{k: g[k] for k in g.keys() - _KEYS} for g in given["param_groups"]]
             self.inner.load_state_dict({"state": theirs, "param_groups": groups})
-            for number, param in params.items():
-                for key, value in state.get(number, {}).items():
-                    if key.startswith(_OURS):
-                        device = value.device if key == f"{_OURS}step" else param.device
-                        subspaces.setdefault(param, {})[key] = value.to(device, copy=True)
-            # Without the state, which the base class would round to the dtype of the parameters.
-            return {**given, "state": {}}
+            # Without what the base class would round to the dtype of the parameters.
+            return {**given, "state": {k: x for k, x in state.items() if k not in params}}
 
         def restore(_: Optimizer) -> None:
-            self._share_state()
             self.state.update(subspaces)
+            for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+                own = _DEFAULTS if "rank" in mine else {}
+                mine |= {**self.defaults, **own, **theirs, **mine}  # keys that it may lack
+                self._take_back(mine["params"])
 
         with state_layout.load_hooks(self, load_inner, restore):
             super().load_state_dict(state_dict)
@@ -388,11 +400,15 @@ class GaLore(Optimizer):
 
     def unpack_state_(self, param: Tensor) -> None:
         """Unpack the inner optimizer's state, for :func:`~comera.truncate_`."""
+        self._lend([param])
         state_layout.unpack_state_(self.inner, param)
+        self._take_back([param])
 
     def pack_state_(self, param: Tensor) -> None:
         """Pack the inner optimizer's state again after :meth:`unpack_state_`."""
+        self._lend([param])
         state_layout.pack_state_(self.inner, param)
+        self._take_back([param])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes, so that a copy has stand-ins for the copied parameters."""
@@ -450,22 +466,37 @@ class GaLoreAdamW8bit(GaLore):
         super().__init__(params, AdamW8bit, lr=lr, **settings)
 
 
+def _check_gradients(params: Iterable[Tensor]) -> None:
+    for grad in (param.grad for param in params if param.grad is not None):
+        if grad.is_sparse or grad.is_complex():
+            kind = "sparse" if grad.is_sparse else "complex"
+            raise RuntimeError(
+                f"a {kind} gradient of shape {tuple(grad.shape)} cannot be projected: leave its "
+                "parameter out of the groups with a rank"
+            )
+
+
+def _split(entries: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the inner optimizer keeps in a state, and what GaLore does."""
+    ours = {key: x for key, x in entries.items() if key.startswith(_OURS)}
+    return {key: x for key, x in entries.items() if key not in ours}, ours
+
+
 def _as_list(params: Any) -> list[Any]:
+    if isinstance(params, set):
+        raise TypeError("optimizer parameters need to be organized in ordered collections: no set")
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _for_inner(
-    group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter], seen: set[int]
-) -> dict[str, Any]:
-    """Check a group; return the inner optimizer's group. Adds to ``stand_ins`` and ``seen``."""
-    for one in group["params"]:
-        param = one[1] if isinstance(one, tuple) else one
-        if id(param) in seen:
+def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
+    """Check a group; return the inner optimizer's group. Adds to ``stand_ins``."""
+    params = [one[1] if isinstance(one, tuple) else one for one in group["params"]]
+    for number, param in enumerate(params):
+        if any(param is other for other in params[:number]):
             raise ValueError(
-                f"some parameters appear in more than one parameter group, or twice in one: one "
-                f"of shape {tuple(param.shape)}. Give GaLore each parameter once"
+                f"a parameter of shape {tuple(param.shape)} is twice in a parameter group: give "
+                "GaLore each parameter once"
             )
-        seen.add(id(param))
     own = {key: value for key, value in group.items() if key not in _KEYS}
     if "rank" not in group:
         if misplaced := sorted(_KEYS & set(group)):
@@ -483,6 +514,7 @@ def _for_inner(
         raise ValueError(f"scale={scale!r} must be above 0")
 
     def stand_in_of(param: Tensor) -> Tensor:
+        check_whole(param, "GaLore projects")
         if param.dim() < 2:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} is in a group with rank={rank}: only "

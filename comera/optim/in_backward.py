@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.nn.module import is_sharded
+from comera.nn.module import is_flattened, is_sharded
 from comera.optim.state_layout import plain_step, step_param
 
 
@@ -276,9 +276,9 @@ def _check(optimizer: Optimizer, process_group: "dist.ProcessGroup | None") -> N
     if isinstance(optimizer, torch.optim.Adafactor):
         why = "takes norms in place, which torch cannot do on shards"
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if _is(param, "FlatParameter"):
+        if is_flattened(param):
             raise ValueError(
-                "a parameter is a FlatParameter of FullyShardedDataParallel, which reduces "
+                "a parameter is a part of FullyShardedDataParallel, which reduces "
                 "gradients only after hooks have run: shard with "
                 "torch.distributed.fsdp.fully_shard"
             )

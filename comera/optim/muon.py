@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera.nn.module import is_sharded
 from comera.ops.context import without_autocast
-from comera.optim.state_layout import plain_step
+from comera.optim.state_layout import check_whole, plain_step
 
 log = logging.getLogger("comera")
 
@@ -70,7 +69,7 @@ class MuonAdamW(torch.optim.AdamW):
     ) -> None:
         own = {"momentum": momentum, "ns_steps": ns_steps}
         _check(own)
-        params = list(params)
+        params = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor
         super().__init__(params, lr, **settings)
         self.defaults |= own
         for group in self.param_groups:
@@ -107,33 +106,30 @@ class MuonAdamW(torch.optim.AdamW):
         """Add a parameter group; ``muon=True`` or the name ``"cores"`` chooses Muon for it."""
         _check(param_group)
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group = self.param_groups.pop()
         group.setdefault("muon", group.get("name") == "cores")
         for param in group["params"] if group["muon"] else ():
+            check_whole(param, "MuonAdamW steps")
             if param.dim() < 2:
-                self.param_groups.pop()
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is in a group with muon=True, "
                     "which is for cores and matrices: put it in another group"
                 )
-            if is_sharded(param):
-                self.param_groups.pop()
-                raise ValueError(
-                    f"MuonAdamW steps whole matrices, and a parameter of shape "
-                    f"{tuple(param.shape)} in a group with muon=True is sharded (a DTensor, as "
-                    "fully_shard makes it): use torch.optim.AdamW, or leave the model whole in "
-                    "DistributedDataParallel"
-                )
+        self.param_groups.append(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of every parameter that has a gradient.
 
         Raises:
-            RuntimeError: If a gradient is sparse or complex.
+            RuntimeError: If a gradient is sparse or complex; if Muon's, nothing has changed.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         groups = self.param_groups
+        for param in (p for g in groups if g["muon"] for p in g["params"] if p.grad is not None):
+            if param.grad.is_sparse or param.is_complex():
+                kind = "sparse" if param.grad.is_sparse else "complex"
+                raise RuntimeError(f"MuonAdamW does not support {kind} gradients")
         self.param_groups = [group for group in groups if not group["muon"]]
         try:
             plain_step(torch.optim.AdamW)(self)
@@ -145,15 +141,14 @@ class MuonAdamW(torch.optim.AdamW):
         return loss
 
     def _step_by_muon(self, group: dict[str, Any]) -> None:
-        momentum, lr = group["momentum"], group["lr"]
+        # OneCycleLR and CyclicLR write a momentum in betas, and leave this key.
+        momentum = group["betas"][0] if "max_momentum" in group else group["momentum"]
+        lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
         alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Tensor]]]] = {}
         for param in group["params"]:
             grad = param.grad
             if grad is None or not param.numel():  # a layer of rank zero
                 continue
-            if grad.is_sparse or param.is_complex():
-                kind = "sparse" if grad.is_sparse else "complex"
-                raise RuntimeError(f"MuonAdamW does not support {kind} gradients")
             state = self.state[param]
             if not state:
                 state["step"] = torch.zeros(())  # AdamW looks for it wherever there is state

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from comera.nn.module import is_flattened, is_sharded
+
 
 class Wrapper(Protocol):
     """An object around an ``optimizer``, such as ``OptimizerInBackward``."""
@@ -43,7 +45,7 @@ def unwrap(optimizer: AnyOptimizer) -> Optimizer:
 
 
 def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
-    """Return :func:`unwrap`; raise ``ValueError`` if its parameters share state, as in LBFGS."""
+    """Return :func:`unwrap`; raise ``ValueError`` for LBFGS and ZeroRedundancyOptimizer."""
     if optimizer is None:
         return None
     unwrapped = unwrap(optimizer)
@@ -51,6 +53,12 @@ def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
         raise ValueError(
             "LBFGS has one history of all parameters together, which cannot be changed along with "
             "some of them: leave the optimizer out, and make a new one afterwards"
+        )
+    if type(unwrapped).__name__ == "ZeroRedundancyOptimizer":
+        raise ValueError(
+            "ZeroRedundancyOptimizer steps each parameter in one process by its first size: to "
+            "change parameters, take the optimizer that it was given, or leave it out and make a "
+            "new one afterwards"
         )
     return unwrapped
 
@@ -109,6 +117,17 @@ def check_keeps_no_count(
 def group_of(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
     """Return the optimizer's group that contains a parameter."""
     return next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+
+
+def check_whole(param: Tensor, who: str, instead: str = "torch.optim.AdamW") -> None:
+    """Raise ``ValueError`` if a parameter is a part of one; ``who`` begins the error's text."""
+    if is_sharded(param):
+        made = "a DTensor, as fully_shard makes it"
+        of = "FullyShardedDataParallel's" if is_flattened(param) else made
+        raise ValueError(
+            f"{who} whole matrices, and a parameter of shape {tuple(param.shape)} is sharded "
+            f"({of}): use {instead}, or leave the model whole in DistributedDataParallel"
+        )
 
 
 def packs_state(optimizer: Optimizer) -> bool:

@@ -178,7 +178,7 @@ _DEFAULTS = {
         name="two cores", kind="cpu", threads=2, measured=False,
         flops=(("float64", 65e9), ("float32", 130e9), ("bfloat16", 65e9), ("float16", 30e9)),
         bandwidth=12e9, strided_bandwidth=6e9, cache_bandwidth=40e9, cache_bytes=8e6,
-        call_overhead=6e-6, operator_overhead=250e-6,
+        call_overhead=6e-6, operator_overhead=60e-6,
         tile=16, whole_tiles=False, half_width=4, half_depth=6,
     ),
     # Like an H200, with a host like that of an H100 with a slow Xeon.

@@ -182,20 +182,18 @@ class Plan(Report):
         return "\n".join(lines)
 
     def sentence(self) -> str:
-        """Compare a linear layer with nn.Linear, and name a shape that would be faster."""
-        blocks = isinstance(self.layer.shape, BTTShape)
-        text = f"at {self.layer.tokens} tokens this {'block ' * blocks}tensor train takes "
-        text += f"{self.time_ratio:.2g}x the time of nn.Linear "
+        """Compare the layer with torch's, and name a shape that would be faster."""
+        text = f"{self.time_ratio:.2g}x the time of {self.dense.name} "
         if self.eager_ratio is not None:
             text += f"in a captured step, {self.eager_ratio:.2g}x in eager mode, "
         text += f"and {self.memory_ratio:.2g}x its memory"
         if self.suggestion is not None:
-            return f"{text}; {self.suggestion.change} would take {self.suggestion.time_ratio:.2g}x"
-        if self.time_ratio > 1:
-            none = "rank" if blocks else "rank or order"
-            return f"{text}; no {none} is faster than nn.Linear at this batch"
-        if self.eager_ratio is not None and self.eager_ratio > 1:
-            return f"{text}: run it in comera.TrainStep, which captures the step"
+            return f"{text} ({self.suggestion.change}: {self.suggestion.time_ratio:.2g}x)"
+        if self.time_ratio > 1 and isinstance(self.layer, Layer):
+            none = "rank" if isinstance(self.layer.shape, BTTShape) else "rank or order"
+            return f"{text} (no {none} is faster)"
+        if self.time_ratio <= 1 and (self.eager_ratio or 0.0) > 1:
+            return f"{text} (comera.TrainStep captures the step)"
         return text
 
     def _times(self) -> str:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comera.nn.module import TensorTrainModule
-from comera.surgery.truncate import wrappers_of
+from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.params import wrappers_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,7 +29,7 @@ def processes_of(model: nn.Module) -> "ProcessGroup | None":
     """Return the group of processes that train a model: its DDP's or the default; None if alone."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    for wrapper in wrappers_of(model):
+    for wrapper in wrappers_of(tensor_trains(model).values()):
         return wrapper.process_group
     return dist.group.WORLD if dist.get_world_size() > 1 else None
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from comera.optim.state_layout import AnyOptimizer
+from comera.rank.agreement import processes_of
 from comera.rank.learning import AllGates, RankLearning, check_steps
 from comera.rank.prune import check_min_keep
 from comera.shapes import check_min_rank
@@ -157,8 +158,9 @@ class ImportancePruning(RankLearning):
         ]
         self._lost.clear()
         lost = torch.cat(parts)
-        # In a loop of one's own the group may not have been looked for yet.
-        if group is not None and not isinstance(group, str):
+        if isinstance(group, str):  # in a loop of one's own, which is not of TrainStep
+            self.process_group = group = processes_of(self.model)
+        if group is not None:
             lost /= dist.get_world_size(group)
             dist.all_reduce(lost, group=group)
         square = lost.square()

@@ -27,7 +27,7 @@ log = logging.getLogger("comera")
 
 Stage = Literal["early", "late", "done"]
 
-_OPEN = 0.1
+OPEN = 0.1
 """A gate above this still carries its rank; one below is on its way out."""
 
 
@@ -245,7 +245,7 @@ class RankLearning(ABC):
                 f"process_group={process_group!r} must be a group of torch.distributed, 'auto' to "
                 "find it, or None for a process that trains a model of its own"
             )
-        check_unsharded(model, self.method)
+        check_unsharded(model, self.method, written=True)
         self.model, self.target, self.min_rank = model, target, min_rank
         self.process_group = process_group
         self.size = SizeOfRanks(model, min_rank)
@@ -418,7 +418,7 @@ class RankLearning(ABC):
         Raises:
             ValueError: In all processes, if ranks, gates or settings differ; it names the first.
         """
-        check_unsharded(self.model, self.method)
+        check_unsharded(self.model, self.method, written=True)
         given = self.process_group
         group = processes_of(self.model) if isinstance(given, str) else given
         layers = tensor_trains(self.model)
@@ -464,7 +464,7 @@ class RankLearning(ABC):
             for gate, was in zip(gates, before, strict=True):
                 gate.copy_(was)
             raise
-        self.forced = sum(value > _OPEN for value in closed)
+        self.forced = sum(value > OPEN for value in closed)
         truncate_(self.model, optimizer, min_rank=self.min_rank)
         return {
             "size": sum(core.numel() for core in self._cores),

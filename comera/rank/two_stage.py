@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.optim.state_layout import AnyOptimizer, unwrap
-from comera.rank.learning import AllGates, RankLearning, Stage, check_steps
+from comera.rank.learning import OPEN, AllGates, RankLearning, Stage, check_steps
 from comera.shapes import check_min_rank, is_number
 
 if TYPE_CHECKING:
@@ -192,11 +192,22 @@ class TwoStage(RankLearning):
         """Cut ranks, see :meth:`~comera.rank.learning.RankLearning.finish_`.
 
         If too many ranks are open, gates are closed greedily until the target is met, first gates
-        with the smallest share in their layer. A warning tells if many of these were above 0.1.
+        with the smallest share in their layer. A warning tells if many of these were above 0.1, or
+        if most open gates are below. The result also has the running ``loss`` and its ``goal``.
         """
         group = self._processes()
-        live = int(self.size.read().live.sum())
+        gates = self.size.read()
+        live, weak = int(gates.live.sum()), int((gates.live & (gates.values <= OPEN)).sum())
+        if 2 * weak > live:
+            log.warning(
+                "%d of the %d gates that are still open are at %g or below, so that their layers "
+                "answer next to nothing: they fell faster than the model could learn. Give them a "
+                "lower learning rate, or the stages more steps",
+                weak, live, OPEN,
+            )  # fmt: skip
         outcome = self._cut_(optimizer, group)
+        for name, loss in (("loss", self._running_loss), ("goal", self._late_goal)):
+            outcome[name] = None if loss is None else float(loss)
         if outcome["forced"] > _WORTH_SAYING * live:
             log.warning(
                 "the rank objective did not bring the cores to the target of %d entries by "

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from comera.nn.forms import expert_shares, rows_at
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import TTTable
 from comera.params import model_size
-from comera.planning.linear_ways import Layer
-from comera.planning.lookup_ways import Lookup
 from comera.planning.planner import plan_layer
 from comera.planning.printing import Report, Table, data_frame, show_bytes, show_count
 
@@ -73,7 +72,8 @@ class CompressionReport(Report):
 
     Attributes:
         layers: A :class:`LayerReport` for each tensor-train layer.
-        tokens: Rows of the batch for which operations and activations are predicted.
+        tokens: Rows of the batch for which operations and activations are predicted; an expert of
+            a mixture gets its share of them.
         params: Parameters of the whole model, shared ones counted once.
         bytes: Bytes of these parameters.
         frozen_bytes: Bytes after :func:`comera.freeze_`, if it makes no layer dense for speed.
@@ -87,7 +87,10 @@ class CompressionReport(Report):
     def __init__(self, model: nn.Module, tokens: int) -> None:
         trains = tensor_trains(model)
         self.tokens = tokens
-        self.layers = [_layer(name, layer, tokens) for name, layer in trains.items()]
+        shares = expert_shares(model)
+        self.layers = [
+            _layer(name, layer, rows_at(tokens, name, shares)) for name, layer in trains.items()
+        ]
         self.params, self.bytes = model_size(model)
         self.frozen_bytes = self.dense_bytes = self.bytes
         for layer, train in zip(self.layers, trains.values(), strict=True):
@@ -169,16 +172,6 @@ def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionRepor
     return CompressionReport(model, tokens)
 
 
-def planned_work(layer: TensorTrainModule, tokens: int, together: int = 1) -> Layer | Lookup | None:
-    """Describe a layer at a batch to the planner; return None for the hot rows of a table."""
-    if isinstance(layer, CompressedLinear):
-        return layer.at(tokens, together=together)
-    if isinstance(layer, TTTable):
-        rows = layer.num_embeddings - layer.hot_rows
-        return Lookup(layer.shape, tokens, num_embeddings=rows, embedding_dim=layer.embedding_dim)
-    return None
-
-
 def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
     ranks = layer.ranks if layer.cores[0].device.type == "meta" else layer.live_ranks
     shape, stored = layer.shape, [*layer.cores, *layer.gates]
@@ -186,7 +179,7 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
     if hot is not None:
         stored.append(hot)
     hot_params = 0 if hot is None else hot.numel()
-    work = planned_work(layer, tokens)
+    work: Any = layer.at(tokens)
     costs = (0, 0, 0, 0)  # every index is counted as one of the train's, none as a hot row
     if work is not None:
         work = replace(work, shape=shape.of_ranks(ranks))  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
-from comera.extras import needed_by
+from comera.extras import listed, needed_by
 from comera.planning.printing import (
     Report,
     Table,
@@ -53,6 +53,7 @@ class Point:
         loss: The result of ``evaluate``.
         predicted_seconds: Time of the replaced layers, forward and backward, by ``comera.plan``.
         predicted_ratio: This time divided by that of the dense layers.
+        tokens: Rows of the batch for which these are predicted; an expert gets its share.
         measured_seconds: Time of the call of ``evaluate``.
         note: Why there is no loss; or what was logged while the model was made smaller.
     """
@@ -69,6 +70,7 @@ class Point:
     loss: float | None = None
     predicted_seconds: float | None = None
     predicted_ratio: float | None = None
+    tokens: int | None = None
     measured_seconds: float | None = None
     note: str = ""
 
@@ -155,7 +157,9 @@ class Exploration(Report):
         spare = ["evaluate took", "bytes", "order", "parameters", "predicted time / dense"]
         if all(point.layer == WHOLE for point in self.points):
             spare.insert(0, "layer")
-        return [Table("explored", _HEADER, rows, left=(0, 1, 3), names=1, spare=spare)]
+        batches = sorted({point.tokens for point in self.points if point.tokens})
+        at = f", times at {listed(list(map(str, batches)))} rows a batch" * bool(batches)
+        return [Table(f"explored{at}", _HEADER, rows, left=(0, 1, 3), names=1, spare=spare)]
 
     def summary(self) -> str:
         """Return lines that count the points and say why points failed."""

@@ -52,7 +52,7 @@ def explore(
     loss_fn: LossFn | None = None,
     target_modules: str | list[str] = "all-linear",
     exclude_modules: str | list[str] | None = None,
-    tokens: int = 4096,
+    tokens: int | None = None,
     keep: str | Path | None = None,
     progress: bool = False,
 ) -> Exploration:
@@ -78,8 +78,9 @@ def explore(
             of that layer. A model of many layers gets many points.
         loss_fn: As for :func:`~comera.compress_`.
         target_modules: As for :func:`~comera.compress_`; also used if ``configs`` is None.
-        exclude_modules: Layers to leave out, as for :class:`~comera.TTConfig`.
-        tokens: Rows of the batch for which times are predicted.
+        exclude_modules: Layers to leave out, given like ``target_modules``.
+        tokens: Rows of the batch for which times are predicted; if None those of a batch of
+            calibration, or 4096 without any.
         keep: A JSON file for the points, written after each. If it exists, only points that are
             missing or failed are measured. It does not hold the calibration: to keep that, give
             the result of ``sensitivity(..., keep=...)``.
@@ -104,7 +105,7 @@ def explore(
         raise TypeError(
             f"evaluate={evaluate!r} must be a function of the model that gives its loss"
         )
-    if tokens < 1:
+    if tokens is not None and tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1")
     if isinstance(budgets, str | Real):
         raise TypeError(f"budgets={budgets!r} must be a list of such, as [{budgets!r}]")
@@ -149,13 +150,14 @@ def explore(
         elif budgets and calibration is not None:
             layers = linear_targets(model, target_modules, exclude_modules, "explore")
             found = look_at(model, layers, calibration, loss_fn, progress=progress)
+        rows = tokens or (found.batch_rows if found else None) or 4096
         which = _settings(TTConfig(target_modules=target_modules, exclude_modules=exclude_modules))
         tries = _tries(model, found, budgets, which, configs, each_layer)
         planned += len(tries)
         for setting, layer, make in with_bar(tries, "exploring", progress, len(tries)):
             point = kept.known(setting, layer)
             if point is None:
-                point = kept.add(_measure(model, Point(setting, layer), make, evaluate, tokens))
+                point = kept.add(_measure(model, Point(setting, layer), make, evaluate, rows))
             points.append(point)
     except KeyboardInterrupt:
         log.warning("explore: broken off; %d points are measured", len(points))
@@ -165,7 +167,7 @@ def explore(
 class _Kept:
     """The points measured so far, also written to the file ``keep`` if given."""
 
-    def __init__(self, keep: str | Path | None, model: nn.Module, tokens: int) -> None:
+    def __init__(self, keep: str | Path | None, model: nn.Module, tokens: int | None) -> None:
         self.path = None if keep is None else Path(keep)
         digest = 0
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -184,7 +186,7 @@ class _Kept:
             ) from None
         if about["weights"] != digest:
             what = "another model or other weights"
-        elif about["tokens"] != tokens:
+        elif tokens not in (None, about["tokens"]):
             what = f"tokens={about['tokens']}, not {tokens}"
         else:
             self.points = {(point.setting, point.layer): point for point in points}
@@ -255,6 +257,7 @@ def _facts(model: nn.Module, small: nn.Module, tokens: int) -> dict[str, Any]:
         "order": orders.pop() if len(orders) == 1 else None,
         "ranks": " ".join(map(str, ranks[0])) if len(set(ranks)) == 1 else between,
         "error": _error(model, layers),
+        "tokens": tokens,
         "predicted_seconds": planned.seconds,
         "predicted_ratio": planned.seconds / planned.dense_seconds,
     }

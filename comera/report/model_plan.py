@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.convert import tensorize_
-from comera.nn.linear import CompressedLinear
+from comera.nn.convert import plans_of, tensorize_
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of
 from comera.planning.linear_ways import Layer
 from comera.planning.machine import Machine
-from comera.planning.planner import Plan, plan_layer
+from comera.planning.planner import Plan
 from comera.planning.printing import Report, Table, show_bytes, show_seconds
-from comera.report.compression import CompressionReport, planned_work
+from comera.report.compression import CompressionReport
 
 _HEADER = (
     "layers", "shape and ranks", "runs", "time", "time / dense", "eager / dense", "peak / dense",
@@ -97,7 +96,8 @@ class ModelPlan(Report):
         rows = [
             (
                 layer.shown_names,
-                str(layer.plan.layer),
+                str(layer.plan.layer)
+                + f", {layer.plan.layer.tokens} rows" * (layer.plan.layer.tokens != self.tokens),
                 layer.plan.chosen.name,
                 show_seconds(layer.plan.chosen.seconds),
                 f"{layer.plan.time_ratio:.2f}x",
@@ -171,7 +171,7 @@ def plan(
         config: How :func:`~comera.tensorize_` would convert the model. Nothing is allocated; the
             ``comera`` logger names layers that would stay dense.
         tokens: Rows of the batch: all dimensions of the input but the last, multiplied. For
-            embeddings the number of indices.
+            embeddings the number of indices; an expert of a mixture gets its share of the rows.
 
     Returns:
         A :class:`~comera.planning.planner.Plan` of the layer, or a :class:`ModelPlan`. Times are
@@ -205,21 +205,12 @@ def plan(
             if config is not None
             else f"{type(model).__name__} has no tensor-train layer: call comera.tensorize_ first"
         )
-    alike: dict[object, list[tuple[str, TensorTrainModule]]] = {}
-    for name, layer in layers.items():
-        kind = layer.kind() if isinstance(layer, CompressedLinear) else name
-        alike.setdefault(kind, []).append((name, layer))
     made = []
-    for members in alike.values():
-        names, (layer, *_) = zip(*members, strict=True)
-        work = planned_work(layer, tokens, len(members))
-        if work is None:  # hot rows: a gather and one product, which have no order
-            continue
-        layer_plan = plan_layer(work, **layer.planner_setting() | setting)
+    for names, layer_plan in plans_of(model, layers, tokens, **setting):
         if isinstance(model, TensorTrainModule):
             return layer_plan
         instead = ""
-        if layer_plan.time_ratio > 1 and isinstance(work, Layer):
+        if layer_plan.time_ratio > 1 and isinstance(layer_plan.layer, Layer):
             better = layer_plan.suggestion
             instead = "dense" if better is None else f"{better.change}: {better.time_ratio:.2f}x"
         made.append(LayerPlan(names, layer_plan, instead))

@@ -18,7 +18,7 @@ from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import as_torch, split_names
 from comera.nn.linear import TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
-from comera.nn.swap import rename_tied_weights_, swap_layers_
+from comera.nn.swap import swap_layers_
 from comera.nn.targets import TTConfig
 from comera.nn.tied import TableHead, TiedTTLinear
 from comera.serving.freeze import refuses_training
@@ -94,6 +94,7 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
     settings: Any = getattr(model, "config", None)
     if callable(getattr(settings, "to_dict", None)):
         plain = json.loads(json.dumps(settings.to_dict(), default=str))
+        plain.pop("quantization_config", None)  # which save_pretrained has left, of these layers
         origin |= {"config_class": path_of(settings), "config": plain}
     layers = describe_layers(model)
     return {
@@ -203,9 +204,7 @@ def rebuild_(
         _check_tensors(model, modules, replacements, shapes)
     for name, new in made.items():
         new.train(modules[name].training)
-    model = swap_layers_(model, replacements, biases=False)
-    rename_tied_weights_(model)
-    return model
+    return swap_layers_(model, replacements, biases=False)
 
 
 def _build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:

@@ -65,7 +65,7 @@ def save_model(model: nn.Module, folder: str | Path, *, config: TTConfig | None 
         model = inside
         replicated = isinstance(model, nn.parallel.DistributedDataParallel)
         inside = model.module if replicated else getattr(model, "_orig_mod", None)
-    check_unsharded(model, "save_model")
+    check_unsharded(model, "save_model", written=True)
     return save_state(model, model.state_dict(), folder, config)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from comera.extras import listed, needed_by
 from comera.nn.embedding import TTEmbeddingBag
@@ -17,9 +17,11 @@ from comera.nn.module import TensorTrainModule, check_model, check_unsharded
 from comera.nn.swap import evaluation_mode, swap_layers_
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TiedTTLinear
+from comera.params import renew_wrappers_
 from comera.serving.layers import (
     FactoredHead,
     FactoredTable,
+    PlainWhenPickled,
     ThinLinear,
     table_factors,
     thin_factors,
@@ -121,11 +123,11 @@ def to_plain_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by layers of torch alone, in place.
 
     A linear layer becomes an ``nn.Sequential`` of two thin ``nn.Linear``, a 1 x 1 convolution one
-    of two thin convolutions, and a table a ``torch.fx.GraphModule`` on two small ``nn.Embedding``;
-    each becomes one dense layer if that is smaller. A :class:`~comera.BTTLinear` stays and is
-    logged. Ties and frozen weights are kept. The model computes the same, to rounding, and can be
-    trained further. ``torch.export``, ONNX, ``torch.jit.trace`` and AOTInductor then need no
-    comera.
+    of two thin convolutions, and a table two small ``nn.Embedding``; each becomes one dense layer
+    if that is smaller. A :class:`~comera.BTTLinear` stays and is logged. Ties and frozen weights
+    are kept. The model computes the same, to rounding, and can be trained further; a ``weight`` is
+    the product of the factors. ``torch.export``, ONNX, ``torch.jit.trace`` and AOTInductor then
+    need no comera, nor does a pickle of the layers, in which they have no ``weight``.
 
     Returns the model, or the layer that replaces it. Raises ``ValueError`` if a layer is sharded.
 
@@ -157,15 +159,18 @@ def to_plain_(model: nn.Module) -> nn.Module:
                 del layer._forward_pre_hooks[key]
         if id(layer) in contracted:
             trained = any(param.requires_grad for param in layer.parameters())
-            plain[id(layer)] = _plain(contracted[id(layer)]).requires_grad_(trained)
-        elif isinstance(layer, (ThinLinear, FactoredTable, FactoredHead)):
-            plain[id(layer)] = _plain(layer)
+            plain[id(layer)] = contracted[id(layer)].requires_grad_(trained)
+        made = plain.get(id(layer), layer)
+        if isinstance(made, PlainWhenPickled):
+            made.is_plain = True
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             inside = module.linear1, module.linear2
             if any(isinstance(plain.get(id(layer)), nn.Sequential) for layer in inside):
                 module.activation_relu_or_gelu = 0  # off its fast path, which reads the weights
-    return swap_layers_(model, plain, biases=False)
+    model = swap_layers_(model, plain, biases=False)
+    renew_wrappers_(model.modules())
+    return model
 
 
 def _is_uncontracted(layer: nn.Module) -> bool:
@@ -271,7 +276,7 @@ class _Contraction:
             return self._shared[id(table)]
         left, right = table_factors(table)
         if left.numel() + right.numel() >= table.num_dense:
-            new: Any = table.to_dense().requires_grad_(False)
+            new: Any = from_torch(table.to_dense(), table.dense_form).requires_grad_(False)
             key = "dense", id(table.cores), table.padding_idx  # that row is zero
             new.weight = self._shared.setdefault(key, new.weight)
         else:
@@ -284,6 +289,7 @@ class _Contraction:
                 more |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
             sizes = table.num_embeddings, table.embedding_dim
             new = FactoredTable(*sizes, left, right, **more, padding_idx=table.padding_idx)
+            new.output_scale = table.output_scale
             lead = self._shared.setdefault(id(table.cores), new)
             for part in ("left", "right", "hot", "basis", "row_order"):
                 setattr(new, part, getattr(lead, part))
@@ -297,9 +303,9 @@ class _Contraction:
         )
         if numbers >= layer.in_features * layer.out_features:
             return math.inf
-        if self._batch is None:
-            return 0.0
         like = next(thin.parameters())
+        if self._batch is None or like.is_meta:
+            return 0.0
         sizes = layer.in_features, layer.out_features, numbers, like.dtype, like.device
         if sizes not in self._gains:
             x = torch.randn(self._batch, layer.in_features, device=like.device, dtype=like.dtype)
@@ -338,17 +344,3 @@ def time_ratio(one: nn.Module, other: nn.Module, x: Tensor) -> float:
     times = [[timer.timeit(_CALLS).mean for timer in timers] for _ in range(_ROUNDS)]
     shortest = [min(each) for each in zip(*times, strict=True)]
     return shortest[0] / shortest[1]
-
-
-def _plain(layer: Any) -> nn.Module:
-    """Convert a contracted layer to torch's layers on the same parameters."""
-    if isinstance(layer, ThinLinear):
-        new: Any = nn.Sequential(*layer)
-    elif isinstance(layer, (FactoredTable, FactoredHead)):
-        new = fx.GraphModule(layer, fx.Tracer().trace(layer), type(layer).__name__)
-    else:
-        return layer
-    for name in ("in_features", "out_features", "num_embeddings", "embedding_dim"):
-        if hasattr(layer, name):
-            setattr(new, name, getattr(layer, name))
-    return new.train(layer.training)

@@ -3,11 +3,12 @@
 Cores are contracted in float64, without their pruned ranks.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from comera.nn.dense_weight import read_only
@@ -24,7 +25,28 @@ _WRITTEN = (
 )
 
 
-class ThinLinear(nn.Sequential):
+class PlainWhenPickled(nn.Module):
+    """Base of contracted layers; those of :func:`~comera.to_plain_` are pickled as torch's own."""
+
+    is_plain: bool = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.is_plain:
+            return super().__reduce_ex__(protocol)
+        own = {key: value for key, value in vars(self).items() if key != "is_plain"}
+        if isinstance(self, nn.Sequential):
+            return nn.Sequential, (), own
+        new = fx.GraphModule(self, fx.Tracer().trace(self), type(self).__name__)
+        vars(new).update({**own, "_modules": new._modules})
+        return new.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = memo[id(self)] = self.__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+
+class ThinLinear(PlainWhenPickled, nn.Sequential):
     """A linear layer as two thin ones, ``(in, rank)`` and ``(rank, out)``; the second has the bias.
 
     ``dense_form`` names the class of both, if it is one given to :func:`~comera.register_layer`.
@@ -68,7 +90,7 @@ class ThinLinear(nn.Sequential):
         return cls(from_torch(first, form), from_torch(second, form), form)
 
 
-class FactoredTable(nn.Module):
+class FactoredTable(PlainWhenPickled):
     """A table whose row ``v * W + w`` is ``left[v] @ right[w]``, with the first rows kept apart.
 
     Its inputs are those of :class:`torch.nn.Embedding`, or with a ``mode`` those of
@@ -92,6 +114,7 @@ class FactoredTable(nn.Module):
     _SETTINGS = (
         "num_embeddings", "embedding_dim", "padding_idx", "step", "mode", "include_last_offset",
     )  # fmt: skip
+    output_scale: float = 1.0
 
     def __init__(
         self,
@@ -133,6 +156,7 @@ class FactoredTable(nn.Module):
         hot, basis = None if self.hot is None else self.hot.weight, self.basis
         return {
             **{key: getattr(self, key) for key in self._SETTINGS},
+            "output_scale": self.output_scale,
             "left": [self.left.num_embeddings, *self.inner[0]],
             "right": [self.right.num_embeddings, *self.inner[1]],
             "hot": None if hot is None else list(hot.shape),
@@ -151,7 +175,9 @@ class FactoredTable(nn.Module):
         if config["row_order"]:
             rows = config["num_embeddings"]
             settings["row_order"] = torch.empty(rows, dtype=torch.int32, device="meta")
-        return cls(**settings)
+        table = cls(**settings)
+        table.output_scale = config.get("output_scale", 1.0)
+        return table
 
     def forward(
         self,
@@ -160,7 +186,8 @@ class FactoredTable(nn.Module):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         if self.mode is None:
-            return self._without_padding(self.rows(input), input)
+            rows = self._without_padding(self.rows(input), input)
+            return rows if self.output_scale == 1 else rows * self.output_scale
         flat = input.reshape(-1)
         entries = (torch.ones_like(flat).cumsum(0) - 1).reshape(input.shape)
         rows, mode = self.rows(flat), self.mode
@@ -233,7 +260,7 @@ class FactoredTable(nn.Module):
         return whole
 
 
-class FactoredHead(TableHead):
+class FactoredHead(PlainWhenPickled, TableHead):
     """Output layer on a factored table; the dense table is never formed."""
 
     _table_class = FactoredTable
@@ -273,7 +300,8 @@ def _open_cores(layer: TensorTrainModule) -> list[Tensor]:
     """Return the cores in float64, multiplied by the gates and without pruned ranks."""
     cores = [core.detach().double() for core in layer.cores]
     for k, gate in enumerate(layer.gates):
-        keep = is_open(gate, layer.prune_below).nonzero().flatten()
+        open_R = torch.ones(len(gate)) if gate.is_meta else is_open(gate, layer.prune_below)
+        keep = open_R.nonzero().flatten().to(gate.device)
         if not len(keep):  # the weight has vanished
             return [core.new_zeros(1, *core.shape[1:-1], 1) for core in cores]
         cores[k] = cores[k].index_select(-1, keep) * gate.detach().double()[keep]

@@ -47,7 +47,7 @@ def canonicalize_(
         ValueError: If the optimizer is an LBFGS that has stepped, or a tensor train is sharded, as
             by ``fully_shard``. Nothing is changed.
     """
-    check_unsharded(model, "canonicalize_")
+    check_unsharded(model, "canonicalize_", written=True)
     unwrapped = unwrap_separable(optimizer)
     for layer in tensor_trains(model).values():
         params = [*layer.cores, *layer.gates]

@@ -11,7 +11,8 @@ from comera.extras import listed
 from comera.nn.module import check_model, set_data_
 from comera.nn.table import HotRows, TTTable
 from comera.optim.state_layout import AnyOptimizer, pack_state_, unpack_state_, unwrap_separable
-from comera.surgery.truncate import AVERAGES, FIRST_MOMENTS, follows, wrappers_of
+from comera.params import renew_wrappers_, wrappers_of
+from comera.surgery.truncate import AVERAGES, FIRST_MOMENTS, follows
 
 
 @torch.no_grad()
@@ -72,7 +73,7 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     ranked = first[torch.argsort(counts.to(device)[first], descending=True, stable=True)]
     wanted = torch.zeros_like(is_hot)
     wanted[ranked[: table.hot_rows]] = True
-    for wrapper in wrappers_of(table):
+    for wrapper in wrappers_of([table]):
         votes, group = wanted.int(), wrapper.process_group
         dist.all_reduce(votes, group=group)
         disputed = int(((votes > 0) & (votes < dist.get_world_size(group))).sum())
@@ -173,3 +174,4 @@ def append_rows_(table: TTTable, rows: Tensor) -> None:
         each.num_embeddings, each.hot_rows = old + more, hot + more
         each.scatter_rows, each._step = False, None  # row_order says where all of them are
     table.keep_rows_at_(torch.cat([places, new]).to(torch.int32))
+    renew_wrappers_([table, *table.twins])

@@ -1,13 +1,10 @@
 """Cut pruned ranks out of a model for good, with the optimizer's state and DDP wrappers."""
 
-import gc
 import logging
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from comera.nn.module import (
@@ -25,40 +22,10 @@ from comera.optim.state_layout import (
     unpack_state_,
     unwrap_separable,
 )
+from comera.params import renew_wrappers_
 from comera.shapes import check_min_rank
 
 log = logging.getLogger("comera")
-
-
-def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
-    """Return every ``DistributedDataParallel`` around a tensor-train layer; takes milliseconds."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    layers = {id(layer) for layer in tensor_trains(model).values()}
-    gc.collect()  # dropped ones may live in a cycle
-    return [
-        found
-        for found in gc.get_objects()
-        if issubclass(type(found), DistributedDataParallel)
-        and "reducer" in vars(found)  # else its constructor has raised
-        and any(id(module) in layers for module in found.modules())
-    ]
-
-
-def renew_(wrapper: DistributedDataParallel) -> None:
-    """Rebuild the buffers of a ``DistributedDataParallel``; all processes call this together."""
-    # The old one first: accumulators of gradients live as long as it, on their old stream.
-    del wrapper.reducer, wrapper.logger
-    params, sparse = wrapper._build_params_for_reducer()
-    names = wrapper._build_debug_param_to_name_mapping(params)
-    wrapper._ddp_init_helper(params, sparse, names, wrapper.static_graph)
-    wrapper._has_rebuilt_buckets = False
-    if wrapper.static_graph:
-        wrapper._static_graph_delay_allreduce_enqueued = False
-        wrapper.reducer._set_static_graph()
-        wrapper.logger._set_static_graph()  # type: ignore[union-attr]
-    for hook, state in wrapper._comm_hooks:
-        dist._register_comm_hook(wrapper.reducer, state, hook)
 
 
 FIRST_MOMENTS = {"exp_avg", "exp_avg_update", "momentum_buffer", "grad_avg", "prev"}
@@ -214,7 +181,7 @@ def truncate_(
             ``fully_shard``, or a layer is not finite. Nothing is changed.
     """
     check_min_rank(min_rank)
-    check_unsharded(model, "truncate_")
+    check_unsharded(model, "truncate_", written=True)
     trains = tensor_trains(model)
     check_finite(trains)
     unwrapped = check_can_be_cut(trains, optimizer)
@@ -235,8 +202,7 @@ def truncate_(
             _truncate_layer(layer, unwrapped, min_rank, absorb)
         changed[name] = (before, layer.ranks)
     if any(before != after for before, after in changed.values()):
-        for wrapper in wrappers_of(model):
-            renew_(wrapper)
+        renew_wrappers_(trains.values())
     return changed
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comera.surgery.truncate import renew_
+from comera.params import renew_
 
 WARM_UP_TOGETHER = 11
 """Steps alike before one is recorded: DistributedDataParallel times its first ten on the host

@@ -4,6 +4,7 @@ Shape suffixes: N = entries of all bags of a process, B = bags of a process, D =
 processes, R = rows that a process holds.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from comera.nn.module import is_sharded, tensor_trains
+from comera.nn.module import is_flattened, is_sharded, tensor_trains
 from comera.optim.state_layout import AnyOptimizer
 
 # Before torch 2.13 they had other names.
@@ -173,6 +174,11 @@ class Sharded:
     """
 
     def __init__(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
+        if any(map(is_flattened, model.parameters())):
+            raise ValueError(
+                "TrainStep does not take the flat shards of FullyShardedDataParallel: share the "
+                "dense matrices out by comera.train.sharded.shard_dense_"
+            )
         name = type(optimizer).__name__
         why = None if name == "MuonAdamW" else getattr(optimizer, "needs_whole_matrices", None)
         for group in optimizer.param_groups:
@@ -213,10 +219,11 @@ class Sharded:
         grads: list[Any] = [param.grad for param in self._params if param.grad is not None]
         shared = [grad.to_local() for grad in grads if is_sharded(grad)]
         whole = [grad for grad in grads if not is_sharded(grad)]
-        square, rest = torch.zeros((2, 1), device=grads[0].device).unbind()
+        dtype = functools.reduce(torch.promote_types, (g.dtype for g in grads), torch.float32)
+        square, rest = torch.zeros((2, 1), dtype=dtype, device=grads[0].device).unbind()
         for total, some in ((square, shared), (rest, whole)):
             for grad in some:
-                total += grad.float().square().sum()
+                total += grad.to(dtype).square().sum()
         dist.all_reduce(square, group=self.group)
         norm = (square + rest).squeeze().sqrt()
         share = (largest / (norm + 1e-6)).clamp(max=1.0)

@@ -73,3 +73,40 @@ def test_an_adapter_is_not_merged_into_cores_that_do_not_change(safe):
         model.merge_and_unload(safe_merge=safe)
     comera.densify_(model)
     torch.testing.assert_close(model.merge_and_unload(safe_merge=safe)(x), before)
+
+
+def gpt2():
+    config = transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("dense", [comera.densify_, comera.freeze_])
+@pytest.mark.parametrize("target", ["attn.c_proj", "c_attn"])
+def test_adapters_on_transposed_weights_merge(target, dense, monkeypatch):
+    monkeypatch.setattr(freeze, "time_ratio", lambda *_: 9.0)
+    model = comera.tensorize_(gpt2(), comera.TTConfig(rank=4, init="orthogonal"))
+    adapted = peft.get_peft_model(model, settings([target], init_lora_weights=False)).eval()
+    before = adapted(WORDS).logits
+    merged = dense(adapted).merge_and_unload()
+    torch.testing.assert_close(merged(WORDS).logits, before, rtol=1e-4, atol=1e-5)
+    assert type(merged.get_submodule(f"transformer.h.0.attn.{target[-6:]}")).__name__ == "Conv1D"
+
+
+def test_adapters_are_converted_only_if_named(caplog):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    adapted = peft.get_peft_model(model, settings(["0"]))
+    comera.tensorize_(adapted, comera.TTConfig(rank=1, init="svd"))
+    layer = adapted.base_model.model[0]
+    assert type(layer.base_layer) is comera.TTLinear
+    assert type(layer.lora_A.default) is type(layer.lora_B.default) is torch.nn.Linear
+    assert "lora_A.default, base_model.model.0.lora_B.default dense: adapters" in caplog.text
+    named = comera.TTConfig(rank=1, order=1, init="svd", target_modules=r".*\.lora_A\..*")
+    comera.tensorize_(adapted, named)
+    assert type(layer.lora_A.default) is comera.TTLinear
+
+
+def test_a_regular_expression_over_whole_layers_passes_cores_by():
+    made = settings(r".*\.layers\..*_proj.*", exclude_modules=r".*\.(cores|gates)")
+    adapted = peft.get_peft_model(llama(), made)
+    tuned = [m for m in adapted.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+    assert len(tuned) == 14

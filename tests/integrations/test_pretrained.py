@@ -1,5 +1,6 @@
 """Compressed models in folders of transformers: what is loaded is what was saved, bit for bit."""
 
+import copy
 import json
 import os
 import subprocess
@@ -115,7 +116,7 @@ def vanished(model):
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_what_is_loaded_is_what_was_saved(make, tmp_path):
-    model = hf.attach_(make())
+    model = make()
     model.save_pretrained(tmp_path)
     again, said = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(said.values())
@@ -285,14 +286,134 @@ def test_a_folder_that_cannot_be_read_is_refused(damage, message, tmp_path):
         type(model).from_pretrained(tmp_path)
 
 
-def test_a_model_that_has_none_of_the_layers_is_refused(tmp_path):
-    model = hf.attach_(bert())
+def test_a_model_that_has_none_of_the_layers_is_warned_of(tmp_path, caplog):
+    model = llama(tied="untie", rank=4, target_modules=["lm_head"])
     model.save_pretrained(tmp_path)
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    other = llama().config
-    other.quantization_config = config.quantization_config
-    with pytest.raises(ValueError, match="LlamaModel has none of them"):
-        transformers.LlamaModel.from_pretrained(tmp_path, config=other)
+    beneath = transformers.AutoModel.from_pretrained(tmp_path)
+    assert same(model.model, beneath)
+    assert "speaks of lm_head, and a LlamaModel has none of them" in caplog.text
+
+
+def clip():
+    """Two towers and a projection of each."""
+    torch.manual_seed(4)
+    tower = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }  # fmt: skip
+    config = transformers.CLIPConfig(
+        text_config={**tower, "vocab_size": 128, "max_position_embeddings": 16},
+        vision_config={**tower, "image_size": 16, "patch_size": 8}, projection_dim=32,
+    )  # fmt: skip
+    settings = comera.TTConfig(rank=2, order=2, target_modules="all-linear")
+    return comera.tensorize_(transformers.CLIPModel(config), settings).eval()
+
+
+def test_towers_find_their_part_of_a_model(tmp_path):
+    model = clip()
+    model.save_pretrained(tmp_path)
+    for name, kind in (("text", "CLIPTextModel"), ("vision", "CLIPVisionModel")):
+        tower, said = getattr(transformers, kind).from_pretrained(
+            tmp_path, output_loading_info=True
+        )
+        assert not said["missing_keys"]
+        assert same(getattr(model, f"{name}_model"), tower)
+    again, said = transformers.CLIPModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(said.values())
+    assert same(model, again)
+    comera.densify_(again).save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in (tmp_path / "dense/config.json").read_text()
+
+
+@pytest.mark.parametrize("model", [llama("untie"), with_rows_moved()], ids=["llama", "rows moved"])
+def test_what_a_file_lacks_is_drawn_as_a_fresh_layer_is(model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    held = load_file(file)
+    name = list(tensor_trains(model))[-1]
+    rest = {key: x for key, x in held.items() if not key.startswith(name)}
+    save_file(rest, file, {"format": "pt"})
+    again, said = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert all(key.startswith(name) for key in said["missing_keys"])
+    new = again.get_submodule(name)
+    assert all((gate == 1).all() for gate in new.gates)
+    torch.testing.assert_close(new.weight.std(), torch.tensor(0.02), rtol=0.3, atol=0)
+    assert all(torch.equal(x, again.state_dict()[key]) for key, x in rest.items())
+
+
+def test_a_description_without_its_layers_is_put_right(tmp_path, caplog):
+    llama("untie").save_pretrained(tmp_path / "small")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "small")
+    dense = transformers.AutoModelForCausalLM.from_config(config)
+    dense.save_pretrained(tmp_path / "dense")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert same(dense, again)
+    assert "speaks of layers that its weights do not have" in caplog.text
+
+
+@pytest.mark.parametrize("linear_format", ["tt", "btt"])
+def test_another_number_of_labels(linear_format, tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=64, num_labels=32,
+    )  # fmt: skip
+    settings = comera.TTConfig(rank=2, target_modules=["classifier"], linear_format=linear_format)
+    model = comera.tensorize_(transformers.BertForSequenceClassification(config), settings)
+    model.save_pretrained(tmp_path)
+    auto = transformers.AutoModelForSequenceClassification
+    again = auto.from_pretrained(tmp_path, num_labels=11, ignore_mismatched_sizes=True)
+    assert same(model.bert, again.bert)
+    assert again.eval()(WORDS).logits.shape == (1, 11)
+    assert all((gate == 1).all() for gate in again.classifier.gates)
+    assert not again.classifier.bias.any()
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        auto.from_pretrained(tmp_path, num_labels=11)
+
+
+def test_a_table_that_takes_the_place_of_a_tied_one(tmp_path):
+    model = llama()
+    model.set_input_embeddings(torch.nn.Embedding(128, 32))
+    model.tie_weights()
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    assert same(model, type(model).from_pretrained(tmp_path))
+    other = comera.TTEmbedding(128, 32, rank=4)
+    model = llama()
+    model.set_input_embeddings(other)
+    model.tie_weights()
+    assert model.lm_head.embedding is other
+
+
+@pytest.mark.parametrize("only_trainable", [False, True])
+def test_tables_are_embeddings_where_parameters_are_counted(only_trainable):
+    model = llama()
+    model.model.layers.requires_grad_(False)
+    table = sum(param.numel() for param in model.model.embed_tokens.parameters())
+    counted = model.num_parameters(only_trainable, exclude_embeddings=True)
+    assert counted == model.num_parameters(only_trainable) - table
+
+
+@pytest.mark.parametrize("memory", [200, 2000, 20000])
+def test_layers_are_placed_whole(memory):
+    from accelerate import infer_auto_device_map
+
+    model = llama()
+    whole = model._no_split_modules
+    found = infer_auto_device_map(model, {0: memory, "cpu": 10**9}, whole, offload_buffers=True)
+    assert not [name for name in found if "cores" in name]
+
+
+@pytest.mark.parametrize("convert", [comera.to_plain_, comera.freeze_])
+def test_plain_and_frozen_models_are_saved_too(convert, tmp_path):
+    model = convert(llama()).eval()
+    model.save_pretrained(tmp_path)
+    again, said = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(said.values())
+    assert torch.equal(again(WORDS).logits, model(WORDS).logits)
+    copied = copy.deepcopy(model)
+    assert copied.save_pretrained.args == (copied,)
 
 
 def test_without_the_package_transformers_says_so(tmp_path, monkeypatch):
@@ -319,7 +440,7 @@ def test_a_state_that_is_given_is_what_is_written(tmp_path):
     assert same(model, type(model).from_pretrained(tmp_path / "again"))
 
 
-def test_tied_weights_over_shared_cores_are_saved_without_attach(tmp_path):
+def test_tied_weights_over_shared_cores_are_saved(tmp_path):
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True,

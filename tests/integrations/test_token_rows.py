@@ -98,9 +98,12 @@ def test_a_table_does_not_shrink():
     "settings", [{}, {"linear_format": "btt", "rank": 1, "embedding_rank": 6}], ids=["tt", "btt"]
 )
 def test_a_head_that_is_a_tensor_train_of_its_own_is_named(settings):
-    model = hf.attach_(llama(tied="untie", **settings))
-    with pytest.raises(ValueError, match="output layer is a tensor train of 128 rows"):
-        model.resize_token_embeddings(130)
+    model = llama(tied="untie", **settings)
+    for table in (model.model.embed_tokens, torch.nn.Embedding(128, 32)):
+        model.set_input_embeddings(table)
+        with pytest.raises(ValueError, match="output layer is a tensor train of 128 rows"):
+            model.resize_token_embeddings(130)
+        assert table.num_embeddings == len(table.weight) == 128
 
 
 def test_rows_of_another_width_are_refused():

@@ -10,6 +10,8 @@ from torch import nn
 
 import comera
 
+CONVERSIONS = (comera.freeze_, comera.to_plain_, comera.densify_)
+
 
 def test_frozen_layers_stay_frozen_there_and_back():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -97,6 +99,51 @@ def test_hooks_are_called_as_before(init):
     assert called == ["before"]
 
 
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("back", CONVERSIONS)
+def test_what_others_put_on_layers_goes_along(alone, back, caplog):
+    layer = nn.Linear(64, 64)
+    layer.scale, layer.weight._no_weight_decay = 3.0, True
+    layer.register_buffer("mask", torch.ones(64), persistent=False)
+    layer.register_parameter("gain", gain := nn.Parameter(torch.ones(64)))
+    layer.inner = inner = nn.ReLU()
+    new = comera.tensorize_(
+        layer if alone else nn.Sequential(layer), comera.TTConfig(rank=4, init="orthogonal")
+    )
+    found = new if alone else new[0]
+    assert all(param._no_weight_decay for param in [*found.cores, *found.gates])
+    for convert in (None, back):
+        found = new if convert is None else convert(new)
+        found = found if alone else found[0]
+        assert (found.scale, found.gain, found.inner) == (3.0, gain, inner)
+        assert torch.equal(found.mask, torch.ones(64))
+        assert found._non_persistent_buffers_set == {"mask"}
+        assert not hasattr(found, "prune_below") or isinstance(found, comera.TTLinear)
+    assert "cannot go along" not in caplog.text
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_what_cannot_go_along_is_named(register, caplog):
+    model = nn.Sequential(nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 64))
+    getattr(model[1].weight, register)(lambda g: None)
+    getattr(model[1].bias, register)(lambda g: None)
+    model[2].kind = "last"
+    comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal"))
+    assert "1.weight's hooks, 2.kind cannot go along: cores have gradients of other" in caplog.text
+    caplog.clear()
+    comera.densify_(model)
+    assert "cannot go along" not in caplog.text
+
+
+def test_sparse_gradients_that_become_dense_are_named(caplog):
+    model = nn.ModuleList([nn.Embedding(300, 32, sparse=True), nn.EmbeddingBag(300, 32)])
+    comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal"))
+    assert "0 had sparse gradients (sparse=True)" in caplog.text
+    assert not model[0].sparse
+    comera.densify_(model)
+    assert (model[0].sparse, model[1].sparse) == (True, False)
+
+
 class Doubled(comera.TTLinear):
     def forward(self, input):
         return 2 * super().forward(input)
@@ -106,9 +153,6 @@ def patched(layer):
     own = layer.forward
     layer.forward = lambda input: 2 * own(input)
     return layer
-
-
-CONVERSIONS = (comera.freeze_, comera.to_plain_, comera.densify_)
 
 
 @pytest.mark.parametrize(

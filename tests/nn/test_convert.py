@@ -1,12 +1,14 @@
 import copy
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 
+import comera
 from comera.nn.convert import densify_, tensorize_
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import TTLinear
@@ -197,11 +199,12 @@ class Special(nn.Linear):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: nn.Linear(4, 4), r"hold \d+ numbers for 16"),
+        (lambda: nn.Linear(4, 4), "as a tensor train it would hold no fewer numbers"),
         (lambda: Special(64, 64), "a subclass"),
         (lambda: nn.LazyLinear(64), "a subclass"),  # it has no shape yet
         (lambda: nn.Embedding(60, 24, max_norm=1.0), "max_norm"),
         (lambda: nn.Embedding(60, 24, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (lambda: parametrizations.weight_norm(nn.Linear(64, 64)), "the weight or the bias is made"),
         (lambda: nn.utils.weight_norm(nn.Linear(64, 64)), "the weight or the bias is made from"),
         (lambda: nn.utils.spectral_norm(nn.Linear(64, 64)), "the weight or the bias is made from"),
         (lambda: prune.l1_unstructured(nn.Linear(64, 64), "weight", 0.5), "the weight or the bias"),
@@ -379,13 +382,46 @@ def test_a_pattern_that_matches_nothing_is_named(settings, message):
         tensorize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), TTConfig(**settings))
 
 
-def test_layers_that_would_be_slower_than_dense_are_named_with_a_rank_that_is_not(caplog):
+def test_layers_that_would_be_slower_than_dense_are_named_in_one_line(caplog):
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))
-    tensorize_(model, TTConfig(rank=900, tokens=512))
-    (said,) = [r.message for r in caplog.records if "tensor train takes" in r.message]
-    assert "tensorize_: 0, 1: at 512 tokens" in said
-    assert "rank=" in said
+        model = nn.ModuleList([nn.Linear(2048, 2048), nn.Linear(2048, 2048)])
+        model += [nn.Embedding(5000, 32), nn.EmbeddingBag(5000, 64), nn.Linear(2000, 2048)]
+    tensorize_(model, TTConfig(rank=900, embedding_rank=8, tokens=512))
+    (said,) = [r.message for r in caplog.records if "slower" in r.message]
+    assert said.startswith("tensorize_ makes layers slower or larger than dense: 2: ")
+    assert "x the time of nn.Embedding" in said
+    assert "TTConfig(tokens=512)" in said
+    assert "comera.plan(model) has 1 more kinds" in said
+    caplog.clear()
+    tensorize_(model[:0].append(nn.Linear(2048, 2048)), TTConfig(rank=900, tokens=512))
+    assert "0: 1." in caplog.text
+    assert "(rank=" in caplog.text
     caplog.clear()
     tensorize_(nn.Sequential(nn.Linear(768, 768)), TTConfig(rank=16, tokens=4096))
-    assert not [r.message for r in caplog.records if "tensor train takes" in r.message]
+    assert "slower" not in caplog.text
+
+
+class Mixture(nn.Module):
+    def __init__(self, **said):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(128, 128)) for _ in range(16))
+        vars(self).update(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "rows"),
+    [({"top_k": 2}, 512), ({"config": SimpleNamespace(num_experts_per_tok=4)}, 1024), ({}, 4096)],
+)
+def test_experts_are_planned_with_the_rows_that_they_get(said, rows, caplog):
+    model = nn.Sequential(nn.Linear(128, 128), Mixture(**said))
+    config = TTConfig(rank=8, init="orthogonal")
+    for planned in (comera.plan(model, config), comera.plan(tensorize_(model, config))):
+        by_name = {name: kind.plan.layer for kind in planned.layers for name in kind.names}
+        assert by_name["0"].tokens == 4096
+        assert by_name["1.experts.3.0"].tokens == rows
+        shown = [row[1] for row in planned.tables()[0].rows]
+        assert shown[-1].endswith(f", {rows} rows" if said else "ranks 8 8 8 8 8")
+    assert ("each expert of 1.experts with all 4096 rows" in caplog.text) == (not said)
+    layers = {layer.name: layer for layer in comera.compression_report(model).layers}
+    shares = layers["1.experts.3.0"].dense_operations / layers["0"].dense_operations
+    assert shares == pytest.approx(rows / 4096)

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import comera
 from comera.nn.dense_weight import read_only
@@ -90,6 +91,27 @@ def test_what_is_computed_from_it_is_an_ordinary_tensor(layer):
     with torch.no_grad():
         target.copy_(weight)
     torch.testing.assert_close(target, layer.weight)
+
+
+def test_it_lies_in_memory_as_that_of_torch(layer):
+    weight = layer.weight
+    assert weight.is_contiguous()
+    assert torch.equal(nn.utils.parameters_to_vector([weight]), weight.flatten())
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda it: prune.l1_unstructured(it, "weight", 0.5),
+        lambda layer: prune.global_unstructured(
+            [(layer, "weight")], prune.L1Unstructured, amount=2
+        ),
+    ],
+)
+def test_pruning_it_names_the_way_out(layer, cut):
+    with pytest.raises(RuntimeError, match=r"computed from the layer's cores.*comera\.densify_"):
+        cut(layer)
+    assert "weight_orig" not in layer._parameters
 
 
 def test_it_can_be_copied_saved_and_made_a_parameter(layer):

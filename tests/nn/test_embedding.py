@@ -121,17 +121,37 @@ def test_decomposing_a_tensor_train_gives_it_back(layer):
         assert all(a <= b for a, b in zip(twin.ranks, layer.live_ranks, strict=True))
 
 
+@pytest.mark.parametrize("freeze", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "torchs", "own"),
+    [
+        (TTEmbedding, nn.Embedding, {"padding_idx": 3}),
+        (comera.TTEmbeddingBag, nn.EmbeddingBag, {"mode": "max", "include_last_offset": True}),
+    ],
+)
+def test_tables_are_made_of_pretrained_rows(kind, torchs, own, freeze):
+    rows = low_rank(101, 30).weight.detach()
+    layer = kind.from_pretrained(rows, freeze, tolerance=1e-5, hot_rows=5, **own)
+    dense = torchs.from_pretrained(rows, freeze, **own)
+    assert {param.requires_grad for param in layer.parameters()} == {not freeze}
+    assert all(getattr(layer, key) == getattr(dense, key) for key in own)
+    others = torch.arange(101) != own.get("padding_idx", -1)
+    assert error(layer.weight[others], rows[others]) < 1e-4
+
+
 def test_conversion_keeps_settings_and_the_random_state():
     table = low_rank(300, 32, padding_idx=2, sparse=True, dtype=torch.bfloat16).eval()
     before = torch.get_rng_state()
     layer = TTEmbedding.from_embedding(table, rank=4, hot_rows=3)
     assert torch.equal(torch.get_rng_state(), before)
     for twin in (layer, layer.to_dense()):
-        assert (twin.padding_idx, twin.sparse, twin.training) == (2, True, False)
+        assert (twin.padding_idx, twin.training) == (2, False)
         assert (twin.num_embeddings, twin.embedding_dim) == (300, 32)
         assert twin.weight.dtype == torch.bfloat16
     assert torch.equal(layer.hot, table.weight[:3])
     assert type(layer.to_dense()) is nn.Embedding
+    assert (layer.sparse, layer.to_dense().sparse) == (False, True)
+    assert TTEmbedding.from_config(layer.config()).to_dense().sparse
 
 
 @pytest.mark.parametrize(
@@ -139,6 +159,7 @@ def test_conversion_keeps_settings_and_the_random_state():
     [
         ({"max_norm": 1.0}, NotImplementedError, r"TTEmbedding does not support max_norm=1\.0"),
         ({"scale_grad_by_freq": True}, NotImplementedError, "scale_grad_by_freq=True"),
+        ({"sparse": True}, NotImplementedError, "sparse=True: .* gradients are dense"),
         ({"padding_idx": 50}, ValueError, "padding_idx=50 is outside a table of 50 rows"),
         ({"hot_rows": 50}, ValueError, "hot_rows=50 must leave rows.* 0 to 49"),
         ({"hot_rows": -1}, ValueError, "hot_rows=-1"),

@@ -228,16 +228,28 @@ def test_a_bag_is_captured_in_a_graph():
     torch.testing.assert_close(y, bag.to_dense()(x))
 
 
-@pytest.mark.parametrize(
-    ("mode", "padding_idx"),  # of maxima with padding torch's graph takes one number of bags alone
-    [("sum", None), ("mean", None), ("max", None), ("sum", 5), ("mean", 5)],
-)
-def test_an_exported_bag_takes_any_number_of_bags(mode, padding_idx):
-    bag = make(mode, padding_idx=padding_idx)
-    count = torch.export.Dim("count", min=2)
-    made = torch.export.export(bag, (torch.arange(10).view(5, 2),), dynamic_shapes=({0: count},))
-    indices = torch.randint(0, ROWS, (9, 2))
-    torch.testing.assert_close(made.module()(indices), bag(indices))
+@pytest.mark.parametrize("way", ["exported", "exported rows", "compiled", "traced"])
+@pytest.mark.parametrize("padding_idx", [None, 5])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_graphs_take_any_number_of_bags(mode, padding_idx, way, request):
+    request.addfinalizer(torch._dynamo.reset)
+    bag = make(mode, padding_idx=padding_idx, include_last_offset=mode == "mean")
+    first, later = (torch.randint(ROWS, (12,)), torch.arange(0, 13, 4)), (
+        torch.tensor([5, 1, 10, 5, 5, 0, 5]), torch.tensor([0, 2, 3, 5, 7]),
+    )  # fmt: skip
+    if way == "exported rows":
+        first, later = (first[0].view(6, 2),), (torch.randint(ROWS, (9, 2)),)
+    if way == "compiled":
+        run = torch.compile(bag, backend="eager")
+        run(*first)
+    elif way == "traced":
+        run = torch.jit.trace(bag, first, check_trace=False)
+    else:
+        sizes = [{0: torch.export.Dim(name, min=3)} for name in ("entries", "bags")]
+        exported = torch.export.export(bag, first, dynamic_shapes=tuple(sizes[: len(first)]))
+        run = exported.module()
+    torch.testing.assert_close(run(*later), bag(*later))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -1,11 +1,14 @@
 """Layers of other classes that are torch layers in another form: converted, saved, and back."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import comera
 from comera.nn import forms
+from tests.peers import peer
 
 
 class Turned(nn.Module):
@@ -138,3 +141,23 @@ def test_gpt2_is_converted_and_made_dense_again():
     again = transformers.GPT2LMHeadModel(config).eval()
     again.load_state_dict(dense.state_dict())
     torch.testing.assert_close(again(words).logits, small)
+
+
+@torch.no_grad()
+def test_a_table_that_scales_its_output_scales_in_every_form(tmp_path):
+    kind = peer("transformers.models.gemma3.modeling_gemma3").Gemma3TextScaledWordEmbedding
+    table, x = kind(60, 64, 0, embed_scale=5.0), torch.randint(0, 60, (7,))
+    config = comera.TTConfig(embedding_rank=4, embedding_order=2, init="svd")
+    assert comera.plan(nn.Sequential(table), config).layers
+    model = comera.tensorize_(nn.Sequential(copy.deepcopy(table)), config)
+    table.weight.copy_(model[0].weight)
+    for change in (comera.densify_, comera.to_plain_, comera.freeze_, lambda same: same):
+        changed = change(copy.deepcopy(model)).eval()
+        torch.testing.assert_close(changed(x), table(x))
+        if change is not comera.to_plain_:
+            folder = tmp_path / change.__name__
+            comera.save_model(changed, folder)
+            again = comera.load_model(folder, lambda: nn.Sequential(kind(60, 64, 0, 5.0)))
+            torch.testing.assert_close(again.eval()(x), table(x))
+    with pytest.raises(ValueError, match="ScaledWordEmbedding is not among what it compresses"):
+        comera.sensitivity(nn.Sequential(table, nn.Tanh()), [x], target_modules="all")

@@ -1,17 +1,26 @@
 """What every tensor-train module does alike: saving, copying, moving, casting."""
 
 import copy
+import importlib
 import inspect
 import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
+from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.block_linear import BTTLinear
+from comera.nn.convert import tensorize_
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import tensor_trains
+from comera.nn.targets import TTConfig
+from comera.rank.two_stage import TwoStage
+from comera.surgery.canonical import canonicalize_
+from comera.surgery.truncate import truncate_
+from tests.peers import peer
 
 MODULES = {
     "linear": lambda rank=4, **kw: TTLinear(24, 18, rank=rank, **kw),
@@ -47,6 +56,15 @@ def shrunk(module, rank=2):
     cores = [core[..., :rank] for core in module.cores[:-1]] + [module.cores[-1]]
     cores = [cores[0]] + [core[:rank] for core in cores[1:]]
     module.set_cores_([core.detach().clone() for core in cores])
+    return module
+
+
+@torch.no_grad()
+def opened(module):
+    """The module with gates that are not one, which tell bonds apart."""
+    for train in tensor_trains(module).values():
+        for gate in train.gates:
+            gate.uniform_(0.3, 1.5)
     return module
 
 
@@ -199,6 +217,31 @@ def test_a_type_that_is_not_floating_is_refused(make):
         make(dtype=torch.int8)
 
 
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.channels_last_3d], ids=str)
+def test_formats_of_pictures_leave_cores_alone(make, memory_format):
+    module = make()
+    kept, x = copy.deepcopy(module), example(module)
+    module(x).sum().backward()
+    rank = 4 if memory_format is torch.channels_last else 5
+    model = nn.ModuleList([module, nn.Conv2d(3, 3, 2) if rank == 4 else nn.Conv3d(3, 3, 2)])
+    for change in ({"memory_format": memory_format}, {"dtype": torch.float64}):
+        model.to(**change)
+        strides = [[param.stride() for param in layer.parameters()] for layer in (module, kept)]
+        assert strides[0] == strides[1]
+        assert model[1].weight.is_contiguous(memory_format=memory_format)
+    torch.testing.assert_close(module.weight, kept.double().weight, rtol=1e-6, atol=1e-6)
+
+
+def test_modules_made_in_inference_mode_can_be_trained(make):
+    with torch.inference_mode():
+        module = make()
+    is_table = hasattr(module, "num_embeddings")
+    module(torch.arange(50).view(5, 10) if is_table else example(module)).square().sum().backward()
+    before = [param.detach().clone() for param in module.parameters()]
+    torch.optim.SGD(module.parameters(), 0.1).step()
+    assert not any(map(torch.equal, before, module.parameters()))
+
+
 @pytest.mark.parametrize(
     ("cast", "dtype"),
     [
@@ -260,6 +303,70 @@ def test_repr_names_modes_and_ranks(make):
     assert "ranks=[2, 2" in repr(module) or "ranks=[2]" in repr(module)
 
 
+def test_a_replica_of_data_parallel_keeps_its_gates(make, monkeypatch):
+    def copies(tensors, devices, detach=False):  # as if of two cards
+        return [[tensor * 1 for tensor in tensors] for _ in devices]
+
+    replicate = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(replicate, "_broadcast_coalesced_reshape", copies)
+    module = opened(make())
+    x = example(module)
+    for replica in replicate.replicate(module, [0, 1]):
+        assert torch.equal(replica(x), module(x))
+
+
+class Same(nn.Module):
+    def forward(self, param):
+        return param * 1
+
+    def right_inverse(self, param):
+        return param
+
+
+@pytest.mark.parametrize("part", ["cores", "gates"])
+def test_bonds_keep_their_order_when_a_tensor_is_computed(make, part):
+    """By ``parametrize`` or ``prune``, and once that is removed, which registers it anew."""
+    module = opened(make())
+    x, params = example(module), getattr(module, part)
+    want = module(x).detach()
+    for change in (
+        lambda: parametrize.register_parametrization(params, "0", Same()),
+        lambda: parametrize.remove_parametrizations(params, "0"),
+        lambda: prune.identity(params, "0"),
+        lambda: prune.remove(params, "0"),
+    ):
+        change()
+        for _ in range(2):  # as each step computes it anew
+            module.zero_grad()
+            found = module(x)
+            torch.testing.assert_close(found, want)
+            found.square().sum().backward()
+            assert all(param.grad.any() for param in params.parameters())
+        if isinstance(module, TTLinear):
+            with BatchedContraction(module):
+                torch.testing.assert_close(module(x), want)
+            torch.testing.assert_close(module.to_dense()(x), want)
+
+
+@pytest.mark.parametrize("part", ["cores", "gates"])
+def test_what_writes_to_computed_tensors_is_refused(make, part):
+    module, file = make(), shrunk(make()).state_dict()
+    parametrize.register_parametrization(getattr(module, part), "0", Same())
+    before = module.weight.clone()
+    for write in (
+        lambda: module.set_weight_(torch.zeros_like(before)),
+        lambda: truncate_(module),
+        lambda: canonicalize_(module),
+        lambda: TwoStage(module, 0.5, 2, 2),
+    ):
+        with pytest.raises(ValueError, match=rf"{part}.0 is computed from other tensors"):
+            write()
+    assert torch.equal(module.weight, before)
+    with pytest.raises(ValueError, match=rf"{part}.0 is computed from other tensors"):
+        module.load_state_dict(file)
+    assert module.ranks == make().ranks
+
+
 def test_tensor_trains_lists_each_layer_once(make):
     module = make()
     model = nn.ModuleDict({"a": module, "b": module, "c": nn.Linear(2, 2), "d": make()})
@@ -293,3 +400,44 @@ def test_what_a_layer_says_of_its_size_counts_all_of_it():
     layer = TTLinear(128, 64, rank=10_000)
     assert layer.num_stored > 128 * 64
     assert f"{layer.num_stored / (128 * 64):.1f}x larger" in repr(layer)
+
+
+@pytest.mark.parametrize(
+    ("read", "make"),
+    [
+        (torch.jit.script, lambda: TTEmbedding(50, 24, rank=2)),
+        (torch.jit.script, lambda: TTLinear(24, 24, rank=2)),
+        (torch.fx.symbolic_trace, lambda: TTEmbedding(50, 24, rank=2)),
+        (torch.fx.symbolic_trace, lambda: BTTLinear(24, 24, rank=2)),
+        (torch.onnx.export, lambda: TTLinear(24, 24, rank=2)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # said inside the exporter
+def test_what_reads_only_layers_of_torch_is_told_how_to_get_them(read, make, tmp_path):
+    if read is torch.onnx.export:
+        peer("onnxscript")
+    x = torch.randn(3, 24)
+    more = ((x,), tmp_path / "model.onnx") if read is torch.onnx.export else ()
+    with pytest.raises(Exception, match=r"cannot read a .*: comera.to_plain_\(copy.deepcopy\(m"):
+        read(nn.Sequential(make()), *more)
+
+
+def test_a_weight_cannot_be_parametrized_and_a_bias_can():
+    layer = TTLinear(24, 24, rank=2)
+    for norm in (parametrizations.weight_norm, parametrizations.spectral_norm):
+        with pytest.raises(ValueError, match=r"TTLinear.weight is computed .*exclude_modules"):
+            norm(layer)
+    assert not parametrize.is_parametrized(layer)
+    parametrize.register_parametrization(layer, "bias", nn.Tanh())
+    assert parametrize.is_parametrized(layer, "bias")
+    assert layer(torch.zeros(1, 24)).abs().max() < 1
+
+
+def test_parts_of_a_model_may_be_differentiated_one_after_the_other():
+    layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+    tensorize_(layers, TTConfig(rank=2, init="orthogonal", tokens=1 << 16))
+    x = torch.randn(5, 32)
+    actor, critic = (nn.Sequential(*part)(x).sum() for part in (layers[:4], layers[4:]))
+    actor.backward()
+    critic.backward()
+    assert all(layer.cores[0].grad.any() for layer in layers)

@@ -1,6 +1,7 @@
 """What is said of layers that are not converted."""
 
 import logging
+import re
 
 import pytest
 from torch import nn
@@ -18,6 +19,30 @@ def test_other_kinds_of_layers_are_named_where_they_are_much_of_the_model(caplog
     caplog.clear()
     comera.tensorize_(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(64, 64)), comera.TTConfig(rank=4))
     assert "Conv2d" not in caplog.text
+
+
+class Scaled(nn.Embedding):
+    """A subclass, of which nothing is known."""
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.Sequential(Scaled(4000, 64), nn.Linear(64, 64)), "leaves 0 dense: a subclass .* 98 %"),
+        (nn.Sequential(Scaled(5, 64), nn.Linear(64, 64)), r"register_layer can tell\)$"),
+        (nn.TransformerDecoderLayer(64, 2, 128), "self_attn.out_proj, .*which is no layer.* 66 %"),
+    ],
+)
+def test_the_share_of_what_stays_dense_is_said_where_it_is_large(model, said, caplog):
+    comera.tensorize_(model, comera.TTConfig(rank=2, init="orthogonal", tokens=1 << 16))
+    assert re.search(said, caplog.records[0].message)
+
+
+def test_one_line_says_that_nothing_is_converted(caplog):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32), nn.Embedding(40, 64))
+    comera.tensorize_(model, comera.TTConfig(rank=4000))
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("tensorize_ converts nothing: it leaves 0, 1, 2 dense: as a ")
 
 
 def test_layers_that_are_tensor_trains_already_are_named():

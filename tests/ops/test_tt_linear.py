@@ -237,9 +237,9 @@ def test_the_dense_matrix_equals_that_of_tensorly():
 
 def test_a_wrong_width_is_named():
     problem = Problem("3+3")
-    with pytest.raises(ValueError, match=r"width 24 \(shape \(2, 24\)\), but this layer takes 23"):
+    with pytest.raises(RuntimeError, match=r"width 24 \(shape \(2, 24\)\), but this .* takes 23"):
         problem.ours(torch.zeros(2, 24, dtype=torch.float64))
-    with pytest.raises(ValueError, match="one number, but this layer takes tensors of width 23"):
+    with pytest.raises(RuntimeError, match="one number, but this layer takes a width of 23"):
         problem.ours(torch.zeros((), dtype=torch.float64))
 
 

@@ -367,6 +367,25 @@ def test_a_loaded_state_is_a_copy_and_hooks_see_it():
     assert torch.equal(saved["state"][0]["exp_avg_update"], before)
 
 
+def test_what_was_loaded_has_the_keys_of_a_fresh_one():
+    param = nn.Parameter(torch.randn(8, 8))
+    fresh = comera.CAME([param])
+    loaded = comera.CAME([param])
+    loaded.load_state_dict(fresh.state_dict())
+    for optimizer in (fresh, loaded):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert fresh.defaults == loaded.defaults
+    assert fresh.state_dict() == loaded.state_dict()
+
+
+def test_a_sparse_gradient_is_refused_before_other_groups_change():
+    params = [nn.Parameter(torch.ones(8, 8)) for _ in range(2)]
+    params[0].grad, params[1].grad = torch.ones(8, 8), torch.ones(8, 8).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradient"):
+        comera.CAME([{"params": [param]} for param in params]).step()
+    assert torch.equal(*params)
+
+
 def test_foreign_state_is_refused():
     param = nn.Parameter(torch.randn(8, 8))
     adam = torch.optim.Adam([param])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import comera
 
@@ -115,8 +116,8 @@ def test_a_group_that_is_refused_leaves_no_trace():
     bent = nn.Parameter(torch.randn(20, 20)) * 2  # no leaf: the base class refuses it
     for group, message in (
         ({"params": [new, layer.weight], "rank": 4, "lr": 1.0}, "in more than one parameter group"),
-        ({"params": [layer.weight]}, r"of shape \(64, 32\). Give GaLore each parameter once"),
-        ({"params": [new, new], "rank": 4}, "or twice in one"),
+        ({"params": [layer.weight]}, "in more than one parameter group"),
+        ({"params": [new, new], "rank": 4}, "is twice in a parameter group"),
         ({"params": [new, nn.Parameter(torch.zeros(3))], "rank": 4}, "only matrices"),
         ({"params": [new, bent], "rank": 4}, "non-leaf"),
         ({"params": [("new", new)], "rank": 4}, "with/without names"),
@@ -136,11 +137,12 @@ def test_a_group_that_is_refused_leaves_no_trace():
 @pytest.mark.parametrize("rank", [{}, {"rank": 4}], ids=str)
 def test_a_parameter_that_is_given_twice_is_refused(rank):
     weight = make_layer().weight
-    for groups in (
-        [{"params": [weight, weight], **rank}],
-        [{"params": [weight], **rank}, {"params": [weight]}],
+    for groups, message in (
+        ([{"params": [weight, weight], **rank}], r"\(64, 32\) is twice in a parameter group"),
+        ([{"params": [weight], **rank}, {"params": [weight]}], "in more than one parameter group"),
+        ([{"params": [weight], **rank}, {"params": [weight], **rank}], "in more than one"),
     ):
-        with pytest.raises(ValueError, match=r"\(64, 32\). Give GaLore each parameter once"):
+        with pytest.raises(ValueError, match=message):
             comera.GaLoreAdamW(groups)
 
 
@@ -210,6 +212,86 @@ def test_a_hook_that_raises_leaves_all_as_it_was():
     handle.remove()
     optimizer.load_state_dict(state)
     assert_equal(optimizer.state_dict(), state)
+
+
+def run(layer, optimizer, first=0, last=3):
+    train(layer, optimizer, first, last)
+    return [p.detach().clone() for p in layer.parameters()]
+
+
+def test_the_state_that_is_replaced_is_the_one_that_is_used():
+    """As ZeroRedundancyOptimizer loads one."""
+    layer, twin = make_layer(), make_layer()
+    optimizer, other = (comera.GaLoreAdamW(groups_of(x, rank=4), lr=0.1) for x in (layer, twin))
+    run(layer, optimizer)
+    twin.load_state_dict(layer.state_dict())
+    for param, its in zip(twin.parameters(), layer.parameters(), strict=True):
+        other.state[param] = copy.deepcopy(optimizer.state[its])
+    assert not other.inner.state
+    for mine, its in zip(run(twin, other, 3, 6), run(layer, optimizer, 3, 6), strict=True):
+        assert torch.equal(mine, its)
+    optimizer.state.clear()
+    train(layer, optimizer, 6, 7)
+    assert [optimizer.state[p]["step"] for p in layer.parameters()] == [1, 1]
+
+
+def test_hooks_see_one_state_and_one_step():
+    layer, seen = make_layer(), []
+    optimizer = comera.GaLoreAdamW(groups_of(layer, rank=4))
+    handle = register_optimizer_step_post_hook(lambda one, *_: seen.append(one))
+    optimizer.inner.register_step_post_hook(lambda one, *_: seen.append(one))
+    train(layer, optimizer, 0, 1)
+    handle.remove()
+    assert seen == [optimizer.inner, optimizer]
+    optimizer.register_state_dict_post_hook(lambda _, state: seen.append(set(state["state"][0])))
+    optimizer.state["ema"] = 0.5
+    state = optimizer.state_dict()
+    assert seen[-1] == {"step", "exp_avg", "exp_avg_sq", "galore_step", "galore_right"}
+    again = comera.GaLoreAdamW(groups_of(layer, rank=4))
+    again.register_load_state_dict_post_hook(lambda one: one.state[layer.weight]["exp_avg"].zero_())
+    again.load_state_dict(state)
+    assert again.state["ema"] == 0.5
+    train(layer, again, 1, 1)
+    assert not again.state_dict()["state"][0]["exp_avg"].any()
+
+
+@pytest.mark.parametrize("inner", [torch.optim.Adam, torch.optim.AdamW, comera.CAME])
+def test_a_key_that_a_state_lacks_has_its_default(inner):
+    layer, twin = make_layer(), make_layer()
+    optimizer, other = (comera.GaLore(groups_of(x, rank=4), inner, lr=0.1) for x in (layer, twin))
+    run(layer, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["param_groups"]:
+        for key in ("decoupled_weight_decay", "maximize", "capturable", "update_proj_gap"):
+            group.pop(key, None)
+        group["of_a_newer_torch"] = None
+    twin.load_state_dict(layer.state_dict())
+    other.load_state_dict(state)
+    for mine, its in zip(run(twin, other, 3, 6), run(layer, optimizer, 3, 6), strict=True):
+        assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, comera.GaLoreAdamW, comera.MuonAdamW])
+def test_parameters_that_torch_refuses(kind):
+    weight = make_layer().weight
+    for params, error, message in (
+        ([], ValueError, "optimizer got an empty parameter list"),
+        (weight, TypeError, "should be an iterable of Tensors or dicts"),
+        ([{"params": {weight}}], TypeError, "need to be organized in ordered collections"),
+    ):
+        with pytest.raises(error, match=message):
+            kind(params)
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes():
+    weights = [make_layer().weight for _ in range(2)]
+    optimizer = comera.GaLoreAdamW([{"params": weights, "rank": 4}], weight_decay=0.5)
+    before = weights[0].detach().clone()
+    weights[0].grad, weights[1].grad = torch.ones(64, 32), torch.ones(64, 32).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradient"):
+        optimizer.step()
+    assert torch.equal(weights[0], before)
+    assert not optimizer.state
 
 
 GAP = 4

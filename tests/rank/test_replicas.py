@@ -7,14 +7,16 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import comera
 from comera.nn.module import tensor_trains
-from comera.surgery.truncate import wrappers_of
-from tests.processes import in_two_processes
+from comera.params import wrappers_of
+from tests.processes import in_two_processes, said
 from tests.states import assert_equal
 
-from .conftest import loss_fn, make_model
+from .conftest import loss_fn, make_model, prune_some
 
 FORMS = {
     "cut": lambda model, **settings: comera.ImportancePruning(model, 0.5, 8, **settings),
@@ -187,9 +189,89 @@ def given_up(rank):
     model = make_model()
     first = nn.parallel.DistributedDataParallel(model)
     other = nn.parallel.DistributedDataParallel(make_model())
-    seen = [wrapper is first for wrapper in wrappers_of(model)]
+    seen = [wrapper is first for wrapper in wrappers_of([model])]
     del first
-    return seen, len(wrappers_of(model)), len(wrappers_of(other.module))
+    return seen, len(wrappers_of([model])), len(wrappers_of([other.module]))
+
+
+def load_cut(wrapped):
+    cut = make_model()
+    prune_some(cut)
+    comera.truncate_(cut)
+    wrapped.module.load_state_dict(cut.state_dict())
+
+
+def tensorize(wrapped):
+    comera.densify_(wrapped)
+    comera.tensorize_(wrapped, comera.TTConfig(rank=3, init="svd"))
+
+
+CHANGES = {
+    "load_state_dict": load_cut,
+    "densify_": comera.densify_,
+    "to_plain_": comera.to_plain_,
+    "tensorize_": tensorize,
+    "set_weight_": lambda wrapped: wrapped.module[3].set_weight_(
+        wrapped.module[3].dense_weight(), tolerance=0.5
+    ),
+}
+KINDS = ({}, {"find_unused_parameters": True}, {"static_graph": True})
+
+
+def steps(wrapped, rank, count=4, optimizer=None):
+    optimizer = optimizer or torch.optim.AdamW(wrapped.parameters(), 1e-2)
+    for number in range(count):
+        optimizer.zero_grad()
+        loss_fn(wrapped, rows(rank, number)).backward()
+        optimizer.step()
+    return snapshot(wrapped)
+
+
+def changed_inside(rank):
+    """A wrapper whose model has other parameters now, or parameters of other shapes."""
+    found = {}
+    for name, change in CHANGES.items():
+        for settings in KINDS:
+            wrapped = nn.parallel.DistributedDataParallel(make_model(), **settings)
+            change(wrapped)
+            found[name, *settings] = steps(wrapped, rank)
+    return found
+
+
+def compressed_gradients(rank):
+    """A cut under PowerSGD's hook, which remembers errors of each bucket."""
+    wrapped = nn.parallel.DistributedDataParallel(make_model())
+    state = PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
+    wrapped.register_comm_hook(state, powerSGD_hook)
+    optimizer = optimizer_for(wrapped.module)
+    steps(wrapped, rank, 4, optimizer)
+    prune_some(wrapped.module)
+    comera.truncate_(wrapped, optimizer)
+    remembered = len(state.error_dict), state.iter
+    return remembered, steps(wrapped, rank, 4, optimizer), len(state.error_dict)
+
+
+def shared_state(rank):
+    wrapped = nn.parallel.DistributedDataParallel(make_model())
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=1e-2)
+    prune_some(wrapped.module)
+    before = shapes(wrapped)
+    cut = said(lambda: comera.truncate_(wrapped, optimizer))
+    ranks = comera.ImportancePruning(wrapped, 0.5, 2)
+    return cut, said(lambda: ranks.step(1.0, optimizer)), shapes(wrapped) == before
+
+
+def observed(rank):
+    """What ranks matter, as all rows tell it, and as one process that has them all sees it."""
+    alone, together = make_model(), make_model()
+    wrapped = nn.parallel.DistributedDataParallel(together)
+    found = []
+    for model, called, of in ((alone, alone, (0, 1)), (together, wrapped, (rank,))):
+        ranks = comera.ImportancePruning(model, 0.5, 4, canonical=False)
+        batches = [torch.cat([rows(each, number) for each in of]) for number in range(4)]
+        loop(model, called, ranks, batches[:3])
+        found.append(ranks.state_dict()["importance"])
+    return found
 
 
 def _found(rank):
@@ -200,6 +282,10 @@ def _found(rank):
         "settings": other_settings(rank),
         "by hand": cut_by_hand(rank),
         "given up": given_up(rank),
+        "changed": changed_inside(rank),
+        "compressed": compressed_gradients(rank),
+        "shared state": shared_state(rank),
+        "observed": observed(rank),
     }
     gc.collect()
     return found
@@ -275,9 +361,9 @@ def test_where_one_process_cannot_cut_no_other_does(results):
 @pytest.mark.slow
 def test_processes_that_train_models_of_their_own_say_so(results):
     """Else nobody would know why the second one's weights became those of the first."""
-    for said, steps in (result["own"]["auto"] for result in results):
-        assert "processes 0 and 1 do not hold copies of one model: gates of " in said
-        assert steps == 4  # when ranks would have been brought into canonical form
+    for text, done in (result["own"]["auto"] for result in results):
+        assert "processes 0 and 1 do not hold copies of one model: gates of " in text
+        assert done == 4  # when ranks would have been brought into canonical form
     (mine, my_shapes, _), (theirs, their_shapes, _) = (result["own"]["none"] for result in results)
     assert my_shapes != their_shapes
     assert mine["size"] <= mine["target_size"] == theirs["target_size"] >= theirs["size"]
@@ -285,14 +371,44 @@ def test_processes_that_train_models_of_their_own_say_so(results):
 
 @pytest.mark.slow
 def test_settings_that_differ_are_named(results):
-    for said, left in (result["settings"] for result in results):
-        assert "target_size is 751 and 939" in said
+    for text, left in (result["settings"] for result in results):
+        assert "target_size is 751 and 939" in text
         assert left == shapes(make_model())
 
 
 @pytest.mark.slow
 def test_ranks_cut_by_hand_are_known_to_the_wrapper(results):
     assert_equal(results[0]["by hand"], results[1]["by hand"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("settings", KINDS, ids=list)
+def test_wrappers_know_of_what_has_changed_inside(results, change, settings):
+    mine, theirs = (result["changed"][change, *settings] for result in results)
+    assert_equal(mine, theirs)
+
+
+@pytest.mark.slow
+def test_a_hook_that_compresses_gradients_begins_anew_after_a_cut(results):
+    for remembered, weights, memories in (result["compressed"] for result in results):
+        assert remembered == (0, 0)
+        assert memories > 0
+        assert_equal(weights, results[0]["compressed"][1])
+
+
+@pytest.mark.slow
+def test_a_cut_of_an_optimizer_whose_state_is_shared_out_is_refused(results):
+    for cut, learned, unchanged in (result["shared state"] for result in results):
+        assert cut.startswith("ZeroRedundancyOptimizer steps each parameter in one process")
+        assert learned == cut
+        assert unchanged
+
+
+@pytest.mark.slow
+def test_importance_is_that_of_the_rows_of_all(results):
+    for alone, together in (result["observed"] for result in results):
+        torch.testing.assert_close(together, alone)
 
 
 @pytest.mark.slow

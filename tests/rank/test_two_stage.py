@@ -462,3 +462,16 @@ def test_the_target_is_met_where_someone_else_has_closed_a_whole_bond():
     outcome = ranks.finish_()
     cores = sum(core.numel() for m in tensor_trains(model).values() for core in m.cores)
     assert cores == outcome["size"] <= outcome["target_size"]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_cut_says_where_the_loss_was_to_be_and_whether_gates_fell_too_fast(
+    model, batch, caplog, fast
+):
+    optimizer = optimizer_for(model, gate_lr=0.2 if fast else 1e-3)
+    ranks = comera.TwoStage(model, 0.5, 2, 15, gamma=50.0 if fast else 0.0)
+    learn(model, batch, ranks, optimizer, 17)
+    outcome = ranks.finish_(optimizer)
+    assert outcome["loss"] > 0
+    assert outcome["goal"] > 0
+    assert ("answer next to nothing" in caplog.text) == fast

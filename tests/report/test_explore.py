@@ -65,6 +65,21 @@ def test_budgets_are_what_compress_makes_and_the_model_stays(trained, evaluate):
         assert point.measured_seconds > 0
 
 
+def test_times_are_predicted_at_the_rows_of_a_batch_of_calibration(trained, evaluate):
+    model, batches = trained
+    for tokens, rows in ((None, 32), (7, 7)):
+        explored = comera.explore(
+            model, evaluate, batches, budgets=(0.5,), loss_fn=loss_fn, tokens=tokens
+        )
+        assert explored.points[1].tokens == rows
+        assert f"times at {rows} rows a batch" in explored.tables()[0].title
+        small = copy.deepcopy(model)
+        comera.compress_(small, batches, budget=0.5, loss_fn=loss_fn)
+        seconds = comera.plan(small, tokens=rows).seconds
+        assert explored.points[1].predicted_seconds == pytest.approx(seconds)
+    assert comera.explore(model, evaluate, configs=CONFIGS[:1]).points[1].tokens == 4096
+
+
 def test_configurations_are_what_tensorize_makes(trained, evaluate, caplog):
     model, _ = trained
     explored = comera.explore(model, evaluate, configs=CONFIGS)
@@ -182,7 +197,7 @@ def test_a_file_is_gone_on_from_and_failures_are_tried_again(trained, evaluate, 
     assert evaluate.calls == 3
     assert again.points[:2] == first.points[:2]
     assert again.points[2].loss is not None
-    with pytest.raises(ValueError, match=r"is of tokens=4096, not 8"):
+    with pytest.raises(ValueError, match=r"is of tokens=None, not 8"):
         comera.explore(model, evaluate, configs=CONFIGS, keep=file, tokens=8)
     other = copy.deepcopy(model)
     with torch.no_grad():

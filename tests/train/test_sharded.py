@@ -1,20 +1,29 @@
 """Sharded models: those of ``fully_shard``, of torch's tensor parallelism, and tables by rows."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional as F
 
 import comera
+from comera.checkpoint.chain import Checkpoint
+from comera.checkpoint.distributed import scatter_
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.dlrm import DLRM
 from comera.nn.module import is_sharded
-from comera.train.sharded import RowShardedBag, shard_dense_, whole_state
+from comera.train.sharded import RowShardedBag, Sharded, shard_dense_, whole_state
 from tests.processes import in_worlds, said
 
 pytestmark = pytest.mark.slow  # two interpreters have to start
@@ -95,6 +104,11 @@ def refusals(rank):
     shard(later)
     x = rows(rank, 0)
     groups = comera.param_groups(sharded, 1e-2)
+    flat = [flat_shards(make_model(), kept) for kept in (True, False)]
+    dense = shard_dense_(nn.Sequential(nn.Linear(40, 40)))
+    saved = Checkpoint(1, cut_state(), None, {}, {})
+    beside = nn.Sequential(comera.TTEmbedding(60, 16, rank=4), nn.Linear(16, 5))
+    beside = flat_shards(beside, True, ignored_modules=[beside[0]])
     return {
         "TrainStep": said(lambda: comera.TrainStep(sharded, loss_fn, adamw(sharded))),
         "TwoStage": said(lambda: comera.TwoStage(sharded, 0.5, 2, 2)),
@@ -103,6 +117,17 @@ def refusals(rank):
         "truncate_": said(lambda: comera.truncate_(sharded)),
         "canonicalize_": said(lambda: comera.canonicalize_(sharded)),
         "MuonAdamW": said(lambda: comera.MuonAdamW(groups)),
+        "save_model": said(lambda: comera.save_model(sharded, os.environ["FOLDER"])),
+        "densify_": said(lambda: comera.densify_(sharded)),
+        "layer.weight": said(lambda: sharded[1].weight),
+        "set_weight_": said(lambda: sharded[1].set_weight_(torch.ones(24, 16))),
+        "tensorize_": said(lambda: comera.tensorize_(dense, comera.TTConfig(rank=2))),
+        "cut state": said(lambda: set_model_state_dict(sharded, cut_state(), options=WHOLE)),
+        "scatter_": said(lambda: scatter_(sharded, None, saved)),
+        "CAME of flat shards": [said(partial(comera.CAME, each.parameters())) for each in flat],
+        "truncate_ of flat shards": [said(partial(comera.truncate_, each)) for each in flat],
+        "TrainStep of flat shards": said(lambda: comera.TrainStep(beside, loss_fn, adamw(beside))),
+        "whole": all(map(is_sharded, sharded.parameters())),
         "later TrainStep": said(lambda: step(x)),
         "later TwoStage": said(lambda: ranks.objective(loss_fn(later, x))),
         "later BatchedContraction": said(contracted.__enter__),
@@ -113,10 +138,65 @@ def refusals(rank):
     }
 
 
+def flat_shards(model, kept, **settings):
+    """The older way, in which the model keeps its parameters, or has but one."""
+    device = torch.device("cpu")
+    return FullyShardedDataParallel(model, device_id=device, use_orig_params=kept, **settings)
+
+
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def cut_state():
+    model = make_model()
+    with torch.no_grad():
+        model[1].gates[0][1:] = 0
+    comera.truncate_(model)
+    return model.state_dict()
+
+
+def begun_on_meta(rank):
+    """Each process draws other numbers, and has a part of those of the first."""
+    found = {}
+    for name, make in START.items():
+        with torch.device("meta"):
+            model = make()
+        model = shard(nn.Sequential(model)).to_empty(device="cpu")
+        torch.manual_seed(rank)
+        model[0].reset_parameters()
+        found[name] = whole(model)
+    return found
+
+
+START = {
+    "linear": lambda: comera.TTLinear(12, 20, rank=4),
+    "blocks": lambda: comera.BTTLinear(12, 20, rank=2),
+    "hot rank": lambda: comera.TTEmbedding(90, 24, rank=4, hot_rows=30, hot_rank=2),
+}
+
+
+def state_without_extras(rank):
+    """As of a table of torch."""
+    model, alone = make_model(seed=1), make_model()
+    state = alone.state_dict()
+    del state["0._extra_state"]
+    set_model_state_dict(shard(model), state, options=WHOLE)
+    return all(map(torch.equal, whole(model).values(), alone.parameters()))
+
+
+def norm_in_float64(rank):
+    model = shard_dense_(nn.Sequential(nn.Linear(4, 4)).double())
+    optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()])
+    for param in model.parameters():
+        param.grad = param.detach() * 0 + 1e30  # its square is above what float32 holds
+    return float(Sharded(model, optimizer).clip_(1.0))
+
+
 def _two(rank):
     loop = own_loop(rank, os.environ["FOLDER"])
     found = {"loop": loop, "refusals": refusals(rank), "tensor parallel": _tensor_parallel(rank)}
-    return found | {"tables": _tables(rank)}
+    found |= {"start": begun_on_meta(rank), "extras": state_without_extras(rank)}
+    return found | {"tables": _tables(rank), "norm": norm_in_float64(rank)}
 
 
 def _four(rank):
@@ -149,6 +229,8 @@ def test_a_loop_of_ones_own_and_its_checkpoints_go_on(results):
         "BatchedContraction",
         "truncate_",
         "canonicalize_",
+        "save_model",
+        "densify_",
     ],
 )
 def test_what_needs_whole_tensor_trains_says_so_when_it_is_made(results, what):
@@ -158,6 +240,42 @@ def test_what_needs_whole_tensor_trains_says_so_when_it_is_made(results, what):
         )
         assert "DistributedDataParallel" in found[what]
         assert "a loop of your own with torch.optim.AdamW" in found[what]
+
+
+def test_what_cannot_be_done_to_shards_is_refused_and_changes_nothing(results):
+    for found in (result["refusals"] for result in results[2]):
+        for what in ("layer.weight", "set_weight_"):
+            assert found[what].startswith(f"{what} needs whole tensor trains, and cores.0 of")
+        assert found["tensorize_"].startswith("tensorize_ needs whole matrices, and 0 of shape")
+        assert found["cut state"].startswith("load_state_dict of other ranks (1) needs whole")
+        assert found["scatter_"].startswith("scatter_ of other ranks needs whole tensor trains")
+        assert found["whole"]
+        for text in found["CAME of flat shards"]:
+            assert text.startswith("CAME keeps means of rows and columns, and FullyShardedData")
+        assert found["TrainStep of flat shards"].startswith("TrainStep does not take the flat")
+        for text in found["truncate_ of flat shards"]:
+            assert text.startswith("truncate_ needs whole tensor trains, and ")
+
+
+def test_what_begins_on_meta_is_drawn_whole_and_shared_out(results):
+    first, second = (result["start"] for result in results[2])
+    for name, make in START.items():
+        torch.manual_seed(0)
+        alone = make()
+        torch.manual_seed(0)
+        alone.reset_parameters()
+        for key, value in alone.named_parameters():
+            assert torch.equal(first[name][f"0.{key}"], second[name][f"0.{key}"]), key
+            if key != "bias":  # that DTensor draws
+                assert torch.equal(first[name][f"0.{key}"], value), key
+
+
+def test_a_state_need_not_have_what_only_tables_save(results):
+    assert [result["extras"] for result in results[2]] == [True, True]
+
+
+def test_norms_are_as_exact_as_gradients(results):
+    assert [result["norm"] for result in results[2]] == pytest.approx([20**0.5 * 1e30] * 2)
 
 
 def test_where_the_model_was_sharded_afterwards_it_is_said_at_first_use(results):
@@ -255,7 +373,7 @@ def _tensor_parallel(rank):
         shared = [key for key, param in model.named_parameters() if is_sharded(param)]
         held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
         found[name] = *train_decoder(model, make), shared, held
-    with pytest.raises(ValueError, match="CAME stacks whole matrices"):
+    with pytest.raises(ValueError, match="CAME takes means of whole matrices"):
         comera.TrainStep(model, predict, comera.CAME(comera.param_groups(model, 1e-2)))
     return found
 

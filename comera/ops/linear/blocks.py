@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, without_autocast
@@ -52,8 +51,7 @@ def block_linear(
     bias = biases[0] if biases and not cut else None
     with without_autocast(x):
         # What is compiled, traced or transformed has to see all operations.
-        recorded = not is_eager() or is_traced() or forward_ad._current_level >= 0
-        multiply = _multiply if recorded else _Multiply.apply
+        multiply = _Multiply.apply if is_eager() and not is_traced() else _multiply
         y = multiply(x, left, right, bias)
     if cut:
         y = y[:, :out_features]

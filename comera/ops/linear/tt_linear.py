@@ -88,11 +88,11 @@ def low_rank_linear(
 
 
 def check_width(x_BI: Tensor, width: int) -> None:
-    """Raise ``ValueError`` if x has another width than the layer."""
+    """Raise ``RuntimeError`` as nn.Linear does if x has another width than the layer."""
     if x_BI.dim() == 0:
-        raise ValueError(f"the input is one number, but this layer takes tensors of width {width}")
+        raise RuntimeError(f"the input is one number, but this layer takes a width of {width}")
     if x_BI.shape[-1] != width:
-        raise ValueError(
+        raise RuntimeError(
             f"the input has width {x_BI.shape[-1]} (shape {tuple(x_BI.shape)}), "
             f"but this layer takes {width}"
         )

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
 from comera.ops.dispatch import is_eager, is_on_cpu, may_read_values
+from comera.ops.operator import is_traced
 
 _MOST = 8  # rows of a group at most: more make no faster products, and more slots that stay empty
 
@@ -194,12 +195,12 @@ def check_integers(indices: Tensor) -> None:
 def check_range(indices: Tensor, num_embeddings: int) -> bool:
     """Raise ``IndexError`` for the first index out of range, ``TypeError`` for non-integers.
 
-    The range is checked only if values can be read (on a CPU). Returns False while compiling, where
-    the operator has to check the range when it runs.
+    The range is checked only if values can be read (on a CPU). Returns False while compiling or
+    tracing, where the operator has to check the range when it runs.
     """
     check_integers(indices)
     if not may_read_values(indices) or not indices.numel():
-        return is_eager()
+        return is_eager() and not is_traced()
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low >= 0 and high < num_embeddings:
         return True

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import functional as F
 
 from comera.ops.context import shapes_are_static
-from comera.ops.dispatch import Case, Way, Ways
+from comera.ops.dispatch import Case, Way, Ways, is_eager
 from comera.ops.kernels import lookup_kernel
-from comera.ops.operator import gradients_again, operator
+from comera.ops.operator import gradients_again, is_concrete, is_traced, operator
 from comera.ops.table.distinct_rows import (
     Lookup,
     Sorted,
@@ -54,7 +55,31 @@ def _refuses_slots(given: Lookup, *_: Any) -> str | None:
     return None
 
 
+def _rows_or_sums(given: Lookup) -> Tensor:
+    """Compute the lookup by operations that torch differentiates, batches and traces any way."""
+    rows_ND = every_row(given)
+    if given.offsets_B is None:
+        return rows_ND
+    if given.weights_N is not None:
+        rows_ND = rows_ND * given.weights_N[:, None]
+    bag_N = bag_of_entries(given.offsets_B, rows_ND.shape[0])
+    sums_BD = rows_ND.new_zeros(given.offsets_B.shape[0], rows_ND.shape[1])
+    return sums_BD.index_add(0, bag_N, rows_ND)
+
+
+def _refuses_recording(given: Lookup, checked: bool) -> str | None:
+    """Return why one operator cannot stand for the lookup; or None."""
+    if is_eager() and is_traced():
+        return "torch.func, forward-mode AD or a tracer has to see all operations"
+    return _refuses_distinct_rows(given, checked)
+
+
 def _each_by_itself(given: Lookup, checked: bool) -> Tensor:
+    if is_eager() and is_traced():
+        indices_N, (hot, left, right) = given.indices_N, given.sizes
+        outside = (indices_N < 0) | (indices_N >= given.num_embeddings)
+        refused_N = torch.where(outside, hot + left * right, indices_N)  # by index_select
+        return _rows_or_sums(given._replace(indices_N=refused_N))
     rows, offsets_B = every_row(given), given.offsets_B
     if offsets_B is None:
         return rows
@@ -167,19 +192,14 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
     if grad_BD is None:
         return [None] * len(tensors), None, None, None, None
     present, grads = ctx.present, list[Tensor | None]([None] * 7)
-    if torch.is_grad_enabled():  # this backward pass is itself differentiated
+    batched = (is_concrete(grad_BD) and is_traced()) or is_legacy_batchedtensor(grad_BD)
+    if torch.is_grad_enabled() or batched:  # this backward pass is itself differentiated
         given = Lookup.of(tensors, present, 0, grad_BD.shape[1])
 
-        def rows_or_bags(*tensors: Tensor | None) -> Tensor:
-            rows_ND = every_row(Lookup._make([given.indices_N, *tensors, *given[6:]]))
-            if given.offsets_B is None:
-                return rows_ND
-            rows_ND = rows_ND if tensors[4] is None else rows_ND * tensors[4][:, None]
-            bag_N = bag_of_entries(given.offsets_B, rows_ND.shape[0])
-            # torch's own bags can be differentiated once
-            return rows_ND.new_zeros(grad_BD.shape).index_add(0, bag_N, rows_ND)
+        def plainly(*tensors: Tensor | None) -> Tensor:
+            return _rows_or_sums(Lookup._make([given.indices_N, *tensors, *given[6:]]))
 
-        grads[1:6] = gradients_again(rows_or_bags, given[1:6], grad_BD)
+        grads[1:6] = gradients_again(plainly, given[1:6], grad_BD)
     else:
         with_weights = bool(present[5] and ctx.needs_input_grad[0][sum(present[:5])])
         found = iter(
@@ -206,7 +226,7 @@ ROWS = Ways(
     lambda given, _: _case(given) if shapes_are_static(given.indices_N) else None,
     lambda new: (_sample(new), True),
     Way("lookup", lambda given, checked: lookup(*given.arguments(), checked)[0],
-        _refuses_distinct_rows, "ttm_lookup"),
+        _refuses_recording, "ttm_lookup"),
     Way("every row for itself", _each_by_itself),
 )  # fmt: skip
 """Read rows, or sums of rows over bags; takes a :class:`Lookup`, and whether it was checked."""
