@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from comera.planning.printing import Report, Table, data_frame
+from comera.planning.printing import Report, Table, data_frame, show_column
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -150,9 +150,9 @@ class CompressedLayers(Report, tuple[CompressedLayer, ...]):
                 f"{layer.dense_params:,}",
                 f"{layer.params:,}",
                 "dense" if layer.rank is None else str(layer.rank),
-                f"{layer.loss:.3g}",
+                loss,
             )
-            for layer in self
+            for layer, loss in zip(self, show_column([one.loss for one in self]), strict=True)
         ]
         return [Table("layers", ("layer", "dense", "now", "rank", "predicted loss"), rows, names=0)]
 

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,15 +28,24 @@ from comera.compress.layer_moments import (
 )
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.params import model_size
-from comera.planning.printing import Report, Table, data_frame, empty_figure, show_bytes
+from comera.planning.printing import (
+    Report,
+    Table,
+    data_frame,
+    empty_figure,
+    show_bytes,
+    show_column,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 _SHARES = tuple(k / 20 for k in range(1, 21))
-_DRAWN = 1e-4
-"""Rise of the loss down to which it is drawn, in units of the highest."""
+_DRAWN, _DARK = 1e-8, 0.02
+"""The darkest: below this share of the highest value, or this share of all values."""
+_COLUMNS, _NAMED = 100, 100
+"""Columns of a picture, and how many layers at most are named beside it."""
 
 
 @dataclass(frozen=True)
@@ -176,45 +186,73 @@ class Sensitivity(Report):
         return data_frame(rows, "spectra()")
 
     def plot(self) -> "Figure":
-        """Draw the rise of the loss over each layer's share of its dense weight. Needs matplotlib.
+        """Draw the rise of the loss by layer and share of its dense weight. Needs matplotlib.
 
-        The loss axis starts at a ten-thousandth of the highest rise.
+        It is blank where one rank has more entries than the share.
         """
-        figure, axes = empty_figure()
-        top = 0.0
-        for layer in self.layers:
-            losses = layer.whitened.losses_K
-            left = losses.flip(0).cumsum(0).flip(0)[1:].cpu()  # without the first 1, 2, ...
-            sizes = torch.arange(1, len(losses)) * layer.params(1) / layer.params(None)
-            axes[0].semilogy(sizes, left.clamp_min(1e-12), label=layer.name, lw=0.9)
-            top = max([top, *left[:1].tolist()])
-        axes[0].set(xlabel="share of the dense weight", ylabel="predicted rise of the loss")
-        axes[0].set(xlim=(0, 1), ylim=(_DRAWN * top, 1.5 * top) if top else None)
-        _legend(axes[0], len(self.layers))
-        return figure
+
+        def losses(layer: LayerSensitivity) -> list[float]:
+            least = layer.params(1) / layer.params(None)
+            shares = [(k + 0.5) / _COLUMNS for k in range(_COLUMNS)]
+            losses = [layer.whitened.loss(layer.rank_at(share)) for share in shares]
+            return [math.nan if s < least else loss for s, loss in zip(shares, losses, strict=True)]
+
+        xlabel = "share of the dense weight"
+        return self._heat_map({"": losses}, xlabel, "predicted rise of the loss")
 
     def plot_spectra(self) -> "Figure":
         """Draw each layer's singular values, plain and whitened, divided by the largest."""
-        figure, axes = empty_figure(2)
-        for layer in self.layers:
-            for ax, values in zip(axes, (layer.plain_K, layer.whitened_K), strict=True):
-                shown = (values / values[0].clamp_min(1e-300)).clamp_min(1e-12).cpu()
-                ax.semilogy(torch.linspace(0, 1, len(shown)), shown, label=layer.name, lw=0.9)
-        axes[0].set(title="weight alone", xlabel="rank / full rank", ylabel="singular value")
-        axes[1].set(title="weighed by what it does to the loss", xlabel="rank / full rank")
-        _legend(axes[0], len(self.layers))
+
+        def shown(values_K: Tensor) -> list[float]:
+            at = torch.linspace(0, len(values_K) - 0.5, _COLUMNS).long().tolist()
+            return (values_K[at] / values_K[0].clamp_min(1e-300)).tolist()
+
+        panels = {
+            "weight alone": lambda layer: shown(layer.plain_K),
+            "weighed by what it does to the loss": lambda layer: shown(layer.whitened_K),
+        }
+        return self._heat_map(panels, "rank / full rank", "singular value / the largest")
+
+    def _heat_map(
+        self, panels: Mapping[str, Callable[..., list[float]]], xlabel: str, label: str
+    ) -> "Figure":
+        """Draw panels side by side, a row for each layer; layers of one kind stand together."""
+        kinds = [re.sub(r"\d+", "", layer.name) for layer in self.layers]
+        order = sorted(range(len(kinds)), key=lambda k: kinds.index(kinds[k]))
+        names = [self.layers[k].name for k in order]
+        height = 1.5 + 0.15 * min(len(names), _NAMED)
+        figure, axes = empty_figure(len(panels), height, max(map(len, names)) / 16)
+        from matplotlib.colors import LogNorm
+
+        images = [torch.tensor([row(self.layers[k]) for k in order]) for row in panels.values()]
+        positive = torch.cat([torch.tensor([1e-30]), *(image[image > 0] for image in images)])
+        top = float(positive.max())
+        low = float(positive.quantile(_DARK).clamp(_DRAWN * top, 0.1 * top))
+        for ax, title, image in zip(axes, panels, images, strict=True):
+            drawn = ax.imshow(
+                image.clamp_min(low).numpy(), norm=LogNorm(low, top), extent=(0, 1, len(names), 0),
+                aspect="auto", interpolation="nearest",
+            )  # fmt: skip
+            ax.set(title=title, xlabel=xlabel, yticks=[])
+            for k in range(1, len(names)):
+                if kinds[order[k]] != kinds[order[k - 1]]:
+                    ax.axhline(k, color="white", lw=0.8)
+        every = -(-len(names) // _NAMED)
+        at = [k + 0.5 for k in range(0, len(names), every)]
+        axes[0].set_yticks(at, names[::every], fontsize=7)
+        figure.colorbar(drawn, ax=list(axes), label=label, extend="min")
         return figure
 
     def tables(self) -> list[Table]:
         """Return a table of the predicted rise of the loss at shares of each dense weight."""
         at = (0.75, 0.5, 0.25, 0.1)
+        losses = (
+            show_column([layer.whitened.loss(layer.rank_at(share)) for layer in self.layers])
+            for share in at
+        )
         rows = [
-            (
-                layer.name,
-                " to ".join(map(str, reversed(layer.whitened.weight_OI.shape))),
-                *(f"{layer.whitened.loss(layer.rank_at(share)):.3g}" for share in at),
-            )
-            for layer in self.layers
+            (layer.name, " to ".join(map(str, reversed(layer.whitened.weight_OI.shape))), *shown)
+            for layer, *shown in zip(self.layers, *losses, strict=True)
         ]
         header = ("layer", "weight", *(f"loss at {share:.0%}" for share in at))
         title = "predicted rise of the loss, by share of the weight kept"
@@ -274,8 +312,3 @@ def look_at(
         for name, layer in layers.items()
     ]
     return Sensitivity(tuple(made), *model_size(model), rows)
-
-
-def _legend(axes: Any, layers: int) -> None:
-    if layers <= 12:  # with more, lines can no longer be told apart
-        axes.legend(fontsize="small")

@@ -2,6 +2,7 @@
 
 import html
 import io
+import math
 import re
 import shutil
 import textwrap
@@ -41,6 +42,16 @@ def show_seconds(number: float) -> str:
         if number >= 0.9995 * scale:
             return f"{number / scale:.3g} {unit}"
     return f"{number / 1e-6:.3g} us"
+
+
+def show_column(values: Sequence[float | None], digits: int = 3) -> list[str]:
+    """Write numbers with one precision, at which the smallest has ``digits``; None is empty."""
+    sizes = [abs(value) for value in values if value and math.isfinite(value)]
+    least, most = min(sizes, default=1.0), max(sizes, default=1.0)
+    form = f".{max(0, digits - 1 - math.floor(math.log10(least)))}f"
+    if most > 100 * least:
+        form = f".{digits - 1}e"
+    return ["" if value is None else f"{value:{form}}" for value in values]
 
 
 _Item = TypeVar("_Item")
@@ -215,13 +226,15 @@ def data_frame(rows: Iterable[Mapping[str, Any]], what: str = "to_pandas()") -> 
     return pd.DataFrame(rows)
 
 
-def empty_figure(columns: int = 1) -> tuple["Figure", Any]:
+def empty_figure(
+    columns: int = 1, height: float = 3.6, margin: float = 0.0
+) -> tuple["Figure", Any]:
     """Return an empty figure with axes side by side, and these axes. Needs matplotlib."""
     with needed_by("a plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.5 * columns, 3.6), layout="constrained")
+    figure = Figure(figsize=(5.5 * columns + margin, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, squeeze=False).flatten()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from comera.extras import listed, needed_by
@@ -11,6 +12,7 @@ from comera.planning.printing import (
     data_frame,
     empty_figure,
     show_bytes,
+    show_column,
     show_seconds,
 )
 
@@ -24,6 +26,12 @@ _HEADER = (
     "setting", "layer", "order", "ranks", "smaller", "parameters", "bytes", "error", "loss",
     "predicted time / dense", "evaluate took",
 )  # fmt: skip
+_AROUND = [
+    (far, across, up)
+    for far in (8, 16, 28, 44)
+    for across, up in ((1, 1), (1, 0), (1, -1), (-1, -1), (-1, 0), (-1, 1), (0, 1), (0, -1))
+]
+"""Places of a name around its point, as distance in points and direction, best first."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,11 @@ class Point:
 
     @property
     def kind(self) -> str:
-        """Kind of point in the plot: dense, by ``compress_``, or tensor trains of an order."""
+        """Kind of point in the plot: dense, by budget, tensor trains of an order, or blocks."""
         if self.setting == "dense":
             return "dense"
-        how = "compress_" if self.setting.startswith("budget") else f"order {self.order}"
+        how = "blocks" if self.order is None else f"order {self.order}"
+        how = "budget" if self.setting.startswith("budget=") else how
         return how if self.layer == WHOLE else f"{how}, one layer"
 
 
@@ -101,12 +110,12 @@ class Exploration(Report):
                 best.append(point)
         return replace(self, points=tuple(point for point in self.points if point in best))
 
-    def plot(self, library: Literal["plotly", "matplotlib"] = "matplotlib") -> Any:
+    def plot(self, library: Literal["matplotlib", "plotly"] = "matplotlib") -> Any:
         """Draw losses over sizes, and a line through the points of :meth:`pareto`.
 
         Args:
-            library: ``"plotly"`` draws a picture that shows a point's setting under the pointer and
-                can be zoomed, ``"matplotlib"`` a still picture.
+            library: ``"matplotlib"`` draws a still picture that names settings, ``"plotly"`` one
+                that can be zoomed and shows a point's setting under the pointer.
 
         Returns:
             A figure of that library.
@@ -115,29 +124,20 @@ class Exploration(Report):
             ValueError: If ``library`` is neither of the two, or no point has a loss.
             MissingPackageError: If the library is not installed.
         """
-        if library not in ("plotly", "matplotlib"):
-            raise ValueError(f"library={library!r} must be 'plotly' or 'matplotlib'")
+        if library not in ("matplotlib", "plotly"):
+            raise ValueError(f"library={library!r} must be 'matplotlib' or 'plotly'")
         if not self._measured:
             raise ValueError(f"none of {len(self.points)} points has a loss: nothing can be drawn")
         groups: dict[str, list[Point]] = {}
         for point in self._measured:
             groups.setdefault(point.kind, []).append(point)
         best = sorted(self.pareto().points, key=lambda point: point.params or 0)
-        if library == "plotly":
-            return _in_plotly(groups, best)
-        figure, (axes,) = empty_figure()
-        for kind, points in groups.items():
-            axes.plot(*_sizes_and_losses(points), "o", ms=4, label=kind)
-        axes.plot(*_sizes_and_losses(best), color="#8a9299", lw=0.8, zorder=0, label="Pareto front")
-        axes.set(xlabel="parameters of the whole model", ylabel="loss")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.tick_params("x", labelsize="small")
-        axes.legend(frameon=False, fontsize="small")
-        return figure
+        return (_in_plotly if library == "plotly" else _in_matplotlib)(groups, best)
 
     def tables(self) -> list[Table]:
         """Return a table with a row for each point; points of :meth:`pareto` have a star."""
         best = self.pareto().points
+        losses = show_column([point.loss for point in self.points], 4)
         rows = [
             (
                 ("* " if point in best else "") + point.setting,
@@ -148,11 +148,11 @@ class Exploration(Report):
                 _text(point.params, "{:,}"),
                 "" if point.bytes is None else show_bytes(point.bytes),
                 _text(point.error, "{:.3f}"),
-                _text(point.loss, "{:.4g}") or "failed",
+                loss or "failed",
                 _text(point.predicted_ratio, "{:.2f}x"),
                 "" if point.measured_seconds is None else show_seconds(point.measured_seconds),
             )
-            for point in self.points
+            for point, loss in zip(self.points, losses, strict=True)
         ]
         spare = ["evaluate took", "bytes", "order", "parameters", "predicted time / dense"]
         if all(point.layer == WHOLE for point in self.points):
@@ -186,6 +186,48 @@ class Exploration(Report):
     @property
     def _measured(self) -> list[Point]:
         return [point for point in self.points if point.loss is not None]
+
+
+def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any:
+    figure, (axes,) = empty_figure(height=4.4)
+    from matplotlib.text import Text
+    from matplotlib.ticker import EngFormatter
+    from matplotlib.transforms import Bbox
+
+    for kind, points in groups.items():
+        axes.plot(*_sizes_and_losses(points), "o", ms=4, label=kind)
+    axes.plot(*_sizes_and_losses(best), color="#8a9299", lw=0.8, zorder=0, label="Pareto front")
+    axes.margins(0.1)
+    axes.set(xlabel="parameters of the whole model", ylabel="loss")
+    axes.ticklabel_format(axis="y", useOffset=False)
+    axes.locator_params("x", nbins=6)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    figure.draw_without_rendering()  # puts the axes where they stay
+    every = sorted(chain(*groups.values()), key=lambda point: point.params or 0, reverse=True)
+    every.sort(key=lambda point: (point.layer != WHOLE, point not in best))
+    places = [axes.transData.transform((point.params, _loss(point))) for point in every]
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
+    for point in every:
+        if point.setting == "dense" or (point.layer != WHOLE and point not in best):
+            continue
+        name = point.setting.replace(f"order={point.order}, ", "").removeprefix("budget=")
+        name += "" if point.layer == WHOLE else f", {point.layer}"
+        for far, across, up in _AROUND:  # the first free place; where there is none, no name
+            text = axes.annotate(
+                name, (point.params, point.loss), (far * across, far * up), fontsize="x-small",
+                textcoords="offset points", in_layout=False, va="center",
+                ha=("right", "center", "left")[across + 1],
+                arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "#8a9299", "shrinkB": 2},
+            )  # fmt: skip
+            text.get_window_extent()  # puts it in its place
+            box = Text.get_window_extent(text)  # without the line to the point
+            inside = axes.bbox.contains(*box.p0) and axes.bbox.contains(*box.p1)
+            if inside and not box.count_overlaps(taken):
+                taken.append(box.padded(2))
+                break
+            text.remove()
+    return figure
 
 
 def _in_plotly(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any:

@@ -166,6 +166,15 @@ def test_a_base_is_used_up_to_half_of_the_squares_of_the_weight():
         assert error_of(again, weight) < (0.03 if alone else 0.2 * size**0.6)
 
 
+def test_a_weight_that_would_be_read_more_than_a_quarter_off_is_coded_without_its_base():
+    base = torch.randn(100, 100)
+    weight = base + 0.3 * torch.randn(100, 100)
+    for rate, off, alone in ((0.2, 0.24, False), (0.5, 0.02, True)):  # 0.26 off with a base
+        record, _, again = changed(weight, base, bits=1, key_bits=6, rate=rate)
+        assert (record.places == "all") == alone
+        assert error_of(again, weight) == pytest.approx(off, abs=0.01)
+
+
 def test_a_base_that_is_not_finite_is_not_used():
     base, weight = torch.randn(2, 30, 30)
     for wrong in (torch.nan, torch.inf):

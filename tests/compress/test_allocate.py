@@ -73,6 +73,13 @@ def test_what_is_left_over_turns_a_weight_dense_where_it_fits():
     assert allocate(choices, 399) == [None, 3]
 
 
+def test_what_is_left_over_goes_where_an_entry_saves_most():
+    """All three other ranks of the first would not fit, and two of them save more than one that
+    alone saves more."""
+    many, dear = torch.tensor([50.0] * 4), torch.tensor([100.0, 60.0])
+    assert allocate([Choice(many, 1000, 10), Choice(dear, 1000, 20)], 55) == [3, 1]
+
+
 def test_a_weight_whose_least_rank_is_as_large_stays_dense():
     """At prices that round the two sizes differently, too."""
     for each in (7, 11):

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -48,23 +51,43 @@ def test_spectra_are_the_singular_values_of_the_weight_and_of_what_matters(seen)
         torch.testing.assert_close(squares / 2, layer.whitened.losses_K)
 
 
-def test_it_prints_and_draws(seen, tmp_path):
+def test_it_prints(seen):
     _, found = seen
     assert "loss at 25%" in str(found)
     assert "2 layers with 360 of 380 parameters" in found.summary()
     assert found._repr_html_().count("<tr>") == 3
-    for figure, panels in ((found.plot(), 1), (found.plot_spectra(), 2)):
-        assert len(figure.axes) == panels
-        assert all(len(axes.lines) == 2 for axes in figure.axes)
-        figure.savefig(tmp_path / "picture.png")
+    losses = [line.split("│")[4].strip() for line in str(found).splitlines() if " to " in line]
+    assert len({len(loss) for loss in losses}) == 1  # one precision
 
 
-def test_what_no_longer_matters_is_not_drawn(seen):
+@pytest.mark.parametrize("count", [2, 60, 130])
+@pytest.mark.parametrize(("plot", "panels"), [("plot", 1), ("plot_spectra", 2)])
+def test_a_picture_has_a_row_for_each_layer_by_kind_and_depth(seen, count, plot, panels):
+    layers = [
+        replace(seen[1].layers[k % 2], name=f"blocks.{k // 2}.{'ab'[k % 2]}") for k in range(count)
+    ]
+    figure = getattr(replace(seen[1], layers=tuple(layers)), plot)()
+    *axes, _ = figure.axes
+    assert [ax.images[0].get_array().shape for ax in axes] == [(count, 100)] * panels
+    figure.canvas.draw()
+    labels = axes[0].get_yticklabels()
+    named = [f"blocks.{k}.{kind}" for kind in "ab" for k in range(count // 2)]
+    assert [label.get_text() for label in labels] == named[:: 1 if count < 100 else 2]
+    boxes = [label.get_window_extent() for label in labels]
+    assert not any(one.overlaps(other) for one, other in pairwise(boxes))
+    assert all(figure.bbox.contains(*box.p0) for box in boxes)
+
+
+def test_colours_span_what_is_there(seen):
     _, found = seen
-    (axes,) = found.plot().axes
-    highest = max(line.get_ydata().max() for line in axes.lines)
-    least, most = axes.get_ylim()
-    assert most > highest > 1000 * least > 0
+    image = found.plot().axes[0].images[0]
+    losses = found.to_pandas(shares=[k / 200 for k in range(1, 200)])["loss"]
+    assert image.norm.vmax == pytest.approx(losses.max())
+    assert losses.min() / 2 < image.norm.vmin < losses.median()
+    assert image.get_array().mask[:, 0].all()  # less than one rank
+    nothing = replace(found.layers[0].whitened, losses_K=torch.zeros(12))
+    dead = replace(found, layers=(replace(found.layers[0], whitened=nothing),))
+    dead.plot().canvas.draw()
 
 
 def test_what_is_chosen_prints_as_a_table(seen):

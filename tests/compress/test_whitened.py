@@ -130,11 +130,19 @@ def test_a_table_is_weighed_by_how_often_its_rows_are_read(rows):
     torch.testing.assert_close(found.losses_K, expected.losses_K, rtol=1e-5, atol=1e-9)
 
 
-def test_rows_never_read_count_as_much_as_those_read_once():
-    counts = torch.tensor([50, 40, 6, 1, 1, 1, 1, 0, 0])  # four of a hundred reads were of new rows
-    shares = LayerMoments(counts / 100, torch.eye(4), 100)
-    expected = torch.tensor([*0.96 * counts[:7] / 100, 0.02, 0.02])
-    table = torch.randn(9, 4)
+@pytest.mark.parametrize(
+    ("counts", "unseen"),  # four of a hundred reads were of new rows; or seven of ten; or all
+    [([50, 40, 6, 1, 1, 1, 1, 0, 0], 0.04), ([2, 1] + [1] * 6 + [0] * 2, 0.5), ([1, 1, 0, 0], 0.5)],
+)
+def test_rows_never_read_count_as_much_as_those_read_once_and_no_more_than_the_others(
+    counts, unseen
+):
+    counts = torch.tensor(counts)
+    reads = int(counts.sum())
+    shares = LayerMoments(counts / reads, torch.eye(4), reads)
+    lost = (counts == 0) / (counts == 0).sum()
+    expected = (1 - unseen) * counts / reads + unseen * lost
+    table = torch.randn(len(counts), 4)
     found = whitened_svd(table.T, shares, damping=0)
-    same = whitened_svd(table.T, LayerMoments(expected.diag(), torch.eye(4), 100), damping=0)
+    same = whitened_svd(table.T, LayerMoments(expected.diag(), torch.eye(4), reads), damping=0)
     torch.testing.assert_close(found.losses_K, same.losses_K)

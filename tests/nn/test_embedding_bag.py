@@ -85,6 +85,20 @@ def test_empty_bags_are_zero_and_train(mode, padding_idx):
     assert all(param.grad.eq(0).all() for param in bag.parameters())
 
 
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_the_mean_is_over_what_is_counted(length):
+    """Of nothing, of padding alone, of one entry among padding, and of several."""
+    bag, call = make("mean", padding_idx=2), {"input": torch.tensor([[2] * 4, [2] * 4])}
+    call["input"][1, :length] = torch.tensor([5, 5, 7])[:length]
+    y, grads = run(bag, call, list(bag.parameters()))
+    rows = bag.weight[call["input"][1, :length]]
+    want = torch.stack([torch.zeros(WIDTH).double(), rows.sum(0) / max(1, length)])
+    torch.testing.assert_close(y, want)
+    upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    want_grads = torch.autograd.grad((want * upstream).sum(), list(bag.parameters()))
+    torch.testing.assert_close(grads, want_grads)
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_hot_rows(mode):
     bag = make(mode, hot_rows=4, shape=None)

@@ -491,6 +491,18 @@ def test_every_entry_finds_its_row(count, hot):
         assert slots.of_sorted_N.unique().numel() == rows.unique().numel()
 
 
+@pytest.mark.parametrize(("count", "group"), [(13, 4), (14, 8), (40, 8), (400, 8)])
+def test_groups_are_as_large_as_rows_fill_them_and_no_larger(count, group):
+    rows = torch.arange(count)
+    slots = make_slots(sorted_rows(rows, 0, 400, 1)[0], 0, 400, 1)
+    assert (slots.group, slots.count) == (group, -(-count // group) * group)
+    torch.manual_seed(0)
+    left, right = torch.randn(400, 2, 3).double(), torch.randn(1, 3, 2).double()
+    table = Lookup(rows, left, right, None, None, None, None, 400, 4)
+    want = torch.einsum("nar,rb->nab", left[:count], right[0]).flatten(1)
+    torch.testing.assert_close(lookup(*table.arguments(), False)[0], want)
+
+
 def test_groups_waste_few_slots():
     rows = torch.randint(4000, (3000,), generator=torch.Generator().manual_seed(0))
     slots = make_slots(sorted_rows(rows, 0, 50, 80)[0], 0, 50, 80)

@@ -135,8 +135,9 @@ def test_subspaces(shape, proj_type):
         torch.testing.assert_close(small, torch.eye(6), rtol=0, atol=1e-5)
     # the leading directions are all in it
     torch.testing.assert_close(out_of(low, bases), grad, rtol=0, atol=2e-2)
-    again = new_bases(grad, 6, proj_type, 3)
+    again, other = (new_bases(grad, 6, proj_type, seed) for seed in (3, 4))
     assert all(torch.equal(bases[side], again[side]) for side in bases)
+    assert not any(torch.equal(bases[side], other[side]) for side in bases)
 
 
 def test_weight_decay_is_that_of_the_inner_optimizer():

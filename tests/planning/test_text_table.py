@@ -2,7 +2,7 @@
 
 import pytest
 
-from comera.planning.printing import Table
+from comera.planning.printing import Table, show_column
 
 HEADER = ("layer", "shape and ranks", "parameters / dense", "bytes")
 ROWS = [
@@ -89,3 +89,17 @@ def test_a_line_above_the_total(table):
 
 def test_a_table_of_no_rows():
     assert "layer" in Table("none", HEADER, []).text()
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([2.491, 2.51, None, 16.1], ["2.491", "2.510", "", "16.100"]),
+        ([0.0, 3e-5, float("nan"), -0.5], ["0.000e+00", "3.000e-05", "nan", "-5.000e-01"]),
+        ([0, None], ["0.000", ""]),
+        ([1234567], ["1234567"]),
+        ([], []),
+    ],
+)
+def test_a_column_has_one_precision(values, shown):
+    assert show_column(values, 4) == shown

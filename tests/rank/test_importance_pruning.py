@@ -115,6 +115,27 @@ def test_of_equal_importance_ranks_that_cost_more_go_first():
     assert (cheap.live_ranks, costly.live_ranks) == ((8,), (5,))
 
 
+def test_a_rank_that_fits_to_the_entry_is_opened_again():
+    cheap, costly = (comera.TTLinear(width, width, rank=8, order=1) for width in (16, 64))
+    model = torch.nn.Sequential(cheap, costly)
+    importance = {id(gate): torch.ones(8) for gate in gates_of(model)}
+    importance[id(cheap.gates[0])][3], importance[id(costly.gates[0])][5] = 1e-9, 1e-6
+    for budget, left in ((8 * 32 + 7 * 128, (8, 7)), (8 * 32 + 7 * 128 - 1, (7, 7))):
+        with torch.no_grad():
+            [gate.fill_(1) for gate in gates_of(model)]
+        prune_to_(tensor_trains(model), budget, importance=importance)
+        assert (cheap.live_ranks[0], costly.live_ranks[0]) == left
+
+
+def test_what_ranks_were_worth_before_canonical_form_does_not_choose_among_those_of_it(model):
+    ranks = comera.ImportancePruning(model, 0.5, 10)
+    optimizer = learn(model, ranks, 4)
+    assert ranks.state_dict()["importance"].any()
+    step = comera.TrainStep(model, loss_fn, optimizer, ranks)
+    step(batches(1)[0])  # half way: the ranks are new ones
+    assert not ranks.state_dict()["importance"].any()
+
+
 def test_a_run_goes_back_to_before_its_cut():
     model, twin = make_model(), make_model()
     ranks = comera.ImportancePruning(model, 0.5, 6)

@@ -44,6 +44,13 @@ def test_early_objective_is_loss_plus_weighted_size_and_norm(model, batch):
     torch.testing.assert_close(ranks.objective(loss), want)
 
 
+def test_the_goal_of_the_late_stage_is_a_mean_that_looks_back_some_twenty_steps(model):
+    ranks = comera.TwoStage(model, 0.5, 40, 9)
+    for loss in (1.0, *[2.0] * 20):
+        ranks.step(torch.tensor(loss))
+    assert float(ranks.state_dict()["running_loss"]) == pytest.approx(2 - 0.95**20)
+
+
 def in_late_stage(model, target, goal, **settings):
     """After an early stage of one step, whose loss is the goal from then on."""
     ranks = comera.TwoStage(model, target, 1, 9, **settings)

@@ -1,9 +1,12 @@
 import copy
+import dataclasses
 import json
 import logging
+from itertools import combinations, pairwise
 
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import nn
 from torch.nn import functional as F
 
@@ -274,6 +277,8 @@ def test_the_front_has_no_point_that_another_beats(explored):
 def test_it_prints(explored):
     text = str(explored)
     assert "* budget=0.5" in text
+    cells = [line.split("│")[-3].strip() for line in text.splitlines() if "x │" in line]
+    assert cells == ["1.000", "1.005", "2.000", "3.000", "1.200"]
     assert "failed: budget=0.01: out of reach" in text
     assert max(len(line) for line in text.splitlines() if "│" in line) <= 80
     assert "5 of 7 points have a loss, 1 failed" in text
@@ -281,10 +286,24 @@ def test_it_prints(explored):
     assert explored._repr_html_().count("<tr>") == 7
 
 
-def test_it_draws_a_still_picture(explored, tmp_path):
-    figure = explored.plot()
-    labels = [line.get_label() for line in figure.axes[0].lines]
-    assert labels == ["dense", "compress_", "order 1", "order 1, one layer", "Pareto front"]
+@pytest.mark.parametrize("times", [1, 12_345])
+def test_a_still_picture_names_settings_and_nothing_touches(explored, times, tmp_path):
+    points = [
+        dataclasses.replace(point, params=times * point.params, loss=5.15 + 1e-4 * point.loss)
+        for point in explored.points[:-1]
+    ]
+    figure = dataclasses.replace(explored, points=tuple(points)).plot()
+    (axes,), (legend,) = figure.axes, figure.legends
+    labels = [line.get_label() for line in axes.lines]
+    assert labels == ["dense", "budget", "order 1", "order 1, one layer", "Pareto front"]
+    assert {text.get_text() for text in axes.texts} == {"0.5", "0.4", "order=2, compression=2"}
+    figure.canvas.draw()
+    assert not legend.get_window_extent().overlaps(axes.bbox)
+    assert not axes.yaxis.get_offset_text().get_text()  # ticks say the whole loss
+    ticks = [text.get_window_extent() for text in axes.get_xticklabels() if text.get_text()]
+    assert not any(one.overlaps(other) for one, other in pairwise(ticks))
+    for one, other in combinations([Text.get_window_extent(text) for text in axes.texts], 2):
+        assert not one.overlaps(other)
     figure.savefig(tmp_path / "picture.png")
     with pytest.raises(ValueError, match="library='gnuplot' must be"):
         explored.plot("gnuplot")
@@ -292,7 +311,7 @@ def test_it_draws_a_still_picture(explored, tmp_path):
         Exploration((Point("dense"),), 1).plot()
 
 
-def test_it_draws_a_picture_to_zoom_into_where_plotly_is(explored):
+def test_it_draws_a_picture_to_zoom_into_if_asked(explored):
     plotly = pytest.importorskip("plotly.graph_objects")
     figure = explored.plot("plotly")
     assert isinstance(figure, plotly.Figure)

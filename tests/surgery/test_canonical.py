@@ -126,6 +126,23 @@ def test_the_function_stays_and_so_do_the_parameters(model, batch):
             assert gate.tolist() == [1.0] * mine + [0.0] * (len(gate) - mine)
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_the_smallest_direction_stays_open_and_rounding_errors_are_closed(scale):
+    torch.manual_seed(0)
+    layer = comera.TTLinear(16, 24, rank=5, order=1, dtype=torch.float64)
+    u, v = (torch.linalg.qr(torch.randn(n, 3).double())[0] for n in (16, 24))
+    mixed = torch.randn(3, 5).double()  # five ranks that carry three directions
+    for smallest in (2e-10, 2e-11):
+        values = scale * torch.tensor([1.0, 0.5, smallest]).double()
+        with torch.no_grad():
+            layer.cores[0].copy_((u @ mixed).reshape(layer.cores[0].shape))
+            right = torch.linalg.pinv(mixed) * values @ v.T
+            layer.cores[1].copy_(right.reshape(layer.cores[1].shape))
+            layer.gates[0].fill_(1)
+        comera.canonicalize_(layer)
+        assert layer.gates[0].tolist() == [1, 1, smallest > 1e-10, 0, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_narrow_numbers_it_is_as_exact_as_they_are(dtype):
     torch.manual_seed(0)
