@@ -9,12 +9,7 @@ from comera.nn.init import Init
 from comera.nn.linear import CompressedLinear
 from comera.nn.module import params_of
 from comera.ops.cores import open_gate
-from comera.ops.linear.blocks import (
-    block_linear,
-    blocks_to_dense,
-    split_blocks,
-    weight_to_blocks,
-)
+from comera.ops.linear.blocks import block_linear, blocks_to_dense, split_blocks, weight_to_blocks
 from comera.ops.linear.tt_linear import check_width
 from comera.shapes import BTTShape
 

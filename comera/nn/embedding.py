@@ -131,10 +131,7 @@ class TTEmbeddingBag(TTTable):
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(
-        self,
-        input: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         self._check_there(input)
         flat, starts, bags = self._request(input, offsets, per_sample_weights)

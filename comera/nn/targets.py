@@ -14,13 +14,7 @@ from comera.extras import did_you_mean, listed, names_misspelt
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
-from comera.shapes import (
-    check_tolerance,
-    check_whole_numbers,
-    is_number,
-    only_one,
-    whole_number,
-)
+from comera.shapes import check_tolerance, check_whole_numbers, is_number, only_one, whole_number
 
 log = logging.getLogger("comera")
 
@@ -352,9 +346,7 @@ def matches(name: str, pattern: str | Sequence[str]) -> bool:
         raise ValueError(f"{pattern!r} is not a regular expression: {problem}") from None
 
 
-def tied_groups(
-    targets: Mapping[str, nn.Module],
-) -> list[tuple[list[str], list[nn.Module]]]:
+def tied_groups(targets: Mapping[str, nn.Module]) -> list[tuple[list[str], list[nn.Module]]]:
     """Group targets that hold the same weight; return names and modules of each group, in order."""
     groups: dict[int, tuple[list[str], list[nn.Module]]] = {}
     for name, module in targets.items():

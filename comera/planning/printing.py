@@ -222,7 +222,6 @@ def data_frame(rows: Iterable[Mapping[str, Any]], what: str = "to_pandas()") -> 
     """Return a frame of rows by column. Needs pandas; errors name ``what`` needs it."""
     with needed_by(what):
         import pandas as pd  # takes as long to import as all the rest of this package
-
     return pd.DataFrame(rows)
 
 
@@ -233,7 +232,6 @@ def empty_figure(
     with needed_by("a plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-
     figure = Figure(figsize=(5.5 * columns + margin, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, squeeze=False).flatten()

@@ -101,8 +101,6 @@ def _distance(measured: Sequence[Size], asked: Sequence[Size]) -> float | None:
 _H100 = """
 contract_cores 36 x 30, float32, captured: kernel 202 us, torch 716 us
 contract_cores 36 x 30, bfloat16, captured: kernel 215 us, torch 755 us
-contract_cores 36 x 62, float32, captured: kernel 505 us, torch 984 us
-contract_cores 36 x 62, bfloat16, captured: kernel 515 us, torch 1010 us
 feed_forward 256 x 768 x 3072 x 32 x tf32, float32, captured: torch 79 us, kernel 116 us
 feed_forward 256 x 768 x 3072 x 32, bfloat16, captured: kernel 55 us, torch 58 us
 feed_forward 1024 x 768 x 3072 x 32 x tf32, float32, captured: torch 125 us, kernel 126 us
@@ -113,7 +111,6 @@ feed_forward 1024 x 768 x 3072 x 40 x tf32 x wide, float32, captured: torch 129 
 feed_forward 1024 x 768 x 3072 x 40 x wide, bfloat16, captured: torch 88 us, kernel 89 us
 feed_forward 4096 x 768 x 3072 x 40 x tf32 x wide, float32, captured: kernel 265 us, torch 353 us
 feed_forward 4096 x 768 x 3072 x 40 x wide, bfloat16, captured: kernel 148 us, torch 192 us
-feed_forward 4096 x 4096 x 11008 x 32 x tf32, float32, captured: kernel 601 us, torch 1140 us
 feed_forward 4096 x 4096 x 11008 x 32, bfloat16, captured: kernel 335 us, torch 625 us
 gated_feed_forward 1024 x 2048 x 32 x tf32, float32, captured: kernel 163 us, torch 179 us
 gated_feed_forward 1024 x 2048 x 32, bfloat16, captured: kernel 99 us, torch 119 us
@@ -125,7 +122,6 @@ lookup 4096 x a block a row, float32: kernel 2430 us, torch 5430 us
 lookup 4096 x a block a row, float32, captured: torch 241 us, kernel 274 us
 lookup 4096, bfloat16: kernel 2560 us, torch 5300 us
 lookup 4096, bfloat16, captured: kernel 164 us, torch 237 us
-lookup 4096, float16: kernel 3170 us, torch 6840 us
 lookup 4096, float16, captured: kernel 164 us, torch 236 us
 lookup 16384 x a block a row, float32, captured: kernel 582 us, torch 637 us
 lookup 16384, bfloat16, captured: kernel 236 us, torch 628 us
@@ -133,7 +129,6 @@ lookup 4096 x a block a row x hot rows, float32, captured: kernel 353 us, torch 
 lookup 4096 x a block a row x hot rows, bfloat16, captured: kernel 359 us, torch 486 us
 lookup 4096 x a block a row x bags, float32, captured: kernel 296 us, torch 404 us
 lookup 4096 x a block a row x bags, bfloat16, captured: kernel 305 us, torch 399 us
-lookup 4096 x a block a row x hot rows x bags, float32, captured: kernel 382 us, torch 574 us
 lookup 4096 x a block a row x hot rows x bags, bfloat16, captured: kernel 401 us, torch 645 us
 attention_space 128 x 32 x 64, float32, captured: ranks 505 us, heads 637 us
 attention_space 128 x 32 x 64, bfloat16, captured: ranks 267 us, heads 296 us

@@ -233,7 +233,6 @@ def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any
 def _in_plotly(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any:
     with needed_by("a picture to zoom into"):
         import plotly.graph_objects as plotly
-
     figure = plotly.Figure()
     sizes, losses = _sizes_and_losses(best)
     line = {"color": "#8a9299", "width": 1}

@@ -310,10 +310,7 @@ def _check_tensors(
 
 @torch.no_grad()
 def fill_(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    tied: Mapping[str, str],
-    frozen: Iterable[str],
+    model: nn.Module, tensors: Mapping[str, Tensor], tied: Mapping[str, str], frozen: Iterable[str]
 ) -> None:
     """Assign a whole state dict to a model as new parameters with its dtypes, in place.
 

@@ -87,11 +87,7 @@ def save_state(
             where = "on the meta device" if value.is_meta else "sparse"
             raise ValueError(f"{name} is {where}: it cannot be saved")
     write_folder(
-        folder,
-        described,
-        tensors,
-        lambda name: tensors[name].detach().to("cpu"),
-        watched.check,
+        folder, described, tensors, lambda name: tensors[name].detach().to("cpu"), watched.check
     )
     return folder
 

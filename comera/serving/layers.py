@@ -180,10 +180,7 @@ class FactoredTable(PlainWhenPickled):
         return table
 
     def forward(
-        self,
-        input: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         if self.mode is None:
             rows = self._without_padding(self.rows(input), input)

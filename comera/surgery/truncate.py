@@ -7,13 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.nn.module import (
-    TensorTrainModule,
-    check_unsharded,
-    is_open,
-    set_data_,
-    tensor_trains,
-)
+from comera.nn.module import TensorTrainModule, check_unsharded, is_open, set_data_, tensor_trains
 from comera.optim.state_layout import (
     AnyOptimizer,
     group_of,

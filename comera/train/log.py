@@ -197,7 +197,6 @@ class RunLog(SilentLog):
         if tensorboard:
             with needed_by("tensorboard=True"):
                 from torch.utils.tensorboard import SummaryWriter
-
             board = folder / "tensorboard"
             self._board = SummaryWriter(board, purge_step=resume_step + 1, flush_secs=_NEVER)
 

@@ -25,7 +25,6 @@ def write_page(path: Path, template: str, content: Any) -> Path:
     """Write a page from a template, in which ``content`` is ``report``; return the path."""
     with needed_by("a report"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
-
     environment = Environment(
         loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -56,7 +55,6 @@ class Axis:
         """Return positions of round values, each with the value as text; no two texts are equal."""
         with needed_by("a report"):
             from matplotlib.ticker import LogLocator, MaxNLocator
-
         decades = math.log10(self.high / self.low) if self.log else 0
         steps = (1, 2, 5) if decades < 2 else (1, 3) if decades < 3 else (1,)
         plain = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10])
