@@ -312,7 +312,9 @@ WRAPPERS = [
 def test_loops_of_ones_own_cut_the_same_and_train_on_together(results, form, wrapper):
     mine, theirs = (result["loops"][form, *wrapper] for result in results)
     for found in (mine, theirs):  # each weighs its own loss
-        found["outcome"] = {k: v for k, v in found["outcome"].items() if k not in ("came_to", "goal")}
+        found["outcome"] = {
+            k: v for k, v in found["outcome"].items() if k not in ("came_to", "goal")
+        }
     assert_equal(mine, theirs)
     assert mine["outcome"]["size"] <= mine["outcome"]["target_size"]
     assert mine["shapes"] != shapes(make_model())
