@@ -166,7 +166,8 @@ def _carry_over(old: Any, new: Any) -> list[str]:
     if not any(isinstance(layer, WeightByAssignment) for layer in (old, new)):
         return []
     lost, known = [], _OF_OTHERS | _own_names(old.__class__)
-    parts = (vars(old), old._parameters, old._buffers, old._modules)
+    inside = {} if isinstance(old, nn.Sequential) else old._modules
+    parts = (vars(old), old._parameters, old._buffers, inside)
     for name in dict.fromkeys(itertools.chain(*parts)):
         if name in known:
             continue

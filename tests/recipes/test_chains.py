@@ -93,7 +93,8 @@ def test_a_run_that_is_killed_goes_on_by_the_same_command(source, tmp_path):
     assert reached >= 12
 
 
-def test_inspect_says_what_the_bytes_are(tmp_path, capsys):
+def test_inspect_says_what_the_bytes_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     chain_of(tmp_path, 3)
     assert main(["checkpoint", "inspect", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

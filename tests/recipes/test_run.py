@@ -82,13 +82,16 @@ def test_a_run_ends_small_and_beside_its_twin(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("core_lr", "answers"), [(None, True), (1e-5, False)])
+@pytest.mark.parametrize("answers", [True, False])
 def test_a_short_run_that_learns_ranks_answers_or_says_that_it_does_not(
-    config, caplog, core_lr, answers
+    config, caplog, monkeypatch, answers
 ):
+    if not answers:  # as if its logits were nearly the same for every input
+        monkeypatch.setattr("comera.train.loop.SILENT", 1e6)
+        monkeypatch.setattr("comera.recipes.report.run_report.SILENT", 1e6)
     config = dataclasses.replace(
         config, causal_text=config.masked_text, masked_text=None, two_stage=TwoStageConfig(0.5),
-        optimizer=MuonConfig(name=None, core_lr=core_lr), twin=False,
+        twin=False,
         tensorize=TTConfig(rank=8), train=TrainConfig(steps=25, batch_size=8),
     )  # fmt: skip
     quiet_run(config)

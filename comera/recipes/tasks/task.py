@@ -61,6 +61,7 @@ class Task(ABC):
         self.steps = self.count_steps(per_epoch)
         self.record = DataRecord(data.digests, data.prepared)
         self.get_batch = lambda step: self._to_device(self._processes.share_of(get_batch(step)))
+        self._first_batch = lambda: self._to_device(get_batch(0))  # the rows of all processes
         self.evaluate = lambda model: self._measure(model, valid())
         self.test = None if test is None else lambda model: self._measure(model, test())
 
@@ -98,7 +99,7 @@ class Task(ABC):
 
     def spread(self, model: nn.Module) -> dict[str, float]:
         """Return how far logits differ within a batch: the largest standard deviation of one."""
-        logits = self.logits(model, self.get_batch(0))
+        logits = self.logits(model, self._first_batch())
         rows = logits.flatten(0, -2) if logits.dim() > 1 else logits[:, None]
         return {"spread": float(rows.std(0, correction=0).max())}
 
