@@ -498,13 +498,14 @@ def _as_list(params: Any) -> list[Any]:
 
 def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
     """Check a group; return the inner optimizer's group. Adds to ``stand_ins``."""
-    params = [one[1] if isinstance(one, tuple) else one for one in group["params"]]
-    for number, param in enumerate(params):
-        if any(param is other for other in params[:number]):
+    seen = set[int]()
+    for param in (one[1] if isinstance(one, tuple) else one for one in group["params"]):
+        if id(param) in seen:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} is twice in a parameter group: give "
                 "GaLore each parameter once"
             )
+        seen.add(id(param))
     own = {key: value for key, value in group.items() if key not in _KEYS}
     if "rank" not in group:
         if misplaced := sorted(_KEYS & set(group)):
