@@ -108,10 +108,8 @@ feed_forward 1024 x 768 x 3072 x 32, bfloat16, captured: kernel 65 us, torch 82 
 feed_forward 4096 x 768 x 3072 x 32 x tf32, float32, captured: kernel 178 us, torch 341 us
 feed_forward 4096 x 768 x 3072 x 32, bfloat16, captured: kernel 111 us, torch 179 us
 feed_forward 1024 x 768 x 3072 x 40 x tf32 x wide, float32, captured: torch 129 us, kernel 195 us
-feed_forward 1024 x 768 x 3072 x 40 x wide, bfloat16, captured: torch 88 us, kernel 89 us
 feed_forward 4096 x 768 x 3072 x 40 x tf32 x wide, float32, captured: kernel 265 us, torch 353 us
 feed_forward 4096 x 768 x 3072 x 40 x wide, bfloat16, captured: kernel 148 us, torch 192 us
-feed_forward 4096 x 4096 x 11008 x 32, bfloat16, captured: kernel 335 us, torch 625 us
 gated_feed_forward 1024 x 2048 x 32 x tf32, float32, captured: kernel 163 us, torch 179 us
 gated_feed_forward 1024 x 2048 x 32, bfloat16, captured: kernel 99 us, torch 119 us
 gated_feed_forward 4096 x 2048 x 32 x tf32, float32, captured: kernel 229 us, torch 488 us
@@ -129,6 +127,7 @@ lookup 4096 x a block a row x hot rows, float32, captured: kernel 353 us, torch 
 lookup 4096 x a block a row x hot rows, bfloat16, captured: kernel 359 us, torch 486 us
 lookup 4096 x a block a row x bags, float32, captured: kernel 296 us, torch 404 us
 lookup 4096 x a block a row x bags, bfloat16, captured: kernel 305 us, torch 399 us
+lookup 4096 x a block a row x hot rows x bags, float32, captured: kernel 382 us, torch 574 us
 lookup 4096 x a block a row x hot rows x bags, bfloat16, captured: kernel 401 us, torch 645 us
 attention_space 128 x 32 x 64, float32, captured: ranks 505 us, heads 637 us
 attention_space 128 x 32 x 64, bfloat16, captured: ranks 267 us, heads 296 us
