@@ -24,11 +24,8 @@ _LEAST, _MOST = 1e-60, 1e60
 class Choice:
     """What the ranks of one weight cost and save.
 
-    Attributes:
-        losses: Rise of the loss without each singular direction, largest first, ``(K,)``.
-        dense: Number of parameters of the dense weight.
-        each: Number of parameters that one rank takes.
-        least: Lowest rank allowed.
+    ``losses`` is the rise of the loss without each singular direction, largest first, ``(K,)``;
+    ``dense`` and ``each`` count parameters of the dense weight and of one rank.
     """
 
     losses: Tensor
