@@ -51,6 +51,7 @@ def run(
     compressed model (of the dense one, without a section ``tensorize``), then that of the twin. The
     list is empty if the run was interrupted; the same call resumes it. All ``processes`` that train
     the models together call this, and only the first one writes; None is a single process.
+
     Raises ``ValueError`` if the folder holds a run with other settings or data or settings
     contradict, ``FolderInUseError`` if another process trains into the folder, and
     ``OtherProcessError`` if one of the processes has failed.

@@ -95,8 +95,8 @@ class Capture:
     """Runs the update of a training step, by replaying a CUDA graph of it if possible.
 
     ``update`` updates on a batch and returns its loss, without code on the host that depends on
-    values of tensors; ``host`` is the state besides the batch that a recording depends on. One of
-    ``warm_up`` equal steps in a row is recorded. ``together`` makes decisions common to all
+    values of tensors; ``host`` is the state besides the batch that a recording depends on. A step
+    is recorded after ``warm_up`` equal ones in a row. ``together`` makes decisions common to all
     processes, which make the same calls.
     """
 
