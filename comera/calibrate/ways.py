@@ -337,8 +337,12 @@ def _space(positions: int, rank: int, device: torch.device, dtype: torch.dtype) 
             y = self_attention(x, *model, num_heads=12, keep_BT=None, dropout=0.0)  # type: ignore[misc]
         return torch.autograd.grad(y, [x, *params], y.detach(), allow_unused=True)
 
-    batch = (4096 if device.type == "cuda" else 512) // positions
+    batch = _tokens(device) // positions
     return [partial(run, x) for x in _batches(device, torch.float32, batch, positions, 768)]
+
+
+def _tokens(device: torch.device) -> int:
+    return 4096 if device.type == "cuda" else 512
 
 
 _SIZES: dict[tuple[str, Callable[..., list[Any]]], Sequence[tuple[Any, ...]]] = {

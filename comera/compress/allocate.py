@@ -115,14 +115,10 @@ def percent_meant(budget: object) -> str:
 
 @dataclass(frozen=True)
 class CompressedLayer:
-    """Result for one layer.
+    """Result for one layer: its ``name`` as in ``named_modules``, and entries before and after.
 
-    Attributes:
-        name: Name as in ``named_modules``.
-        dense_params: Entries of the dense weight.
-        params: Entries after compression, with gates.
-        rank: Rank of the two factors; None if the layer stays dense.
-        loss: Predicted rise of the loss, to second order.
+    ``params`` include the gates. The ``rank`` is that of the two factors, or None if the layer
+    stays dense; ``loss`` is the predicted rise of the loss, to second order.
     """
 
     name: str
