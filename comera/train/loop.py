@@ -21,8 +21,8 @@ from comera.train.step import NonFiniteLossError, TrainStep
 
 log = logging.getLogger("comera")
 
-SILENT = 0.05
-"""Spread of logits below which a model answers the same, to some hundredths, to every input."""
+SILENT = 0.01
+"""Spread of answers that no shown loss tells: to answer the mean adds half its square, 0.00005."""
 
 Evaluate = Callable[[nn.Module], dict[str, float]]
 """Takes the model in evaluation mode, and returns named figures."""
@@ -146,8 +146,8 @@ class RunUnderWay:
         found = {} if self._spread is None else evaluated(self._step, self._spread)
         if found.get("spread", SILENT) < SILENT and self._processes.is_first:
             log.warning(
-                "%s the model answers the same to every input (its logits differ by %.1g): give "
-                "it more steps, or its cores a higher learning rate",
+                "%s the model answers the same to every input (its probabilities differ by a share "
+                "of %.1g): give it more steps, or its cores a higher learning rate",
                 when, found["spread"],
             )  # fmt: skip
         return found

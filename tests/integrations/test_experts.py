@@ -111,6 +111,10 @@ def test_outputs_and_gradients_are_those_of_the_dense_experts(name):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-10)
     with torch.no_grad():  # experts that nobody asks are passed over
         torch.testing.assert_close(split(states, index, weights), wanted)
+        index[:, 1], none = -1, torch.full_like(index, split.num_experts)  # these are no expert's
+        one = split(states, index[:, :1], weights[:, :1])
+        assert torch.equal(split(states, index, weights), one)
+        assert not split(states, none, weights).any()
 
 
 @each

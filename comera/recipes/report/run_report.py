@@ -353,7 +353,8 @@ def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
         if (spread := model.series("spread")) and spread[-1][1] < SILENT:
             yield (
                 f"the {model.name} model answers the same to every input: at step "
-                f"{spread[-1][0]:,} its logits differ by {spread[-1][1]:.1g} within a batch."
+                f"{spread[-1][0]:,} its probabilities differ by a share of "
+                f"{spread[-1][1]:.1g} within a batch."
             )
         if read + 1 < len(lines):  # a last line cut short is one that was being written
             yield (
