@@ -129,10 +129,6 @@ class _WithoutWeight(dict[str, Any]):
 class WeightByAssignment(nn.Module):
     """A module whose ``weight`` is a property, which can also be assigned an ``nn.Parameter``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.__dict__["_parameters"] = _WithoutWeight()
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Set the property on ``layer.weight = nn.Parameter(...)``; register other parameters."""
         if isinstance(param, DenseWeight):  # as torch.nn.utils.prune does, to multiply it by a mask
@@ -214,6 +210,7 @@ class TensorTrainModule(WeightByAssignment):
         if not (is_number(prune_below) and 0 <= prune_below < 1):
             raise ValueError(f"prune_below={prune_below!r} must be in [0, 1): gates start at 1")
         wide = torch.promote_types(dtype, torch.float32)
+        self.__dict__["_parameters"] = _WithoutWeight(self._parameters)
         self._modes, self._split = shape, shape.split
         self.prune_below = prune_below
         self.start_ranks = shape.ranks
