@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from comera.extras import check_known, listed, names_misspelt
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, is_sharded, tensor_trains
 from comera.shapes import check_tolerance, check_whole_numbers, is_number, only_one, whole_number
 
 log = logging.getLogger("comera")
@@ -244,7 +244,7 @@ def find_targets(
             isinstance(getattr(module, "bias", None), Tensor) and "bias" not in module._parameters
         ):
             dense[_COMPUTED].append(name)
-        elif type(layer) not in _NAMED_TARGETS["all"]:
+        elif type(layer) not in _NAMED_TARGETS["all"] and not is_sharded(module.weight):
             dense[_SUBCLASS].append(name)
         elif module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
             small = True

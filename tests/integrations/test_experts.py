@@ -167,6 +167,10 @@ def test_transformers_saves_and_loads_it(name, tmp_path):
     found, wanted = headless.state_dict(), model.model.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    dense = transformers.AutoModelForCausalLM.from_config(headless.config)
+    dense.save_pretrained(tmp_path)  # under a description of experts alone
+    again = type(dense).from_pretrained(tmp_path)
+    assert torch.equal(again.eval()(WORDS).logits, dense.eval()(WORDS).logits)
 
 
 def test_a_frozen_model_computes_the_same_and_is_saved_too(tmp_path):
