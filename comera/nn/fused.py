@@ -22,8 +22,6 @@ from comera.ops.linear.tt_linear import factorized_linears, times_left
 from comera.ops.product import affine
 
 _CALL = nn.Module.__call__
-
-
 _FORWARD, _BLOCKS = TTLinear.forward, BTTLinear.forward
 
 
