@@ -56,13 +56,16 @@ def block_factors(
         threshold: A gate at or below it is a pruned rank.
         dtype: That of the factors; None for that of the cores.
     """
-    together = len(lefts) > 1
-    left = torch.cat(list(lefts)) if together else lefts[0]
-    right = torch.stack(list(rights)) if together else rights[0]
-    gate = open_gate(torch.stack(list(gates)) if together else gates[0], threshold)
-    gate = gate.to(left.dtype)[..., None, :, None, None]
-    left = (left.permute(0, 1, 4, 3, 2).contiguous() * gate).flatten(2, 3).flatten(0, 1)
-    right = right.squeeze(-1).movedim(-4, -2).flatten(-3, -2).flatten(0, -3)
+    (_, a, b, c, rank), layers, d = lefts[0].shape, len(lefts), rights[0].shape[3]
+    if layers == 1:
+        left, gate, right = lefts[0], gates[0], rights[0].permute(1, 2, 0, 3, 4)
+    else:
+        left, gate = torch.cat(list(lefts)), torch.stack(list(gates))
+        right = torch.stack(list(rights)).permute(0, 2, 3, 1, 4, 5)
+    gate = open_gate(gate, threshold).to(left.dtype).view(layers, 1, rank, 1, 1)
+    left = left.permute(0, 1, 4, 3, 2).contiguous() * gate
+    left = left.view(layers * a, rank * c, b)
+    right = right.reshape(layers * c, a * rank, d)
     return (left, right) if dtype is None else (left.to(dtype), right.to(dtype))
 
 
