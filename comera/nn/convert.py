@@ -1,5 +1,6 @@
 """Replace layers of an existing model by tensor-train layers, and back."""
 
+import functools
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -169,7 +170,17 @@ def _tensorized(
     _name_those_that_lose(model, made, config.tokens or _TOKENS)
     converted = swap_layers_(model, replacements)
     renew_wrappers_(converted.modules())
+    if any(new.cores[0].is_cuda for new in made.values() if isinstance(new, TensorTrainModule)):
+        _say_which_way()
     return cast(Model, converted)  # or the layer in its place
+
+
+@functools.cache
+def _say_which_way() -> None:
+    log.warning(
+        "on a GPU compressed layers are many small calls: train by comera.TrainStep, which replays "
+        'a step as one CUDA graph, or compile the model, by torch.compile(mode="reduce-overhead")'
+    )
 
 
 def densify_(model: nn.Module) -> nn.Module:
