@@ -51,6 +51,11 @@ _ALL_ROWS = (
     "config of theirs says how many experts a row goes to (%s)"
 )
 _GUESS = " by a default profile (`comera calibrate` measures this machine)"
+_ON_A_CARD = (
+    "on a GPU compressed layers are many small calls: train by comera.TrainStep, which replays a "
+    'step as one CUDA graph, or compile the model, by torch.compile(mode="reduce-overhead")'
+)
+_say_once = functools.cache(log.warning)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -171,16 +176,8 @@ def _tensorized(
     converted = swap_layers_(model, replacements)
     renew_wrappers_(converted.modules())
     if any(new.cores[0].is_cuda for new in made.values() if isinstance(new, TensorTrainModule)):
-        _say_which_way()
+        _say_once(_ON_A_CARD)
     return cast(Model, converted)  # or the layer in its place
-
-
-@functools.cache
-def _say_which_way() -> None:
-    log.warning(
-        "on a GPU compressed layers are many small calls: train by comera.TrainStep, which replays "
-        'a step as one CUDA graph, or compile the model, by torch.compile(mode="reduce-overhead")'
-    )
 
 
 def densify_(model: nn.Module) -> nn.Module:

@@ -13,7 +13,6 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,8 +132,8 @@ def _walks(modes: tuple[int, ...], bonds: tuple[int, ...], split: int) -> tuple[
 
 
 @functools.cache
-def _unfit(*sizes: Any) -> str | None:
-    return next(filter(None, (walk.unfit() for walk in _walks(*sizes))), None)
+def _unfit(modes: tuple[int, ...], bonds: tuple[int, ...], split: int) -> str | None:
+    return next(filter(None, (walk.unfit() for walk in _walks(modes, bonds, split))), None)
 
 
 def _up_to_four(n: int) -> int:
@@ -182,10 +181,9 @@ def unfit(groups: Sequence[Chains]) -> str | None:
         if group.factor_dtype != groups[0].factor_dtype:
             return "factors are wanted in several dtypes"
         modes, bonds = tuple(group.modes), tuple(group.bonds)
-        if set(map(type, modes + bonds)) == {int}:
-            reason = _unfit(modes, bonds, group.split)
-            if reason is not None:
-                return reason  # else a graph is traced, and the operator asked when it runs
+        known = set(map(type, modes + bonds)) == {int}  # else a graph is traced: asked when it runs
+        if known and (reason := _unfit(modes, bonds, group.split)) is not None:
+            return reason
     tensors = [t for group in groups for of in (group.cores, group.biases) for t in of]
     kinds = {(t.dtype, t.device) for t in tensors}
     return "cores and biases are of several dtypes or devices" if len(kinds) > 1 else None
