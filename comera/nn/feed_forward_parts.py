@@ -6,8 +6,8 @@ call the functions of :mod:`comera.nn.fused`.
 """
 
 import functools
+import inspect
 import logging
-import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -169,14 +169,11 @@ class _Bound:
 class _OneOperation(_Bound):
     """The method of a fused part: runs one operation if equivalent, else the class's method."""
 
-    @property
-    def __wrapped__(self) -> Any:
-        module: Any = self._module()
-        return types.MethodType(getattr(type(module), self._method), module)
-
-    @property
-    def __code__(self) -> types.CodeType:
-        return self.__wrapped__.__code__  # torch.export reads it
+    def __init__(self, module: nn.Module, method: str) -> None:
+        super().__init__(module, method)
+        plain = getattr(type(module), method).__get__(module)
+        self.__signature__ = inspect.signature(plain)  # which transformers reads, compiled or not
+        self.__code__ = plain.__code__  # torch.export reads it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
