@@ -238,6 +238,8 @@ def graphs_of_any_size(name):
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     want, leaves = layer(later), list(layer.parameters())
     same((graph(params, later), program(later)), (want, want))
+    with torch.no_grad():
+        same(compiled(later), want)
     same(grad(compiled(later).sum(), leaves), grad(want.sum(), leaves))
 
 

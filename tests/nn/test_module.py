@@ -112,12 +112,6 @@ def test_attributes_are_torchs(ours, torchs, args):
     assert mine.training
 
 
-def test_state_dict_round_trip(make):
-    module, twin = make(), make()
-    assert twin.load_state_dict(module.state_dict()) == ([], [])
-    assert_same(module, twin)
-
-
 def test_a_full_rank_module_takes_the_ranks_of_a_truncated_file(make):
     small, full = shrunk(make()), make()
     params = list(full.parameters())
@@ -268,14 +262,6 @@ def test_double_makes_everything_double(make):
     assert module.weight.dtype == torch.float64
 
 
-def test_weight_is_computed_and_differentiable(make):
-    module = make()
-    assert "weight" not in dict(module.named_parameters())
-    module.weight.square().sum().backward()
-    assert all(core.grad.ne(0).any() for core in module.cores)
-    assert all(gate.grad.ne(0).all() for gate in module.gates)
-
-
 def test_pruned_gates_close_their_ranks(make):
     module, twin = make().double(), make().double()
     with torch.no_grad():
@@ -364,26 +350,6 @@ def test_tensor_trains_lists_each_layer_once(make):
     module = make()
     model = nn.ModuleDict({"a": module, "b": module, "c": nn.Linear(2, 2), "d": make()})
     assert [name for name in tensor_trains(model) if "hot" not in name] == ["a", "d"]
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing(use_reentrant):
-    layer, table = TTLinear(24, 36, rank=4), TTEmbedding(50, 24, rank=4)
-    indices = torch.randint(0, 50, (7,))
-
-    def gradients(run):
-        x = table(indices)
-        return torch.autograd.grad(run(x).square().sum(), [*layer.parameters(), *table.cores])
-
-    def checkpointed(x):
-        return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
-
-    if use_reentrant:  # torch.autograd.grad is not supported there
-        want = gradients(layer)[: len(list(layer.parameters()))]
-        checkpointed(table(indices)).square().sum().backward()
-        torch.testing.assert_close([p.grad for p in layer.parameters()], list(want))
-    else:
-        torch.testing.assert_close(gradients(checkpointed), gradients(layer))
 
 
 def test_what_a_layer_says_of_its_size_counts_all_of_it():
