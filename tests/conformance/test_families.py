@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,6 +137,10 @@ def base_and_head_share_folders(name):
         path = saved(each)
         again = type(made(name)[0]).from_pretrained(path.name)
         exactly(again.base_model.state_dict(), base.state_dict())
+    towers = {"text_model": "CLIPTextModel", "vision_model": "CLIPVisionModel"}
+    for key, kind in towers.items() if "CLIP" in name else ():
+        tower = getattr(transformers, kind).from_pretrained(folder(name).name)
+        exactly(tower.state_dict(), getattr(base, key).state_dict())
 
 
 def what_is_tied_stays_tied(name):
@@ -278,6 +283,22 @@ def other_sizes_are_drawn(name):
         load()
 
 
+def answers_stay_when_it_is_served(name):
+    model, given = made(name)
+    dense = fresh(f"{name.split(',')[0]}, dense")[0]
+    dense.load_state_dict(comera.densify_(fresh(name)[0]).state_dict())
+    served = [comera.densify_(fresh(name)[0]), loaded(name).dequantize(), dense]
+    served += [change(fresh(name)[0]) for change in (comera.to_plain_, comera.freeze_)]
+    for each in served:
+        same(run(each, given), run(model, given))
+        exactly(run(loaded(name, path := saved(each)), given), run(each, given))
+        if each not in served[3:]:
+            assert "quantization_config" not in Path(path.name, "config.json").read_text()
+        if model.can_generate():
+            words = (m.generate(WORDS, max_new_tokens=3, do_sample=False) for m in (each, model))
+            exactly(*words)
+
+
 def is_exported_and_compiled(name):
     torch._dynamo.reset()
     model, given = fresh(name)
@@ -307,11 +328,11 @@ REQUIREMENTS = (
     is_saved_copied_and_loaded, what_a_file_lacks_is_drawn, base_and_head_share_folders, *OF_WORDS,
     every_parameter_is_trained, other_dtypes, answers_do_not_depend_on_how_they_are_asked,
     words_are_generated, is_read_from_disk_as_it_runs, parameters_are_counted,
-    other_sizes_are_drawn, is_exported_and_compiled,
+    other_sizes_are_drawn, answers_stay_when_it_is_served, is_exported_and_compiled,
 )  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
-@table(ROWS, REQUIREMENTS, SLOW, fast=("BERT, TT", "Llama, BTT"))
+@table(ROWS, REQUIREMENTS, SLOW, fast=("GPT2, TT", "BERT, BTT"))
 def test_families(name, requirement):
     conforms(name, requirement, CANNOT)

@@ -1,6 +1,5 @@
 """Compressed models in folders of transformers: what is loaded is what was saved, bit for bit."""
 
-import copy
 import json
 import os
 import subprocess
@@ -34,35 +33,6 @@ def truncated(model, rank=1):
                 gate[rank:] = 0
     comera.truncate_(model)
     return model
-
-
-def masked(tied="share"):
-    """A masked language model of BERT's shape, whose output layer has a bias."""
-    torch.manual_seed(4)
-    config = transformers.BertConfig(
-        vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=64, max_position_embeddings=16,
-    )  # fmt: skip
-    settings = comera.TTConfig(rank=4, order=2, tied=tied, target_modules=r".*(word.*|decoder)")
-    return comera.tensorize_(transformers.BertForMaskedLM(config), settings)
-
-
-def t5():
-    """Three tables that are one, and an output layer on them."""
-    torch.manual_seed(4)
-    config = transformers.T5Config(
-        vocab_size=128, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2,
-    )  # fmt: skip
-    model = transformers.T5ForConditionalGeneration(config)
-    return comera.tensorize_(model, comera.TTConfig(rank=4, order=2, tied="share"))
-
-
-def gpt2():
-    """Linear layers that are ``Conv1D``."""
-    torch.manual_seed(4)
-    config = transformers.GPT2Config(vocab_size=128, n_positions=16, n_embd=32, n_layer=1, n_head=2)
-    model = transformers.GPT2LMHeadModel(config)
-    return comera.tensorize_(model, comera.TTConfig(rank=4, order=2, tied="share"))
 
 
 def with_hot_rows(hot_rank=None):
@@ -142,15 +112,6 @@ def test_a_loaded_model_is_cast_trained_and_made_dense_as_any_other(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
     dense = type(model).from_pretrained(tmp_path / "dense")
     torch.testing.assert_close(dense.eval()(WORDS).logits, before)
-
-
-def test_gpt2_is_made_dense_as_transformers_has_it(tmp_path):
-    model = hf.attach_(gpt2()).eval()
-    model.save_pretrained(tmp_path / "small")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
-    again.dequantize().save_pretrained(tmp_path / "dense")
-    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
-    torch.testing.assert_close(dense(WORDS).logits, model(WORDS).logits)
 
 
 def test_a_model_is_compressed_as_it_is_loaded(tmp_path):
@@ -244,37 +205,6 @@ def test_a_model_that_has_none_of_the_layers_is_warned_of(tmp_path, caplog):
     assert "speaks of lm_head, and a LlamaModel has none of them" in caplog.text
 
 
-def clip():
-    """Two towers and a projection of each."""
-    torch.manual_seed(4)
-    tower = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }  # fmt: skip
-    config = transformers.CLIPConfig(
-        text_config={**tower, "vocab_size": 128, "max_position_embeddings": 16},
-        vision_config={**tower, "image_size": 16, "patch_size": 8}, projection_dim=32,
-    )  # fmt: skip
-    settings = comera.TTConfig(rank=2, order=2, target_modules="all-linear")
-    return comera.tensorize_(transformers.CLIPModel(config), settings).eval()
-
-
-def test_towers_find_their_part_of_a_model(tmp_path):
-    model = clip()
-    model.save_pretrained(tmp_path)
-    for name, kind in (("text", "CLIPTextModel"), ("vision", "CLIPVisionModel")):
-        tower, said = getattr(transformers, kind).from_pretrained(
-            tmp_path, output_loading_info=True
-        )
-        assert not said["missing_keys"]
-        assert same(getattr(model, f"{name}_model"), tower)
-    again, said = transformers.CLIPModel.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(said.values())
-    assert same(model, again)
-    comera.densify_(again).save_pretrained(tmp_path / "dense")
-    assert "quantization_config" not in (tmp_path / "dense/config.json").read_text()
-
-
 @pytest.mark.parametrize("model", [llama("untie"), with_rows_moved()], ids=["llama", "rows moved"])
 def test_what_a_file_lacks_is_drawn_as_a_fresh_layer_is(model, tmp_path):
     from safetensors.torch import load_file, save_file
@@ -338,17 +268,6 @@ def test_layers_are_placed_whole(memory):
     whole = model._no_split_modules
     found = infer_auto_device_map(model, {0: memory, "cpu": 10**9}, whole, offload_buffers=True)
     assert not [name for name in found if "cores" in name]
-
-
-@pytest.mark.parametrize("convert", [comera.to_plain_, comera.freeze_])
-def test_plain_and_frozen_models_are_saved_too(convert, tmp_path):
-    model = convert(llama()).eval()
-    model.save_pretrained(tmp_path)
-    again, said = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(said.values())
-    assert torch.equal(again(WORDS).logits, model(WORDS).logits)
-    copied = copy.deepcopy(model)
-    assert copied.save_pretrained.args == (copied,)
 
 
 def test_without_the_package_transformers_says_so(tmp_path, monkeypatch):

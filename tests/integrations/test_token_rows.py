@@ -6,15 +6,13 @@ import pytest
 import torch
 
 import comera
-from tests.integrations.test_pretrained import masked, same, t5, truncated, with_hot_rows
+from tests.integrations.test_pretrained import same, truncated, with_hot_rows
 from tests.integrations.tiny import hf, llama
 
 WORDS = torch.arange(128)
 
 MADE = {
     "tied head": llama,
-    "tied head with a bias": masked,
-    "three tables": t5,
     "hot rows": with_hot_rows,
     "hot rows in a basis": lambda: truncated(with_hot_rows(hot_rank=6), 5),
     "truncated": lambda: truncated(llama(), 2),
