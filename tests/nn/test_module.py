@@ -165,40 +165,6 @@ def test_copies(make, twin):
     assert copied.bfloat16().gates[0].dtype == torch.float32
 
 
-def test_meta_device_allocates_nothing_and_can_be_filled_later(make):
-    module = make(device="meta")
-    assert {p.device.type for p in module.parameters()} == {"meta"}
-    twin = make()
-    assert {n: (p.shape, p.dtype) for n, p in module.named_parameters()} == {
-        n: (p.shape, p.dtype) for n, p in twin.named_parameters()
-    }
-    x = example(twin)
-    y = module(x.to("meta"))
-    assert y.shape == twin(x).shape
-    y.sum().backward()
-    assert all(p.grad.shape == p.shape for p in module.parameters())
-    module.to_empty(device="cpu")
-    torch.manual_seed(0)
-    module.reset_parameters()
-    torch.manual_seed(0)
-    twin.reset_parameters()
-    assert_same(module, twin)
-    assert all(gate.eq(1).all() for gate in module.gates)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *NARROW])
-def test_dtype_of_the_constructor(make, dtype):
-    module = make(dtype=dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    gates = ids_of_gates(module)
-    for param in module.parameters():
-        assert param.dtype == (wide if id(param) in gates else dtype)
-    y = module(example(module))
-    assert y.dtype == dtype
-    y.sum().backward()
-    assert all(p.grad.dtype == p.dtype for p in module.parameters())
-
-
 def test_a_type_that_is_not_floating_is_refused(make):
     with pytest.raises(ValueError, match=r"torch\.int8 is not a floating"):
         make(dtype=torch.int8)
