@@ -20,8 +20,6 @@ from comera.ops.linear.tt_linear import factorized_linears, times_left
 from comera.ops.product import affine
 
 _CALL = nn.Module.__call__
-
-
 _FORWARD = TTLinear.forward
 
 

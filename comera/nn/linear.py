@@ -122,11 +122,9 @@ class CompressedLinear(TensorTrainModule):
 
         ``linear`` is any module with ``weight (out, in)`` and ``bias``. Other arguments are those
         of the constructor. ``tolerance``, a bound on the relative Frobenius error, can replace the
-        rank. Trained weights become smallest with ``order=1``.
-
-        Raises:
-            ValueError: If more than one of rank, compression and tolerance is given.
-            TypeError: If ``linear`` has no matrix ``weight`` or no attribute ``bias``.
+        rank. Trained weights become smallest with ``order=1``. Raises ``ValueError`` if more than
+        one of rank, compression and tolerance is given, and ``TypeError`` if ``linear`` has no
+        matrix ``weight`` or no attribute ``bias``.
         """
         only_one(rank=rank, compression=compression, tolerance=tolerance)
         check_tolerance(tolerance)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from comera.extras import did_you_mean
+from comera.extras import check_known
 from comera.optim.came import CAME
 from comera.optim.galore import GaLore, GaLoreAdamW8bit
 from comera.optim.groups import galore_param_groups, param_groups
@@ -79,10 +79,7 @@ class OptimizerConfig:
         """
         name = given.get("name")
         chosen = str(name or default_name(run.get("tensorize") is not None))
-        if chosen not in OPTIMIZERS:
-            raise ValueError(
-                f"optimizer.name={name} is no optimizer{did_you_mean(name, OPTIMIZERS)}"
-            )
+        check_known(chosen, OPTIMIZERS, f"optimizer.name={name} is no optimizer")
         shared = keys_of(OptimizerConfig)
         kept = {key: v for key, v in given.items() if v is not None or key in shared}
         for key, value in kept.items():
@@ -304,10 +301,9 @@ class GaLoreAdamWConfig(GaLoreConfig, AdamWConfig):
 
 
 @dataclass(kw_only=True)
-class GaLoreAdamW8bitConfig(GaLoreConfig, AdamWConfig):
+class GaLoreAdamW8bitConfig(GaLoreAdamWConfig):
     """``comera.GaLoreAdamW8bit``."""
 
-    default_lr = 2e-3
     name: str | None = "galore_adamw8bit"
 
     def make(self, groups: Groups) -> Optimizer:

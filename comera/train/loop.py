@@ -30,14 +30,11 @@ Evaluate = Callable[[nn.Module], dict[str, float]]
 
 @dataclass
 class LoopResult:
-    """Result of a training run.
+    """Result of a training run, including earlier sessions.
 
-    Attributes:
-        steps: Optimizer steps in all, including earlier sessions.
-        seconds: Time of training steps, without evaluation and saving; on a GPU the GPU's time.
-        interrupted: Whether a signal stopped the run, which is then saved and can be resumed.
-        metrics: Result of the last evaluation.
-        ranks: Result of ``finish_`` of rank learning, if it ran.
+    ``seconds`` is the time of training steps, without evaluation and saving; on a GPU the GPU's.
+    If a signal has ``interrupted`` the run, it is saved and can be resumed. ``metrics`` are of the
+    last evaluation, ``ranks`` the result of ``finish_`` of rank learning, if it ran.
     """
 
     steps: int
