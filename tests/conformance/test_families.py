@@ -327,7 +327,7 @@ CANNOT = [
         "T5.*TT",
         answers_stay_when_it_is_served,
         "missing_keys",
-        "T5's plain tables load with a report",
+        "its plain tables are reported",
     ),
     (".*TT", the_table_is_an_embedding, "no nn.Embedding", "it holds cores, not a weight"),
     (".*TT", is_read_from_disk_as_it_runs, "preload_module", "accelerate is not told of the class"),
