@@ -343,6 +343,6 @@ REQUIREMENTS = (
 
 
 @pytest.mark.filterwarnings("ignore")
-@table(ROWS, REQUIREMENTS, SLOW, fast=("GPT2, TT", "BERT, BTT"))
+@table(ROWS, REQUIREMENTS, SLOW, fast=("GPT2, TT",))
 def test_families(name, requirement):
     conforms(name, requirement, CANNOT)
