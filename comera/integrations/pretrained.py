@@ -196,6 +196,8 @@ class TensorTrainQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        for key in model.config.sub_configs:
+            vars(getattr(model.config, key)).pop("quantization_config", None)
         # that of the model's config, which save_pretrained has made a string
         return densify_(model).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
