@@ -142,7 +142,9 @@ def test_auto_classes_load_it_with_and_without_its_head(tmp_path):
 def test_a_language_model_beneath_its_tied_head(tmp_path):
     model = hf.attach_(llama())
     model.save_pretrained(tmp_path)
-    assert same(model.model, transformers.AutoModel.from_pretrained(tmp_path))
+    beneath, said = transformers.AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert same(model.model, beneath)
+    assert not any(said.values()), said
 
 
 def test_tied_cores_stay_tied_and_are_saved_once(tmp_path):
