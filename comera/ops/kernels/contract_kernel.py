@@ -36,10 +36,7 @@ _STAGED, _STAGED_BACK = 12 * 1024, 16 * 1024
 class Walk:
     """How kernels contract one factor, core by core from its outer end to the middle bond.
 
-    Args:
-        modes: Mode of each core.
-        bonds: Bond of each core, on the side towards the middle.
-        right: Whether this is the right factor.
+    ``modes`` and ``bonds`` are those of each core, bonds on the side towards the middle.
 
     Attributes:
         rows: Rows of the product of the cores up to each core.
@@ -234,15 +231,12 @@ def contract_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tupl
 
 @dataclass
 class _Plan:
-    """Arguments of a launch.
+    """Arguments of a launch for ``count`` factors, with their ``descriptors`` on the card.
 
-    Attributes:
-        descriptors: Descriptors of all factors, on the card.
-        blocks: For each block the number of its factor and, in the low 16 bits, of its columns.
-        count: Number of factors.
-        groups: Numbers of the groups of layers that the factors belong to.
-        shared: Bytes of shared memory of a block in the forward and the two backward launches.
-        shares: Numbers that the first backward launch writes for the second.
+    ``blocks`` are for each block the number of its factor and, in the low 16 bits, of its columns;
+    ``groups`` are numbers of the factors' groups of layers. ``shared`` are the bytes that a block
+    shares in the forward and the two backward launches; ``shares`` counts the numbers that the
+    first backward launch writes for the second.
     """
 
     descriptors: Tensor
