@@ -1,5 +1,6 @@
 """Replace layers of an existing model by tensor-train layers, and back."""
 
+import functools
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -50,6 +51,11 @@ _ALL_ROWS = (
     "config of theirs says how many experts a row goes to (%s)"
 )
 _GUESS = " by a default profile (`comera calibrate` measures this machine)"
+_ON_A_CARD = (
+    "on a GPU compressed layers are many small calls: train by comera.TrainStep, which replays a "
+    'step as one CUDA graph, or compile the model, by torch.compile(mode="reduce-overhead")'
+)
+_say_once = functools.cache(log.warning)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -165,6 +171,8 @@ def _tensorized(
     _name_those_that_lose(model, made, config.tokens or _TOKENS)
     converted = swap_layers_(model, replacements)
     renew_wrappers_(converted.modules())
+    if any(new.cores[0].is_cuda for new in made.values() if isinstance(new, TensorTrainModule)):
+        _say_once(_ON_A_CARD)
     return cast(Model, converted)  # or the layer in its place
 
 
