@@ -176,6 +176,8 @@ class TensorTrainQuantizer(HfQuantizer):
                     layers[name] = {**entry, "dtype": dtype}
                 layers[name] = _in_size_of(model.get_submodule(name), layers[name])
             rebuild_(model, layers)
+            of_head = r"\.embedding\.(_extra_state|row_order)$"  # those of its table under its name
+            model._keys_to_ignore_on_load_unexpected.add(of_head)
             for name in _names_in(model, described["served"]).values():
                 refuse_training_(model.get_submodule(name))
             for part in model.modules():

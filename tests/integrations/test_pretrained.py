@@ -102,6 +102,14 @@ def test_auto_classes_load_it_with_and_without_its_head(tmp_path):
     assert same(model.bert, again.bert)
 
 
+def test_a_language_model_beneath_its_tied_head(tmp_path):
+    model = hf.attach_(llama())
+    model.save_pretrained(tmp_path)
+    beneath, said = transformers.AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert same(model.model, beneath)
+    assert not any(said.values()), said
+
+
 def test_a_loaded_model_is_cast_trained_and_made_dense_as_any_other(tmp_path):
     hf.attach_(bert()).save_pretrained(tmp_path)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)

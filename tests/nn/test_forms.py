@@ -121,9 +121,10 @@ def test_what_is_no_class_or_function_is_refused(given):
 
 
 @torch.no_grad()
-def test_a_table_that_scales_its_output_scales_in_every_form(tmp_path):
+@pytest.mark.parametrize("scale", [5.0, 1.0])
+def test_a_table_that_scales_its_output_scales_in_every_form(scale, tmp_path):
     kind = peer("transformers.models.gemma3.modeling_gemma3").Gemma3TextScaledWordEmbedding
-    table, x = kind(60, 64, 0, embed_scale=5.0), torch.randint(0, 60, (7,))
+    table, x = kind(60, 64, 0, embed_scale=scale), torch.randint(0, 60, (7,))
     config = comera.TTConfig(embedding_rank=4, embedding_order=2, init="svd")
     assert comera.plan(nn.Sequential(table), config).layers
     model = comera.tensorize_(nn.Sequential(copy.deepcopy(table)), config)
@@ -134,7 +135,7 @@ def test_a_table_that_scales_its_output_scales_in_every_form(tmp_path):
         if change is not comera.to_plain_:
             folder = tmp_path / change.__name__
             comera.save_model(changed, folder)
-            again = comera.load_model(folder, lambda: nn.Sequential(kind(60, 64, 0, 5.0)))
+            again = comera.load_model(folder, lambda: nn.Sequential(kind(60, 64, 0, scale)))
             torch.testing.assert_close(again.eval()(x), table(x))
     with pytest.raises(ValueError, match="ScaledWordEmbedding is not among what it compresses"):
         comera.sensitivity(nn.Sequential(table, nn.Tanh()), [x], target_modules="all")
