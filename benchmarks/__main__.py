@@ -17,7 +17,7 @@ from comera.extras import MissingPackageError
 
 NAMES = (
     "linear", "embedding", "step", "memory", "rank_learning", "traffic", "checkpoints",
-    "optimizers", "serve",
+    "optimizers", "serve", "frontier",
 )  # fmt: skip
 
 _FILE_WIDTH = 120  # characters of a line without a terminal
