@@ -180,7 +180,7 @@ class _OneOperation(_Bound):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        part = _part_of(module) if len(args) == 1 and not kwargs and _may_fuse(*args) else None
+        part = _part_of(module) if len(args) == 1 and not kwargs and may_fuse(*args) else None
         if part is None or any(dropout.training and dropout.p for dropout in part.between):
             return getattr(type(module), self._method)(module, *args, **kwargs)
         x = y = args[0]
@@ -206,7 +206,7 @@ class _Replicate(_Bound):
         return replica
 
 
-def _may_fuse(x: Any) -> bool:
+def may_fuse(x: Any) -> bool:
     if not is_eager() or is_traced() or not is_concrete(x) or not isinstance(x, Tensor):
         return False
     if x.dim() == 0 or x.numel() < _FEWEST_ROWS * x.shape[-1]:

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.nn.linear import TTLinear
+from comera.nn.module import params_of
 from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
+from comera.ops.contract_cores import contract_cores
 from comera.ops.dispatch import Case, Way, Ways
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
-from comera.ops.linear.tt_linear import factorized_linears, times_left
+from comera.ops.linear.tt_linear import Factors, factorized_linears, set_ones_, times_left
 from comera.ops.product import affine
 
 _CALL = nn.Module.__call__
@@ -42,6 +44,37 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         return [layer(x) for layer in layers]
     lefts, rights, has_bias = zip(*(layer.factors() for layer in trains), strict=True)
     return factorized_linears(x, lefts, rights, has_bias[0])
+
+
+def factors_together(x: Tensor, layers: nn.ModuleList) -> Factors | None:
+    """Stack the factors of equal layers; None if they differ or ``F.grouped_mm`` refuses them."""
+    trains = [layer for layer in layers if type(layer) is TTLinear and is_plain(layer, _FORWARD)]
+    chains = [params_of(train.cores) for train in trains]
+    kinds = {  # kind() takes five times as long
+        (train._split, train.prune_below, train.bias is None, *[(c.shape, c.dtype) for c in cores])
+        for train, cores in zip(trains, chains, strict=True)
+    }
+    first: Any = layers[0]
+    if len(trains) < len(layers) or len(kinds) > 1 or not first.factor_width:
+        return None
+    dtypes, widths = {x.dtype, autocast_dtype(x), chains[0][0].dtype}, first._weight_size()
+    if len(dtypes) > 1 or torch.float64 in dtypes or any(width % 8 for width in widths):
+        return None
+    if first.shared_factors is not None:
+        lefts, rights, _ = zip(*(train.factors() for train in trains), strict=True)
+        return Factors(torch.stack(lefts), torch.stack(rights), first.bias is not None)
+    cores, gates = [c for of in chains for c in of], [g for t in trains for g in t.bond_gates()]
+    biases = [train.bias for train in trains if train.bias is not None]
+    left, right = contract_cores(cores, gates, biases, len(trains), first._split, first.prune_below)
+    right = right[..., : first.out_features].contiguous()
+    return Factors(left[:, : first.in_features], right, bool(biases))
+
+
+def grouped_linear(x: Tensor, factors: Factors, ends: Tensor) -> Tensor:
+    """Multiply each group of rows by its factors; group g ends before row ``ends[g]``."""
+    t = F.grouped_mm(x, factors.left, offs=ends)
+    set_ones_(t, factors.has_bias)
+    return F.grouped_mm(t, factors.right, offs=ends)
 
 
 def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str) -> Tensor:
