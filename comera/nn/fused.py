@@ -18,7 +18,7 @@ from comera.ops.dispatch import Case, Way, Ways
 from comera.ops.linear.blocks import BlockFactors, block_feed_forward, block_linears
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
-from comera.ops.linear.tt_linear import factorized_linears, times_left
+from comera.ops.linear.tt_linear import check_width, factorized_linears, times_left
 from comera.ops.product import affine
 
 _CALL = nn.Module.__call__
@@ -39,7 +39,7 @@ def is_plain(module: nn.Module, forward: Any) -> bool:
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     """Compute ``[layer(x) for layer in layers]``, if possible in one pass over x."""
     layers = list(layers)
-    of_blocks = _block_factors(layers)
+    of_blocks = _block_factors(x, layers, len(layers))
     if of_blocks is not None:
         return block_linears(x, of_blocks)
     trains = _factorized_layers(x, layers)
@@ -57,7 +57,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
-    of_blocks = _block_factors([first, second])
+    of_blocks = _block_factors(x, [first, second], 1)
     y = block_feed_forward(x, of_blocks, activation) if of_blocks else None
     if y is not None:
         return y
@@ -69,7 +69,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
 
 def gated_feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """Compute ``down(silu(gate(x)) * up(x))``; tensor trains recompute both hidden activations."""
-    of_blocks = _block_factors([gate, up, down])
+    of_blocks = _block_factors(x, [gate, up, down], 2)
     y = block_feed_forward(x, of_blocks, "silu") if of_blocks else None
     if y is not None:
         return y
@@ -183,10 +183,17 @@ _SPACE = Ways(
 )  # fmt: skip
 
 
-def _block_factors(layers: Sequence[nn.Module]) -> list[BlockFactors] | None:
-    """Return the factors of layers that are all plain block tensor trains, else None."""
+def _block_factors(x: Tensor, layers: Sequence[nn.Module], first: int) -> list[BlockFactors] | None:
+    """Return the factors of layers that are all plain block tensor trains, else None.
+
+    Raises ``RuntimeError`` if x has another width than the ``first`` of them.
+    """
     blocks = [m for m in layers if type(m) is BTTLinear and is_plain(m, _BLOCKS)]
-    return [m.factors() for m in blocks] if blocks and len(blocks) == len(layers) else None
+    if not blocks or len(blocks) < len(layers):
+        return None
+    for layer in blocks[:first]:
+        check_width(x, layer.in_features)
+    return [layer.factors() for layer in blocks]
 
 
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
