@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from comera.extras import listed
+from comera.extras import listed, say_once
 from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import (
@@ -232,10 +232,10 @@ def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], token
         slower = any(max(plan.time_ratio, plan.eager_ratio or 0.0) > 1 for _, plan in losing)
         guess = "" if losing[0][1].machine.measured else _GUESS
         level = logging.WARNING if slower else logging.INFO
-        log.log(level, _LOSES, "; ".join(texts), tokens, guess)
+        say_once(log, level, _LOSES, "; ".join(texts), tokens, guess)
     for held, share in expert_shares(model).items():
         if share is None and any(name.startswith(f"{held}.") for name in made):
-            log.warning(_ALL_ROWS, held, tokens, PER_TOKEN[0])
+            say_once(log, logging.WARNING, _ALL_ROWS, held, tokens, PER_TOKEN[0])
 
 
 def _holds_numbers(layer: nn.Module) -> bool:
