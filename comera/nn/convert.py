@@ -75,8 +75,8 @@ def tensorize_(
     """Replace the targeted linear and embedding layers by tensor trains, in place.
 
     Build the optimizer afterwards: the parameters are new. Cores are random unless ``init="svd"``
-    approximates the present weights. The ``comera`` logger names layers that stay dense
-    (unsupported, frozen or not smaller) and layers predicted to be slower or larger than dense.
+    approximates the present weights. The ``comera`` logger names, once in a process,
+    layers that stay dense (unsupported, frozen or not smaller) or may be slower or larger than it.
     Registered feed-forward parts are fused, see :mod:`comera.nn.feed_forward_parts`. If experts of
     transformers in one parameter are converted, each gets a layer, such as ``experts.up.0``.
 

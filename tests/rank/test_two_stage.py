@@ -373,6 +373,19 @@ def test_after_the_cut_weights_and_rank_learning_resume_in_either_order(
     assert resumed.target_size == ranks.target_size
 
 
+def test_an_average_of_weights_begins_again_from_the_small_model(model, batch):
+    how = torch.optim.swa_utils.get_ema_multi_avg_fn(0.75)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=how)
+    average.update_parameters(model)
+    comera.ImportancePruning(model, 0.4, 3).finish_()
+    average.module.load_state_dict(model.state_dict())
+    torch.testing.assert_close(average(batch), model(batch))
+    with torch.no_grad():
+        model[4].bias += 1
+    average.update_parameters(model)
+    torch.testing.assert_close(average(batch), model(batch) - 0.75)
+
+
 @BOTH
 def test_what_is_frozen_keeps_its_ranks_and_is_not_counted(model, batch, method, caplog):
     model[1].requires_grad_(False)
