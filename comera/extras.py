@@ -59,6 +59,12 @@ def did_you_mean(word: object, known: Collection[str]) -> str:
     return f": did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
 
 
+def check_known(word: object, known: Collection[str], said: str) -> None:
+    """Raise ``ValueError`` with the text ``said`` and a hint unless ``word`` is known."""
+    if word not in known:
+        raise ValueError(said + did_you_mean(word, known))
+
+
 def names_misspelt(cls: type[_Config]) -> type[_Config]:
     """Decorate a dataclass so that its TypeError for an unknown keyword suggests a field."""
     plain: Any = cls.__init__

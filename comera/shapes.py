@@ -39,9 +39,6 @@ def balanced_modes(width: int, order: int) -> Modes:
     (8, 8, 12)
     >>> balanced_modes(30522, 4)
     (12, 13, 14, 14)
-
-    Raises:
-        ValueError: If ``width`` or ``order`` is below one.
     """
     if width < 1 or order < 1:
         raise ValueError(f"cannot split a width of {width} into {order} modes")

@@ -28,13 +28,10 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
     """Measure this machine: a profile for ``comera.plan``, and the fastest way of each operator.
 
     Takes about half a minute on a CPU and a minute on a GPU; other work on the machine distorts the
-    times. Each result is saved at once, so an interrupt loses only the current measurement. Raises
-    ``ValueError`` for another device, a missing GPU, or a ``COMERA_KERNELS`` that leaves no choice
-    between kernels and torch.
-
-    Args:
-        device: ``"cpu"``, at the present number of threads, or ``"cuda"``.
-        say: Called with a line after each measurement.
+    times. ``device`` is ``"cpu"``, at the present number of threads, or ``"cuda"``; ``say`` is
+    called with a line after each measurement. Each result is saved at once, so an interrupt loses
+    only the current measurement. Raises ``ValueError`` for another device, a missing GPU, or a
+    ``COMERA_KERNELS`` that leaves no choice between kernels and torch.
     """
     rough = default_machine(device)  # raises for other devices
     if device == "cuda" and not torch.cuda.is_available():

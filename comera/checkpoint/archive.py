@@ -58,22 +58,19 @@ class Manifest:
     @property
     def checksum(self) -> str:
         """SHA-256 of the manifest's text without this checksum."""
-        return hashlib.sha256(self._text().encode()).hexdigest()
+        return _checksum({"version": VERSION, **asdict(self)})
 
     def text(self) -> str:
         """Return the content of the manifest's file; equal manifests have equal text."""
-        return self._text(checksum=self.checksum)
-
-    def _text(self, **more: str) -> str:
-        fields = {"version": VERSION, **asdict(self), **more}
-        return json.dumps(fields, indent=1, sort_keys=True) + "\n"
+        return _text({"version": VERSION, **asdict(self), "checksum": self.checksum})
 
 
-def _is_as_written(fields: dict[str, Any]) -> bool:
-    """Return whether a manifest of any version has the checksum that it states."""
-    rest = {key: value for key, value in fields.items() if key != "checksum"}
-    text = json.dumps(rest, indent=1, sort_keys=True) + "\n"
-    return hashlib.sha256(text.encode()).hexdigest() == fields.get("checksum")
+def _text(fields: dict[str, Any]) -> str:
+    return json.dumps(fields, indent=1, sort_keys=True) + "\n"
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(_text(fields).encode()).hexdigest()
 
 
 class FolderInUseError(RuntimeError):
@@ -122,7 +119,8 @@ class Archive:
         except (OSError, ValueError, RecursionError) as problem:
             raise DamagedError(f"{path} is not readable: {problem}") from problem
         if isinstance(fields, dict) and fields.get("version", VERSION) != VERSION:
-            kind = ValueError if _is_as_written(fields) else DamagedError
+            stated = fields.pop("checksum", None)
+            kind = ValueError if _checksum(fields) == stated else DamagedError
             raise kind(
                 f"{path} has version {str(fields['version'])[:20]}; this program reads {VERSION}: "
                 "update comera"

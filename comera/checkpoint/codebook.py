@@ -47,13 +47,10 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
 
     Lloyd's algorithm starts from the best clusters of a few hundred bins. With a rate, the cost of
     a value is its squared error plus the price of its code's bits, so rare clusters die out
-    (entropy-constrained quantisation: Chou, Lookabaugh and Gray 1989).
-
-    Args:
-        values_n: Finite float32 (n,), of any size from subnormal to the largest.
-        size: 1 to 256. Without a rate, the values are kept exactly if ``size`` or fewer differ.
-        rate: The price of a bit, as a share of the variance of the values.
-        zeros: Number of zeros in addition to the values; zero is then among the learned values.
+    (entropy-constrained quantisation: Chou, Lookabaugh and Gray 1989). Values are finite float32
+    (n,), ``size`` is up to 256; without a rate, values are kept exactly if no more differ. ``rate``
+    is the price of a bit as a share of the variance, ``zeros`` the number of zeros in addition to
+    the values; zero is then among the learned values.
     """
     step = max(1, values_n.numel() // _LEARNED_FROM)
     if step > 1:

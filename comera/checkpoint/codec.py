@@ -74,15 +74,11 @@ class Quality:
 class Record:
     """One tensor, or the two moments of one weight, in the streams of a checkpoint.
 
-    Attributes:
-        codec: Codec that writes and reads the record: ``exact``, ``change`` or ``moments``.
-        change: With ``exact``: whether the change since the previous checkpoint is stored.
-        kept: Number of entries that the codecs ``change`` and ``moments`` have kept.
-        books: Sizes of the codebooks of these codecs; two for first and second moments.
-        places: How positions are coded: ``all`` are kept, ``many`` (marked one by one), or the
-            number of bytes of gaps between them.
-        weight: The weight to whose kept entries the positions of ``moments`` refer, if any.
-        names, shape, dtypes: Names, shape and dtypes of the tensors; both moments have one shape.
+    The ``codec`` is ``exact``, where ``change`` is whether the change since the previous checkpoint
+    is stored, or ``change`` or ``moments``. These two have ``kept`` so many entries, with ``books``
+    of so many values; ``places`` is how positions are coded: ``all`` are kept, ``many`` (marked one
+    by one), or the number of bytes of gaps between them. Positions of ``moments`` refer to the kept
+    entries of ``weight``, if it is given.
     """
 
     codec: str
@@ -218,16 +214,10 @@ def write_change(
     change is at most half of the weight's, and at most one in 256 entries became zero: with a base
     these would not be read as zeros. The root mean square error is at most a quarter of the root
     mean square weight, and at most ``4 / 2**key_bits`` of it without a base; weights that cannot
-    meet this are written exactly. Returns the record, the positions of kept entries (k,), and the
-    weight as it will be read.
-
-    Args:
-        streams: The streams to write to.
-        name: Name of the weight.
-        weight: Finite floats of any shape; float64 must be in the range of float32.
-        base: The weight as read from the previous checkpoint; same shape and dtype.
-        second: The weight's second moments, for :func:`changed_weights`.
-        quality: Precision: ``bits`` with a base, ``key_bits`` without, ``rate`` and ``alpha``.
+    meet this are written exactly. ``weight`` holds finite floats of any shape, in the range of
+    float32; ``base`` is the weight as read from the previous checkpoint, of its shape and dtype;
+    ``second`` are its second moments. Returns the record, the positions of kept entries (k,), and
+    the weight as it will be read.
     """
     quality, size = quality.of(name), norm(weight)
     flat = weight.detach().float().reshape(-1)
@@ -367,14 +357,9 @@ def write_moments(
 
     Left-out first moments are read as zero, their second moments as the mean of those left out or,
     in a large matrix, row mean times column mean over mean. Roots of second moments are quantised.
-
-    Args:
-        streams: The streams to write to.
-        moments: First moments by name, finite floats of any shape, and possibly second moments,
-            of the same shape and not negative.
-        weight: Name of the weight they belong to, if ``kept_weights`` is given.
-        kept_weights: Positions of the weight's kept changes; other entries' moments are left out.
-        quality: Precision: ``bits``, ``rate`` and ``beta``.
+    ``moments`` are finite floats by name, of one shape, the second ones not negative.
+    ``kept_weights`` are positions of the kept changes of ``weight``, if these moments are its;
+    other entries' moments are left out.
     """
     first, *seconds = moments.values()
     flat = first.detach().float().reshape(-1)

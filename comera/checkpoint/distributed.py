@@ -29,8 +29,7 @@ def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, 
         if parts is not None:
             chain.save(step, **parts)
 
-    Returns:
-        ``model`` and ``optimizer`` for :meth:`CheckpointChain.save`; None on the other ranks.
+    Returns None on the other ranks.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     parts: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}

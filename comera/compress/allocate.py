@@ -24,11 +24,8 @@ _LEAST, _MOST = 1e-60, 1e60
 class Choice:
     """What the ranks of one weight cost and save.
 
-    Attributes:
-        losses: Rise of the loss without each singular direction, largest first, ``(K,)``.
-        dense: Number of parameters of the dense weight.
-        each: Number of parameters that one rank takes.
-        least: Lowest rank allowed.
+    ``losses`` is the rise of the loss without each singular direction, largest first, ``(K,)``;
+    ``dense`` and ``each`` count parameters of the dense weight and of one rank.
     """
 
     losses: Tensor
@@ -118,14 +115,10 @@ def percent_meant(budget: object) -> str:
 
 @dataclass(frozen=True)
 class CompressedLayer:
-    """Result for one layer.
+    """Result for one layer: its ``name`` as in ``named_modules``, and entries before and after.
 
-    Attributes:
-        name: Name as in ``named_modules``.
-        dense_params: Entries of the dense weight.
-        params: Entries after compression, with gates.
-        rank: Rank of the two factors; None if the layer stays dense.
-        loss: Predicted rise of the loss, to second order.
+    ``params`` include the gates. The ``rank`` is that of the two factors, or None if the layer
+    stays dense; ``loss`` is the predicted rise of the loss, to second order.
     """
 
     name: str

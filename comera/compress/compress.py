@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,16 +205,11 @@ def measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
 
 def _same(model: nn.Module, found: LayerSensitivity) -> Layer:
     """Return a layer of the model; ``ValueError`` if its weight changed since ``sensitivity``."""
-    try:
+    layer: Any
+    layer, weight = None, found.whitened.weight_OI
+    with suppress(AttributeError):
         layer = model.get_submodule(found.name)
-    except AttributeError:
-        layer = None
-    weight = found.whitened.weight_OI
-    if (
-        not isinstance(layer, nn.Linear | nn.Embedding)
-        or type(layer) not in (nn.Linear, nn.Embedding)
-        or weight_OI(layer).shape != weight.shape
-    ):
+    if type(layer) not in (nn.Linear, nn.Embedding) or weight_OI(layer).shape != weight.shape:
         raise ValueError(
             f"{found.name} is no linear layer or table with a weight of {tuple(weight.shape)} in "
             "this model, and was one when sensitivity looked"

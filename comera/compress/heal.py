@@ -29,11 +29,8 @@ _AT_ONCE = 1 << 21
 class Healing:
     """Result of :func:`heal_`; prints itself.
 
-    Attributes:
-        steps: Number of batches that were trained on.
-        seconds: Time of the training.
-        first: Mean distance from the dense model's answers over the first tenth of the batches.
-        last: Mean distance over the last tenth.
+    It took ``steps`` batches. ``first`` and ``last`` are the mean distance from the dense model's
+    answers over the first and the last tenth of them.
     """
 
     steps: int

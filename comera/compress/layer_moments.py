@@ -101,12 +101,9 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 class LayerMoments:
     """Means over the rows of a linear layer's input, or over the indices that a table looks up.
 
-    Attributes:
-        inputs_II: Mean of ``x x^T``; for a table the diagonal, ``(I,)``: each row's share of reads.
-        grads_OO: Mean of ``g g^T``, g being the gradient of a row's own loss by the layer's output.
-        rows: Number of rows.
-        grad_rows: Number of rows that had a gradient.
-        batches: Number of batches that they came in.
+    ``inputs_II`` is the mean of ``x x^T``; for a table the diagonal, ``(I,)``: each row's share of
+    reads. ``grads_OO`` is the mean of ``g g^T``, g being the gradient of a row's own loss by the
+    layer's output, over the ``grad_rows`` rows that had one.
     """
 
     inputs_II: Tensor

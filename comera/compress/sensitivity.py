@@ -50,11 +50,9 @@ _COLUMNS, _NAMED = 100, 100
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """The sensitivity of one layer.
+    """The sensitivity of one layer, with its ``name`` as in ``named_modules``.
 
-    Attributes:
-        name: Name as in ``named_modules``.
-        whitened: SVD of the weight, with the loss that each direction saves.
+    ``whitened`` is the SVD of its weight, with the loss that each direction saves.
     """
 
     name: str
@@ -114,8 +112,7 @@ class Sensitivity(Report):
     def choose(self, budget: float | str) -> CompressedLayers:
         """Return the ranks that :func:`compress_` would choose; they print as a table.
 
-        Raises:
-            ValueError: If the budget is out of range or out of reach.
+        Raises ``ValueError`` if the budget is out of range or out of reach.
         """
         share = parse_budget(budget)
         in_bytes = isinstance(share, int)

@@ -29,11 +29,8 @@ _DAMPING, _GRAD_DAMPING = 1e-4, 1e-3
 class WhitenedSVD:
     """SVD of ``H^T W L``, a weight in whitened coordinates; r directions give the best rank r.
 
-    Attributes:
-        weight_OI: The weight, not copied.
-        span_KK: Matrix whose first r columns span the space that rank r keeps.
-        dual_KK: The inverse of the transpose of ``span_KK``.
-        losses_K: Predicted rise of the loss without each direction; float64.
+    The first r columns of ``span_KK`` span the space that rank r keeps; ``dual_KK`` is the inverse
+    of its transpose. ``losses_K`` are the predicted rises of the loss without each direction.
     """
 
     weight_OI: Tensor

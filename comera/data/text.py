@@ -143,12 +143,10 @@ class TextStreams:
                     f"sequences of {settings.length}"
                 )
         train, valid, test = (torch.from_numpy(arrays[name]) for name in _STREAMS)
-        tokenizer = vocabulary.from_array(
-            arrays.pop("tokenizer")
-        )  # not in the digest: its order may vary
-        return cls(
-            settings, train, valid, test, digests, vocabulary.array_digest(arrays), tokenizer
-        )
+        # Not in the digest: its order may vary.
+        tokenizer = vocabulary.from_array(arrays.pop("tokenizer"))
+        prepared = vocabulary.array_digest(arrays)
+        return cls(settings, train, valid, test, digests, prepared, tokenizer)
 
 
 def _folder(settings: TextData) -> Path:

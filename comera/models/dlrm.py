@@ -64,7 +64,10 @@ class DLRM(nn.Module):
                 "num_continuous=0 and one table leave nothing to compare: give continuous features "
                 "or a second table"
             )
-        names = {name: _module_name(name) for name in table_sizes}
+        names, own = {}, TTEmbeddingBagCollection()
+        for name in table_sizes:
+            plain = name.replace(".", "_")
+            names[name] = f"{plain}_" if not plain or hasattr(own, plain) else plain
         alike = [name for name in names if list(names.values()).count(names[name]) > 1]
         if alike:
             raise ValueError(f"table_sizes has {alike}, one name as modules: rename all but one")
@@ -117,11 +120,6 @@ class DLRM(nn.Module):
         first, second = torch.triu_indices(count, count, 1, device=parts_BFD.device)
         products = (parts_BFD @ parts_BFD.mT)[:, first, second]
         return self.top(torch.cat([*below, products], 1)).squeeze(1)
-
-
-def _module_name(name: str) -> str:
-    name = name.replace(".", "_")
-    return f"{name}_" if not name or hasattr(TTEmbeddingBagCollection(), name) else name
 
 
 def _layers(widths: Sequence[int]) -> nn.Sequential:

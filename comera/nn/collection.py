@@ -78,30 +78,23 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
             for name, given in bags.items()
         }
         groups: dict[Any, list[str]] = {}
-        for name, table in self.items():
-            groups.setdefault(_kind(table) or name, []).append(name)
+        for name, each in self.items():
+            groups.setdefault(_kind(each) or name, []).append(name)
         found: dict[str, Tensor] = {}
         for names in groups.values():
             if len(names) == 1:
                 with _named(names[0]):
                     found[names[0]] = self.get_submodule(names[0])(*request[names[0]])
-            else:
-                found |= self._together(names, request)
+                continue
+            requests = []
+            for name in names:
+                table: Any = self[name]  # a TTEmbeddingBag, see _kind
+                with _named(name):
+                    requests.append(table._request(*request[name])[2])
+            parts = dict(zip(names, read_factors(requests), strict=True))
+            sums = tt_embedding_bags(list(parts.values()), self._places(parts))
+            found |= zip(names, sums, strict=True)
         return {name: found[name] for name in self}
-
-    def _together(
-        self, names: list[str], request: Mapping[str, tuple[Any, ...]]
-    ) -> dict[str, Tensor]:
-        """Look up tables that have the same :func:`_kind`, in one call."""
-        requests = []
-        for name in names:
-            table = self[name]
-            assert isinstance(table, TTEmbeddingBag)
-            with _named(name):
-                requests.append(table._request(*request[name])[2])
-        parts = dict(zip(names, read_factors(requests), strict=True))
-        sums = tt_embedding_bags(list(parts.values()), self._places(parts))
-        return dict(zip(names, sums, strict=True))
 
     def _places(self, parts: Mapping[str, Lookup]) -> Tensor:
         """Return the places of the tables within the joined table, cached for CUDA graphs."""

@@ -1,5 +1,6 @@
 """Replace layers of an existing model by tensor-train layers, and back."""
 
+import functools
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -50,6 +51,11 @@ _ALL_ROWS = (
     "config of theirs says how many experts a row goes to (%s)"
 )
 _GUESS = " by a default profile (`comera calibrate` measures this machine)"
+_ON_A_CARD = (
+    "on a GPU compressed layers are many small calls: train by comera.TrainStep, which replays a "
+    'step as one CUDA graph, or compile the model, by torch.compile(mode="reduce-overhead")'
+)
+_say_once = functools.cache(log.warning)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -119,32 +125,28 @@ def _tensorized(
 ) -> Model:
     targets = find_targets(model, config, filter_fn, "tensorize_")
     check_patterns(config, targets)
-    groups = tied_groups(targets)
     replacements: dict[int, nn.Module] = {}
     skipped: dict[str, list[str]] = {}
-    for names, modules in groups:
+    for names, modules in tied_groups(targets):
         outside = other_holders(model, modules)
+        found: dict[int, nn.Module] | str = {}
         if outside and config.tied != "untie":
-            reason = f'{listed(outside)} holds the same weight and is no target (tied="untie"?)'
-            skipped.setdefault(reason, []).extend(names)
-            continue
-        if len(modules) > 1 and config.tied == "skip":
-            reason = 'they share a weight (TTConfig(tied="share") or tied="untie" converts them)'
-            skipped.setdefault(reason, []).extend(names)
-            continue
-        if len(modules) > 1 and config.tied == "share":
-            tied = _convert_tied(names, modules, config)
-            if isinstance(tied, str):
-                skipped.setdefault(tied, []).extend(names)
-            else:
-                replacements |= tied
-            continue
-        for name, module in zip(names, modules, strict=True):
-            new = _convert(name, module, config)
-            if isinstance(new, str):
-                skipped.setdefault(new, []).append(name)
-            else:
-                replacements[id(module)] = new
+            found = f'{listed(outside)} holds the same weight and is no target (tied="untie"?)'
+        elif len(modules) > 1 and config.tied == "skip":
+            found = 'they share a weight (TTConfig(tied="share") or tied="untie" converts them)'
+        elif len(modules) > 1 and config.tied == "share":
+            found = _convert_tied(names, modules, config)
+        else:
+            for name, module in zip(names, modules, strict=True):
+                new = _convert(name, module, config)
+                if isinstance(new, str):
+                    skipped.setdefault(new, []).append(name)
+                else:
+                    replacements[id(module)] = new
+        if isinstance(found, str):
+            skipped.setdefault(found, []).extend(names)
+        else:
+            replacements |= found
     for reason, names in skipped.items():
         nothing = "" if replacements else " converts nothing: it"
         say_dense(f"tensorize_{nothing}", model, names, reason)
@@ -169,6 +171,8 @@ def _tensorized(
     _name_those_that_lose(model, made, config.tokens or _TOKENS)
     converted = swap_layers_(model, replacements)
     renew_wrappers_(converted.modules())
+    if any(new.cores[0].is_cuda for new in made.values() if isinstance(new, TensorTrainModule)):
+        _say_once(_ON_A_CARD)
     return cast(Model, converted)  # or the layer in its place
 
 
@@ -198,10 +202,12 @@ def densify_(model: nn.Module) -> nn.Module:
 
 
 def plans_of(
-    model: nn.Module, layers: Mapping[str, nn.Module], tokens: int, **setting: Any
+    layers: Mapping[str, nn.Module], shares: Mapping[str, float | None], tokens: int, **setting: Any
 ) -> list[tuple[tuple[str, ...], Plan]]:
-    """Plan layers of a model at a batch, those of equal cost once; return their names and plan."""
-    shares = expert_shares(model)
+    """Plan layers at a batch, those of equal cost once; return their names and plan.
+
+    ``shares`` are the :func:`~comera.nn.forms.expert_shares` of their model.
+    """
     alike: dict[tuple[object, int], list[tuple[str, TensorTrainModule]]] = {}
     for name, layer in layers.items():
         if isinstance(layer, TensorTrainModule):
@@ -218,7 +224,8 @@ def plans_of(
 
 def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], tokens: int) -> None:
     """Log in one line which kinds of layers are predicted to be slower or larger than dense."""
-    plans = plans_of(model, made, tokens)
+    shares = expert_shares(model)
+    plans = plans_of(made, shares, tokens)
     losing = [(names, plan) for names, plan in plans if plan.worst_ratio > _WORST_RATIO]
     losing.sort(key=lambda each: -each[1].worst_ratio)
     texts = [
@@ -233,7 +240,7 @@ def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], token
         guess = "" if losing[0][1].machine.measured else _GUESS
         level = logging.WARNING if slower else logging.INFO
         say_once(log, level, _LOSES, "; ".join(texts), tokens, guess)
-    for held, share in expert_shares(model).items():
+    for held, share in shares.items():
         if share is None and any(name.startswith(f"{held}.") for name in made):
             say_once(log, logging.WARNING, _ALL_ROWS, held, tokens, PER_TOKEN[0])
 

@@ -58,13 +58,9 @@ def tt_svd(
 ) -> list[Tensor]:
     """Split a tensor into a tensor train with a 3-d core for each dimension, at least in float32.
 
-    Raises ``ValueError`` if an entry is not finite.
-
-    Args:
-        tensor: Any number of dimensions.
-        ranks: The inner ranks, reduced where the tensor allows no more.
-        tolerance: Bound on the relative Frobenius error of the whole train; replaces ``ranks``. It
-            is at least the precision of the dtype, so that 0 finds the numerical ranks.
+    Inner ``ranks`` are reduced where the tensor allows no more. ``tolerance``, which replaces them,
+    bounds the relative Frobenius error of the whole train; it is at least the precision of the
+    dtype, so that 0 finds the numerical ranks. Raises ``ValueError`` if an entry is not finite.
     """
     check_tolerance(tolerance)
     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -79,8 +75,9 @@ def tt_svd(
         rest = rest.reshape(left * size, -1)
         u, s = _leading_directions(rest, None if ranks is None else ranks[k])
         if ranks is None:  # the remaining error is shared equally by the remaining bonds
-            rank, lost = _cut(s, allowed / (len(sizes) - 1 - k))
-            allowed = max(0.0, allowed - lost)
+            tail = s.double().square().flip(0).cumsum(0).flip(0)  # what a cut at each rank loses
+            rank = max(1, int((tail > allowed / (len(sizes) - 1 - k)).sum()))
+            allowed = max(0.0, allowed - float(tail[rank])) if rank < len(tail) else allowed
         else:
             rank = min(ranks[k], len(s))
         cores.append(u[:, :rank].reshape(left, size, rank))
@@ -126,13 +123,6 @@ def _leading_directions(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tenso
         return u.flip(1).to(matrix.dtype), s.to(matrix.dtype)
     u, s, _ = torch.linalg.svd(matrix, full_matrices=False)
     return u, s
-
-
-def _cut(singular_values: Tensor, allowed: float) -> tuple[int, float]:
-    """Return the least rank whose cut loses at most ``allowed`` squared norm, and that loss."""
-    tail = singular_values.double().square().flip(0).cumsum(0).flip(0)
-    rank = max(1, int((tail > allowed).sum()))
-    return rank, float(tail[rank]) if rank < len(tail) else 0.0
 
 
 def _pad(matrix: Tensor, rows: int, cols: int) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from operator import sub
 from typing import Any, NamedTuple
 
 import torch
@@ -200,17 +201,22 @@ class SplitExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         (fused,) = self._fused
         between = fused._apply_gate if fused.has_gate else fused.act_fn
-        output = torch.zeros_like(hidden_states)
+        # Rows in the order of their experts; those whose index is no expert's come first or last.
+        index, order = top_k_index.flatten().sort(stable=True)
+        numbers = torch.arange(-1, self.num_experts, device=index.device, dtype=index.dtype)
+        first, *ends = torch.searchsorted(index, numbers, right=True).tolist()
+        order, sizes = order[first : ends[-1]], list(map(sub, ends, [first, *ends]))
+        tokens = order // top_k_index.shape[1]
         # With gradients, an expert without tokens gets zeros; a graph has no branches.
         may_skip = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
-            tokens, places = torch.where(top_k_index == expert)
-            if may_skip and not len(tokens):
-                continue
-            found = down(between(up(hidden_states[tokens])))
-            found = found * top_k_weights[tokens, places, None]
-            output = output.index_add(0, tokens, found.to(output.dtype))
-        return output
+        parts = hidden_states.index_select(0, tokens).split(sizes)
+        found = [
+            part if may_skip and not len(part) else down(between(up(part)))
+            for part, up, down in zip(parts, self.up, self.down, strict=True)
+        ]
+        weighted = torch.cat(found) * top_k_weights.flatten()[order, None]
+        output = torch.zeros_like(hidden_states)
+        return output.index_add(0, tokens, weighted.to(output.dtype))
 
     @property
     def is_dense(self) -> bool:

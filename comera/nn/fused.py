@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
 from comera.ops.dispatch import Case, Way, Ways
+from comera.ops.linear.blocks import BlockFactors, block_feed_forward, block_linears
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
 from comera.ops.linear.tt_linear import factorized_linears, times_left
 from comera.ops.product import affine
 
 _CALL = nn.Module.__call__
-
-
-_FORWARD = TTLinear.forward
+_FORWARD, _BLOCKS = TTLinear.forward, BTTLinear.forward
 
 
 def is_plain(module: nn.Module, forward: Any) -> bool:
@@ -39,6 +39,9 @@ def is_plain(module: nn.Module, forward: Any) -> bool:
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     """Compute ``[layer(x) for layer in layers]``, if possible in one pass over x."""
     layers = list(layers)
+    of_blocks = _block_factors(layers)
+    if of_blocks is not None:
+        return block_linears(x, of_blocks)
     trains = _factorized_layers(x, layers)
     if trains is None:
         return [layer(x) for layer in layers]
@@ -54,6 +57,10 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+    of_blocks = _block_factors([first, second])
+    y = block_feed_forward(x, of_blocks, activation) if of_blocks else None
+    if y is not None:
+        return y
     trains = _factorized_layers(x, [first, second])
     if trains is None or products_are_fp8():
         return second(getattr(F, activation)(first(x)))
@@ -62,6 +69,10 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
 
 def gated_feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """Compute ``down(silu(gate(x)) * up(x))``; tensor trains recompute both hidden activations."""
+    of_blocks = _block_factors([gate, up, down])
+    y = block_feed_forward(x, of_blocks, "silu") if of_blocks else None
+    if y is not None:
+        return y
     trains = _factorized_layers(x, [gate, up, down])
     if trains is None or products_are_fp8():
         opened, passing = linears(x, [gate, up])
@@ -170,6 +181,12 @@ _SPACE = Ways(
     Way("in the space of ranks", _factored_attention, _not_in_ranks, named="ranks"),
     Way("in the space of heads", _attention_of_heads, named="heads"),
 )  # fmt: skip
+
+
+def _block_factors(layers: Sequence[nn.Module]) -> list[BlockFactors] | None:
+    """Return the factors of layers that are all plain block tensor trains, else None."""
+    blocks = [m for m in layers if type(m) is BTTLinear and is_plain(m, _BLOCKS)]
+    return [m.factors() for m in blocks] if blocks and len(blocks) == len(layers) else None
 
 
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:

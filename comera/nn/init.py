@@ -25,11 +25,9 @@ def normal_(cores: Sequence[Tensor], std: float) -> None:
 def orthogonal_(cores: Sequence[Tensor], split: int, std: float) -> None:
     """Fill cores with random orthonormal tensors, each multiplied by a scalar.
 
-    Args:
-        cores: ``(left bond, mode(s), right bond)`` each.
-        split: Number of cores that are orthonormal over everything but their right bond; the others
-            are so over everything but their left bond.
-        std: Root mean square of the entries of the cores' product, which is met exactly.
+    The first ``split`` cores are orthonormal over everything but their right bond, the others over
+    everything but their left bond. ``std`` is exactly the root mean square of the entries of the
+    cores' product.
     """
     drawn = []
     for k, core in enumerate(cores):  # as orthonormal as they can be where a bond is too wide

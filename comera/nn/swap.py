@@ -87,9 +87,11 @@ def swap_layers_(
     there = "transformers.core_model_loading" in sys.modules  # of transformers 5
     loaded: Any = sys.modules["transformers.modeling_utils"] if there else None
     for part in model.modules() if there else ():
-        is_new = isinstance(part, loaded.PreTrainedModel) and not hasattr(part, "hf_quantizer")
-        if is_new and tensor_trains(part):  # by its name, since that room lies above this one
-            import_module("comera.integrations.pretrained").attach_(part)
+        if isinstance(part, loaded.PreTrainedModel) and tensor_trains(part):
+            try:  # by its name, since that room lies above this one
+                import_module("comera.integrations.pretrained").attach_(part)
+            except ValueError as problem:
+                log.warning("save_pretrained cannot describe the new layers: %s", problem)
     return model
 
 

@@ -24,8 +24,7 @@ from comera.shapes import TTMShape, TTShape, only_one
 class HotRows(TensorTrainModule):
     """The hot rows of a table as a ``(rows, width)`` matrix of low rank, with one gated bond.
 
-    Raises:
-        ValueError: If the rank is below one, or so high that dense rows have no more numbers.
+    Raises ``ValueError`` if the rank is below one, or so high that dense rows have no more numbers.
     """
 
     shape: TTShape  # type: ignore[assignment]
@@ -353,13 +352,8 @@ class TTTable(TensorTrainModule):
         """Approximate a dense table by TT-SVD, without scattered rows; the padding row is zero.
 
         Arguments are those of the constructor. ``tolerance``, a bound on the relative Frobenius
-        error of the rows that are not hot, can replace the rank.
-
-        Raises:
-            ValueError: If more than one of rank, compression and tolerance is given, or modes or
-                ranks do not fit the table.
-            TypeError: If ``embedding`` is of another class.
-            NotImplementedError: If ``embedding`` has a ``max_norm`` or ``scale_grad_by_freq``.
+        error of the rows that are not hot, can replace the rank. Raises the constructor's errors,
+        and ``TypeError`` if ``embedding`` is of another class.
         """
         only_one(rank=rank, compression=compression, tolerance=tolerance)
         if not isinstance(embedding, cls._dense_class):
@@ -423,10 +417,8 @@ class TTTable(TensorTrainModule):
 
 
 def _golden_step(rows: int) -> int:
-    """Return a number near the golden section of ``rows`` that is coprime to it.
-
-    Its multiples modulo ``rows`` take each value once; neighbours are far apart, and fit 64 bits.
-    """
+    """Return a number near the golden section of ``rows`` that is coprime to it."""
+    # Its multiples modulo rows take each value once; neighbours are far apart, and fit 64 bits.
     step = max(1, round(min(rows, (2**63 - 1) // rows) * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, rows) != 1:
         step += 1

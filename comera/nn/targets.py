@@ -10,10 +10,10 @@ from typing import Any, Literal, Self
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from comera.extras import did_you_mean, listed, names_misspelt, say_once
+from comera.extras import check_known, listed, names_misspelt, say_once
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, is_sharded, tensor_trains
 from comera.shapes import check_tolerance, check_whole_numbers, is_number, only_one, whole_number
 
 log = logging.getLogger("comera")
@@ -167,9 +167,7 @@ class TTConfig:
         """Make a configuration from settings by name; raise ``ValueError`` for an unknown name."""
         known = [each.name for each in fields(cls)]
         for name in settings:
-            if name not in known:
-                guess = did_you_mean(name, known)
-                raise ValueError(f"{name!r} is not a setting of {cls.__name__}{guess}")
+            check_known(name, known, f"{name!r} is not a setting of {cls.__name__}")
         return cls(**settings)
 
 
@@ -181,7 +179,6 @@ _NAMED_TARGETS: dict[str, tuple[type[nn.Module], ...]] = {
     "all-linear": (nn.Linear,),
     "all-embedding": (nn.Embedding, nn.EmbeddingBag),
 }
-
 
 _IN_ATTENTION = (
     "nn.MultiheadAttention reads its weight directly, and its in_proj_weight, which is no layer "
@@ -247,7 +244,7 @@ def find_targets(
             isinstance(getattr(module, "bias", None), Tensor) and "bias" not in module._parameters
         ):
             dense[_COMPUTED].append(name)
-        elif type(layer) not in _NAMED_TARGETS["all"]:
+        elif type(layer) not in _NAMED_TARGETS["all"] and not is_sharded(module.weight):
             dense[_SUBCLASS].append(name)
         elif module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
             small = True

@@ -11,14 +11,9 @@ from comera.nn.table import TTTable
 
 
 class TableHead(WeightByAssignment):
-    """Base of output layers ``x @ table.T + bias`` on the table of an embedding.
+    """Base of output layers ``x @ table.T + bias`` on the table that the module ``embedding`` owns.
 
-    Args:
-        embedding: The module that owns the table.
-        bias: A parameter ``(num_embeddings,)``, or None.
-
-    Shapes:
-        input ``(*, embedding_dim)``, output ``(*, num_embeddings)``.
+    The input is ``(*, embedding_dim)``, the output ``(*, num_embeddings)``.
     """
 
     __constants__ = ("in_features", "out_features")

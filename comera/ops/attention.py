@@ -43,18 +43,13 @@ def attend(
 ) -> Tensor:
     """Compute ``softmax(scale * q @ k.T) @ v``, with dropout on the softmax.
 
-    Returns ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width of v)`` in memory. On
-    a CPU the result can be differentiated once. A ``dropout`` outside [0, 1] is a ``ValueError``.
-
-    Args:
-        q_BHME: Queries; a view of ``(B, M, H, E)`` in memory is not copied on a GPU.
-        k_BGTE: Keys, of every head or one for all.
-        v_BGTE: Values, as the keys; their width may be another.
-        keep_BT: Keys that may be attended to, booleans or integers as Hugging Face has them, or the
-            result of :func:`score_bias`. A sequence without such a key is attended to evenly. None
-            for all keys, which takes a GPU less time.
-        scale: Factor of the scores.
-        dropout: Probability of dropping an attention weight.
+    Keys and values are of every head or one for all; the width of values may be another. Queries
+    are not copied on a GPU if they are a view of ``(B, M, H, E)`` in memory. ``keep_BT`` are keys
+    that may be attended to, booleans or integers as Hugging Face has them, or the result of
+    :func:`score_bias`; a sequence without such a key is attended to evenly. None is all keys, which
+    takes a GPU less time. Returns ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width
+    of v)`` in memory. On a CPU the result can be differentiated once. A ``dropout`` outside [0, 1]
+    is a ``ValueError``.
     """
     check_probability(dropout)
     if keep_BT is not None and keep_BT.dtype != q_BHME.dtype:

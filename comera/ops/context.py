@@ -49,7 +49,6 @@ def _is_available(kind: str) -> bool:
 # What torch.compiler.assume_constant_result does; the compiler of torch 2.11 cannot look inside.
 _is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-
 _depth = 0  # one for all threads: in another one it only costs time
 
 

@@ -20,17 +20,13 @@ from comera.shapes import padded_rank
 
 @dataclass(slots=True)
 class Chains:
-    """The cores, gates and biases of layers with equal modes and bonds.
+    """The cores, gates and biases of layers with equal modes and bonds, listed layer by layer.
 
-    Attributes:
-        cores: ``(left bond, mode, right bond)`` each, listed layer by layer.
-        gates: One vector for each inner bond, listed layer by layer, or none at all.
-        biases: One for each layer, which may be narrower than the output modes, or none at all.
-        num_layers: Number of layers.
-        split: Number of cores of a layer that carry the input.
-        threshold: A gate at or below it is a pruned rank.
-        padded: Whether the bond between the factors is padded, for a bias and for fast products.
-        dtype: Dtype of the factors; None for that of the cores.
+    Cores are ``(left bond, mode, right bond)`` each; a layer's first ``split`` carry the input.
+    Gates are one vector for each inner bond, or none at all; one at or below ``threshold`` is a
+    pruned rank. Biases are one for each layer, which may be narrower than the output modes, or none
+    at all. If ``padded``, the bond between the factors is, for a bias and for fast products;
+    ``dtype`` is that of the factors, None for that of the cores.
     """
 
     cores: Sequence[Tensor]

@@ -25,15 +25,11 @@ ORDERED = ("cuda",)
 
 
 class Way(NamedTuple):
-    """One implementation of an operator.
+    """One implementation of an operator, with a few words for the table of ``comera doctor``.
 
-    Attributes:
-        name: A few words for the table that ``comera doctor`` prints.
-        run: Function that computes the operator.
-        refuses: Function that returns why the way cannot take these arguments, or None if it can.
-            None instead of a function if the way takes any arguments.
-        kernel: Name of the kernel, for the warning that it did not run; None if ``run`` has none.
-        named: Name under which its times are saved, if neither ``"kernel"`` nor ``"torch"``.
+    ``refuses`` returns why the way cannot take these arguments, or None if it can; it is itself
+    None if the way takes any. ``kernel`` is the kernel's name, for the warning that it did not run,
+    and ``named`` the name of its times, if neither ``"kernel"`` nor ``"torch"``.
     """
 
     name: str
@@ -55,13 +51,10 @@ Case = tuple[Tensor, torch.dtype, tuple[int | str, ...]]
 class Ways:
     """An operator with several implementations; a call runs the first that takes its arguments.
 
-    Args:
-        name: Name of the operator in the table that ``comera doctor`` prints.
-        group: Name of the group of operators that are timed, and their ways ordered, together.
-        case: Function that returns the :data:`Case` of the operator's arguments, by which times are
-            looked up; None if no times apply. Every call on a machine with GPUs calls it.
-        sample: Function that makes arguments of usual sizes, by a function of a tensor's shape.
-        ways: The ways, in the order in which they are tried if no times apply.
+    Operators of one ``group`` are timed, and their ways ordered, together. ``case`` returns the
+    :data:`Case` of the operator's arguments, by which times are looked up, or None if none apply;
+    every call on a machine with GPUs calls it. ``sample`` makes arguments of usual sizes, by a
+    function of a tensor's shape. The ways are tried in this order if no times apply.
     """
 
     def __init__(

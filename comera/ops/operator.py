@@ -21,10 +21,8 @@ NOT_PLAIN = (
 class Operator:
     """A torch operator, usually with its own backward pass; see :func:`operator`.
 
-    Args:
-        name: Name with its namespace, e.g. ``"comera::contract_cores"``.
-        run: Implementation. Its annotations are the schema; no output is an input or a view of one.
-        tags: Tags as :func:`torch.library.custom_op` takes them.
+    The annotations of ``run`` are the schema; no output is an input or a view of one. Name and tags
+    are those of :func:`torch.library.custom_op`.
     """
 
     def __init__(self, name: str, run: Callable[..., Any], tags: Sequence[torch.Tag] = ()) -> None:

@@ -134,13 +134,9 @@ class CAME(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient; return the loss that ``closure`` computes.
 
-        Args:
-            closure: Computes the loss with gradients enabled; its result is returned.
-
-        Raises:
-            RuntimeError: If a gradient is sparse or complex. No parameter has changed then.
+        Raises ``RuntimeError``, with no parameter changed, if a gradient is sparse or complex.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         lists = [self._alike(group) for group in self.param_groups]
@@ -232,9 +228,8 @@ class CAME(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, bit for bit; the settings of the groups come with it.
 
-        Raises:
-            ValueError: If the groups differ in number or size, or a moment does not have the
-                shape of its parameter. Nothing has been loaded then.
+        Raises ``ValueError``, with nothing loaded, if the groups differ in number or size, or a
+        moment does not have the shape of its parameter.
         """
         saved: dict[Tensor, State] = {}
 
@@ -445,15 +440,9 @@ def _factored_step_(
 ) -> None:
     """Take one step of CAME on matrices, in place and in the dtype of the moments.
 
-    Args:
-        param_brc: Parameters of any floating dtype; rounded once.
-        grad_brc: Gradients of any floating dtype; only read.
-        average_brc: Mean of the clipped updates u.
-        square_bf: Row and column means of the squared gradients, of all rows.
-        residual_bf: Row and column means of ``(u - mean of u)^2``, of all rows.
-        settings: Settings of the group, ``lr`` a float or a tensor ``()``.
-        corrections: Factors ``(b, 1)`` of u and the step for means that started at zero; or None.
-        held: Which rows are here.
+    ``average_brc`` is the mean of the clipped updates u; ``square_bf`` and ``residual_bf`` are
+    means of the squared gradients and of ``(u - mean of u)^2``, of all rows; ``corrections`` are
+    factors ``(b, 1)`` of u and of the step, for means that started at zero.
     """
     beta1, beta2, beta3 = settings["betas"]
     batch, here, columns = grad_brc.shape

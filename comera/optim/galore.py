@@ -55,7 +55,6 @@ _COUPLED = (
 )
 """Optimizers of torch whose weight decay is always a part of the gradient."""
 
-
 _Begun = tuple[Tensor, nn.Parameter | None, float | Tensor, Tensor]
 """A parameter between the two parts of its step: the parameter, its stand-in (None if it is not
 projected), the factor of the stand-in's step, and the parameter's own gradient."""
@@ -158,11 +157,10 @@ class GaLore(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of every parameter that has a gradient.
 
-        Raises:
-            RuntimeError: If a gradient to be projected is sparse or complex (nothing has changed
-                then), or the first step of a parameter is captured in a CUDA graph.
-            TypeError: If the inner optimizer keeps counts in its groups. Projected parameters have
-                then been decayed, but not stepped.
+        Raises ``RuntimeError`` if a gradient to be projected is sparse or complex (nothing has
+        changed then), or the first step of a parameter is captured in a CUDA graph; ``TypeError``
+        if the inner optimizer keeps counts in its groups: projected parameters have then been
+        decayed, but not stepped.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         begun, settings = self._begin_all()
@@ -248,7 +246,12 @@ class GaLore(Optimizer):
         grad = param.grad
         assert grad is not None
         stand_in = self._stand_ins.get(param)
-        factor = self._factor(param, group)
+        factor: float | Tensor = group["scale"]
+        if isinstance(self.inner, torch.optim.Adafactor) and stand_in is not None:
+            # Its steps are relative to the size of the parameter: eps[1] for a stand-in of zeros.
+            least = group["eps"][1]
+            wide = param.to(torch.promote_types(param.dtype, torch.float32))
+            factor = wide.square().mean().sqrt().clamp(min=least) * (factor / least)
         decayed = self._decayed(param, grad, group)
         if stand_in is None:
             param.grad = decayed
@@ -316,14 +319,6 @@ class GaLore(Optimizer):
         state = self.state.get(param, {})
         return {side: state[_OURS + side] for side in ("left", "right") if _OURS + side in state}
 
-    def _factor(self, param: Tensor, group: dict[str, Any]) -> float | Tensor:
-        if not isinstance(self.inner, torch.optim.Adafactor) or param not in self._stand_ins:
-            return group["scale"]
-        # Its steps are relative to the size of the parameter: eps[1] for a stand-in, which is zero.
-        least = group["eps"][1]
-        wide = param.to(torch.promote_types(param.dtype, torch.float32))
-        return wide.square().mean().sqrt().clamp(min=least) * (group["scale"] / least)
-
     def _decayed(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """Decay a parameter as the inner optimizer would; return the gradient to step by."""
         rate = group.get("weight_decay", 0.0)
@@ -338,9 +333,8 @@ class GaLore(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned.
 
-        Raises:
-            ValueError: If a subspace does not fit its parameter or is missing after some steps, or
-                if the state's optimizer did not project the same groups; nothing is changed.
+        Raises ``ValueError``, with nothing changed, if a subspace does not fit its parameter or is
+        missing after some steps, or if the state's optimizer did not project the same groups.
         """
         subspaces: dict[Tensor, dict[str, Any]] = {}
 
@@ -395,8 +389,8 @@ class GaLore(Optimizer):
                         f"the state's subspaces {found} do not fit a parameter of shape "
                         f"{tuple(param.shape)} {here}"
                     )
-        # torch.distributed.checkpoint loads what an optimizer has after a step without gradients,
-        # which finds no subspace, and leaves out the rest.
+        # Of an optimizer that has stepped without gradients alone, torch.distributed.checkpoint
+        # loads no more than the numbers of steps.
         steps = max((int(entries.get(f"{_OURS}step", 0)) for entries in projected), default=0)
         if steps > 1 and all(set(entries) <= {f"{_OURS}step"} for entries in projected):
             raise ValueError(
@@ -457,11 +451,7 @@ class GaLoreAdafactor(GaLore):
 
 
 class GaLoreAdamW8bit(GaLore):
-    """:class:`GaLore` around torchao's ``AdamW8bit``; arguments are those of both.
-
-    Raises:
-        ImportError: If torchao is not installed.
-    """
+    """:class:`GaLore` around torchao's ``AdamW8bit``; arguments are those of both."""
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **settings: Any) -> None:
         try:

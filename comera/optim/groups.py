@@ -86,7 +86,17 @@ def param_groups(
             layer, or ``scale_rates`` is neither of the two.
     """
     layers = tensor_trains(model).values()
-    _check(lr=lr, gate_lr=gate_lr, core_lr=core_lr, weight_decay=weight_decay)
+    given: dict[str, Any] = {
+        "lr": lr,
+        "gate_lr": gate_lr,
+        "core_lr": core_lr,
+        "weight_decay": weight_decay,
+    }
+    for name, number in given.items():  # optimizers do not check them in groups
+        if number is None and name != "lr":
+            continue
+        if not isinstance(number, Tensor) and not (is_number(number) and number >= 0):
+            raise ValueError(f"{name}={number!r} must be a number from 0")
     if scale_rates not in ("contracted", None):
         raise ValueError(f"scale_rates={scale_rates!r} must be 'contracted', or None for one rate")
     kind = {id(gate): "gates" for layer in layers for gate in layer.gates}
@@ -125,15 +135,6 @@ def param_groups(
     ]
 
 
-def _check(**numbers: Any) -> None:
-    """Raise ``ValueError`` for a wrong rate or decay, which optimizers do not check in groups."""
-    for name, number in numbers.items():
-        if number is None and name != "lr":
-            continue
-        if not isinstance(number, Tensor) and not (is_number(number) and number >= 0):
-            raise ValueError(f"{name}={number!r} must be a number from 0")
-
-
 def _decay(weight_decay: float | None) -> dict[str, float]:
     return {} if weight_decay is None else {"weight_decay": weight_decay}
 
@@ -166,13 +167,9 @@ def galore_param_groups(
         update_proj_gap: Steps between two subspaces.
         scale: Factor of every projected step.
         proj_type: Sides to project, as in :class:`~comera.GaLore`.
-        gate_lr: As in :func:`param_groups`.
-        core_lr: As in :func:`param_groups`.
-        weight_decay: As in :func:`param_groups`.
-        scale_rates: As in :func:`param_groups`.
 
-    Raises:
-        ValueError: If no weight is left to project.
+    Other arguments are those of :func:`param_groups`. Raises ``ValueError`` if no weight is left to
+    project.
     """
     projected = {
         id(weight): weight

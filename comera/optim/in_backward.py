@@ -105,11 +105,8 @@ class OptimizerInBackward:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """End an iteration; parameters that still have a gradient are stepped now.
 
-        Args:
-            closure: Computes the loss and its backward pass; its result is returned.
-
-        Raises:
-            RuntimeError: If an updated parameter has a gradient again, or a ``GradScaler`` calls.
+        Returns the result of ``closure``, which computes the loss and its backward pass. Raises
+        ``RuntimeError`` if an updated parameter has a gradient again, or a ``GradScaler`` calls.
         """
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
@@ -265,7 +262,7 @@ def _check(optimizer: Optimizer, process_group: "dist.ProcessGroup | None") -> N
             f"{name} needs all gradients at once, several times in a step: call its "
             "step(closure) itself"
         )
-    if _is(optimizer, "ZeroRedundancyOptimizer"):
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         raise ValueError(
             f"{name} sends whole parameters around after its step: shard the model with "
             "torch.distributed.fsdp.fully_shard instead, and give a plain optimizer"
@@ -301,8 +298,3 @@ def _check_hooks(optimizer: Optimizer, mine: int | None = None) -> None:
             "gradients: they are gone after backward. Hook the parameters "
             "(Tensor.register_hook), or use register_step_post_hook"
         )
-
-
-def _is(thing: object, name: str) -> bool:
-    """Return whether an object's class or a base has this name; the class is not imported."""
-    return any(cls.__name__ == name for cls in type(thing).__mro__)

@@ -121,8 +121,7 @@ class MuonAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of every parameter that has a gradient.
 
-        Raises:
-            RuntimeError: If a gradient is sparse or complex; if Muon's, nothing has changed.
+        Raises ``RuntimeError`` if a gradient is sparse or complex; if Muon's, nothing has changed.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         groups = self.param_groups

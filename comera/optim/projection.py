@@ -42,13 +42,8 @@ def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dic
     """Compute orthonormal bases of a gradient's leading subspaces, in float32 or wider.
 
     A randomized range finder with one power iteration (Halko, Martinsson and Tropp, arXiv
-    0909.4061, algorithm 4.4) is many times faster than a singular value decomposition.
-
-    Args:
-        grad_MN: Any floating dtype.
-        rank: Rank of each basis, below the sides of the matrix.
-        proj_type: Sides to project, see :func:`basis_shapes`.
-        seed: Seed of the random sketch; torch's own random state is left alone.
+    0909.4061, algorithm 4.4) is many times faster than a singular value decomposition. ``rank`` is
+    below both sides of the matrix; ``seed`` is that of the sketch, not of torch's random state.
     """
     rows, columns = grad_MN.shape
     shapes = basis_shapes((rows, columns), rank, proj_type)

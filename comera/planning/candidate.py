@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from comera.planning.machine import Machine, item_size
-from comera.shapes import Shape, TTMShape, TTShape
+from comera.shapes import Shape, TTMShape, TTShape, check_whole_numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation of a layer.
+    """One operation of a layer, which ``reads`` tensors and makes the ``result``, all by name.
 
     Attributes:
-        result: Name of the tensor it makes.
-        reads: Names of the tensors it reads.
         what: The einsum equation of a product, or words that describe any other step.
         size: Numbers in the result.
         operations: Multiply-adds.
@@ -132,8 +130,7 @@ class Work:
 
     def check_count(self, name: str) -> None:
         count = getattr(self, name)
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise ValueError(f"{name}={count!r} must be a whole number")
+        check_whole_numbers(**{name: count})
         if count < 1:
             raise ValueError(f"{name}={count} must be at least 1")
 

@@ -85,6 +85,10 @@ def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) 
     numbers = lookup.tokens * lookup.embedding_dim
     made = "rows" if unique else "y"
     gradient = "grad(rows)" if unique else OUTPUT_GRADIENT
+    # The indices and their positions move log2(tokens) times.
+    moved = math.ceil(4 * lookup.tokens * math.log2(max(2, lookup.tokens)))
+    size = 2 * lookup.tokens * _INDEX_BYTES // item_size(dtype)
+    sort = Step("distinct", ("indices",), "sort the indices", size, moved=moved, calls=6)
     gathers = [
         _gather("slices of A", left.name, rows * wide * rank),
         _gather("slices of B", right.name, rows * rank * high),
@@ -96,7 +100,7 @@ def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) 
         # The modes of rows come first afterwards, so that a slice lies in one piece.
         _permute(left.name, left_size),
         _permute(right.name, right_size),
-        *([_sort(lookup.tokens, dtype)] if unique else []),
+        *([sort] if unique else []),
         *gathers,
         product(made, ("slices of A", "slices of B"), "bpr,brq->bpq", (rows, wide, rank, high)),
         *([_gather("y", made, numbers)] if unique else []),
@@ -141,13 +145,6 @@ def only_zeros(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
     numbers = lookup.tokens * lookup.embedding_dim
     forward = [Step("y", (), "zeros", numbers, moved=numbers)]
     return candidate("zeros", lookup, machine, dtype, forward, [], {})
-
-
-def _sort(tokens: int, dtype: str) -> Step:
-    """Return the step that sorts the indices: they and their positions move log2(tokens) times."""
-    moved = math.ceil(4 * tokens * math.log2(max(2, tokens)))
-    size = 2 * tokens * _INDEX_BYTES // item_size(dtype)
-    return Step("distinct", ("indices",), "sort the indices", size, moved=moved, calls=6)
 
 
 def _gather(name: str, source: str, numbers: int) -> Step:

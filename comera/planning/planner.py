@@ -21,12 +21,9 @@ _CACHED = 1024
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Another shape that is predicted to be faster than the dense layer.
+    """Another ``shape`` that is predicted to be faster than the dense layer.
 
-    Attributes:
-        shape: Modes and ranks with the change.
-        change: The change as one would type it: ``"rank=24"``.
-        time_ratio: Predicted time divided by the dense layer's.
+    ``change`` is as one would type it: ``"rank=24"``; ``time_ratio`` is over dense's time.
     """
 
     shape: LinearShape
@@ -38,11 +35,9 @@ class Suggestion:
 class Plan(Report):
     """The candidates to compute one layer at one batch size on one machine; prints as a table.
 
-    Attributes:
-        layer: The layer at its batch.
-        candidates: The ways to compute the layer, fastest first by prediction.
-        dense: The torch layer that this layer replaces.
-        eager: On a GPU the plan in eager mode (the rest is for a captured step); else None.
+    The ``candidates`` are the ways to compute the layer, fastest first by prediction, and ``dense``
+    is the torch layer that it replaces. On a GPU all is for a captured step, and ``eager`` is the
+    plan in eager mode.
     """
 
     layer: Layer | Lookup

@@ -70,17 +70,11 @@ _WORTH_SHARING = 6
 class Table:
     """A table of text.
 
-    Attributes:
-        title: Line above the table.
-        header: Names of the columns.
-        rows: Cells of each row.
-        left: Indices of the columns of words, which are aligned at the left and broken between
-            words if room is scarce. All other columns are numbers, which are never broken.
-        names: Index of the column of dotted names. If room is scarce, the prefix that most names
-            share is written once, in the title.
-        spare: Names of the columns to leave out if there is no room, in order; a line below lists
-            them.
-        total: Whether a line is drawn above the last row.
+    ``left`` are indices of the columns of words, which are aligned at the left and broken between
+    words if room is scarce; all other columns are numbers, which are never broken. ``names`` is the
+    column of dotted names, whose common prefix is then written once, in the title. Columns in
+    ``spare`` are left out in order, and listed in a line below. ``total`` draws a line above the
+    last row.
     """
 
     title: str

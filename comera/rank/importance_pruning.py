@@ -21,7 +21,6 @@ from comera.surgery.canonical import canonicalize_
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
 log = logging.getLogger("comera")
 
 _NEW_SHARE = 0.02

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("comera")
 
-
 Stage = Literal["early", "late", "done"]
 
 OPEN = 0.1
@@ -82,15 +81,10 @@ class SizeOfRanks:
     ``sum_k n_k d_{k-1} d_k`` (CoMERA, arXiv 2405.14377, equation 5). In the exact size ``d_k`` is
     the number of open gates, which are above ``prune_below``; a layer with an empty bond has size
     zero. In the relaxed size ``d_k`` is the sum of the open gates, which has a gradient. Both agree
-    if open gates are one. Raises ``ValueError`` if the model has no tensor train whose gates train.
-
-    Args:
-        model: The model, whose present tensor-train layers count, except any with a frozen gate.
-        min_rank: A bond with no more open gates than this gets no gradient of the relaxed size.
-
-    Attributes:
-        layers: Layers that are counted, by name.
-        frozen: Names of layers that are not counted, as a gate is frozen.
+    if open gates are one. A bond with no more than ``min_rank`` open gates gets no gradient of the
+    relaxed size. ``layers`` are the model's present tensor trains by name, without those of a
+    frozen gate, whose names are ``frozen``. Raises ``ValueError`` if there is none whose gates
+    train.
     """
 
     def __init__(self, model: nn.Module, min_rank: int = 1) -> None:
@@ -147,11 +141,8 @@ class SizeOfRanks:
 
         If the size is below ``floor``, gates that have just closed are set to 1.5 times
         ``prune_below``; so is the largest gate of a bond without an open one, unless ``min_rank``
-        is 0. Returns whether the size was below the floor, a boolean on the device.
-
-        Args:
-            before: Whether each gate was open before the optimizer step.
-            floor: Entries that the size may not fall below.
+        is 0. ``before`` is whether each gate was open before the optimizer step. Returns whether
+        the size was below the floor, a boolean on the device.
         """
         values, live, counts = self.read()
         reached = self._size_at(counts) < floor
@@ -221,12 +212,9 @@ class SizeOfRanks:
 class RankLearning(ABC):
     """Learn the ranks of one model in one training run; base of all methods.
 
-    Attributes:
-        method: The name of the class in states and errors.
-        steps_done: Steps counted so far.
-        process_group: The group that was given, or that of the ``DistributedDataParallel`` in
-            ``TrainStep``.
-        forced: Number of gates above 0.1 that :meth:`finish_` has closed; None before it ran.
+    ``method`` is the name of the class in states and errors, ``steps_done`` counts steps, and
+    ``forced`` the gates above 0.1 that :meth:`finish_` has closed; None before it ran.
+    ``process_group`` was given, or is that of the ``DistributedDataParallel`` in ``TrainStep``.
     """
 
     method: ClassVar[str]
@@ -289,12 +277,10 @@ class RankLearning(ABC):
         return max(0, self._steps - self.steps_done)
 
     def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return the scalar to differentiate instead of ``loss``.
+        """Return the scalar to differentiate instead of the ``loss`` of a batch.
 
-        Args:
-            loss: Loss of the batch.
-            seen: Loss to compare the size with, by default ``loss``; several processes give their
-                mean loss, so that all make the same choice.
+        ``seen`` is the loss to compare the size with, by default ``loss``; several processes give
+        their mean loss, so that all make the same choice.
         """
         if self.stage == "done":
             return loss
@@ -314,15 +300,11 @@ class RankLearning(ABC):
         """
 
     def step(self, loss: Tensor | float, optimizer: AnyOptimizer | None = None) -> None:
-        """Count one optimizer step whose mean loss was ``loss`` (detached).
+        """Count one optimizer step whose loss, the mean over its batches, was ``loss`` (detached).
 
-        Args:
-            loss: Loss of the batch; the mean loss if a step has several batches.
-            optimizer: The optimizer that has stepped. Its state is cut along with the ranks, and
-                reset for cores that are brought into canonical form.
-
-        Raises:
-            ValueError: If the optimizer holds no core, or keeps state that cannot be cut with them.
+        The state of the optimizer that has stepped is cut along with the ranks, and reset for cores
+        that are brought into canonical form. Raises ``ValueError`` if the optimizer holds no core,
+        or keeps state that cannot be cut with them.
         """
         if not isinstance(loss, Tensor):
             loss = torch.as_tensor(loss, device=self.size.gates[0].device)
@@ -355,18 +337,13 @@ class RankLearning(ABC):
     def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
         """Cut ranks in place until the cores have at most ``target_size`` entries.
 
-        Args:
-            optimizer: The optimizer whose state is cut along with the parameters; by default that
-                of the last step.
+        The state of the optimizer, by default that of the last step, is cut with the parameters.
+        Returns ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, the number of
+        gates above 0.1 that were closed; ``reached``, the size before gates were closed.
 
-        Returns:
-            ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, the number of gates
-            above 0.1 that were closed; ``reached``, the size before gates were closed.
-
-        Raises:
-            ValueError: If processes hold different gates or would cut different ranks; then no
-                process changes anything. If cores are not finite or optimizer state cannot be cut.
-            RuntimeError: If another process cannot cut its ranks.
+        Raises ``ValueError`` if processes hold different gates or would cut different ranks (then
+        no process changes anything), cores are not finite or optimizer state cannot be cut, and
+        ``RuntimeError`` if another process cannot cut its ranks.
         """
 
     @abstractmethod
@@ -392,9 +369,8 @@ class RankLearning(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state of :meth:`state_dict`, but keep the target of this object.
 
-        Raises:
-            ValueError: If the state belongs to another method, or the target is out of reach;
-                nothing is changed.
+        Raises ``ValueError``, with nothing changed, if the state belongs to another method, or the
+        target is out of reach.
         """
         if state.get("method") != self.method:
             raise ValueError(f"this is a state of {state.get('method')}, not of {self.method}")

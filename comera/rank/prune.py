@@ -37,19 +37,12 @@ def prune_to_(
     Ranks of all layers are pruned by importance per entry, the least first. If pruning a large last
     rank leaves room, earlier ranks that still fit stay, except in layers that have vanished. Gates
     of pruned ranks become zero; no core is cut. Sizes are those after :func:`truncate_` with this
-    ``min_rank``. Returns the values that these gates had. Raises ``ValueError`` if the smallest
-    ranks allowed are still above the budget, the importance of a gate is missing or not finite, or
-    a core or gate is not finite.
-
-    Args:
-        named: Layers to prune, by name.
-        budget: Entries the cores may have afterwards.
-        min_rank: Ranks that every bond keeps; at 0 a whole layer may vanish.
-        importance: The importance of each rank, ``(R,)``, by the ``id`` of the gate, in one unit
-            for the whole model. By default a rank's share in the squared norm of the bond's
-            remaining ranks.
-        min_keep: Entries that every layer keeps at least, as a share of what it would keep if all
-            layers shrank alike, in ``[0, 1]``; as far as whole ranks allow.
+    ``min_rank``. ``importance`` has that of each rank, ``(R,)``, by the ``id`` of the gate, in one
+    unit for the whole model; by default it is the rank's share in the squared norm of the bond's
+    remaining ranks. Every layer keeps at least the share ``min_keep``, in ``[0, 1]``, of what it
+    would keep if all layers shrank alike, as far as whole ranks allow. Returns the values that
+    these gates had. Raises ``ValueError`` if the smallest ranks allowed are still above the budget,
+    the importance of a gate is missing or not finite, or a core or gate is not finite.
     """
     check_min_rank(min_rank)
     check_min_keep(min_keep)

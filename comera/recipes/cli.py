@@ -31,7 +31,7 @@ from comera import __version__
 from comera._command import INTERRUPTED
 from comera.allocator import reuse_freed_memory
 from comera.checkpoint.archive import FolderInUseError
-from comera.extras import MissingPackageError, did_you_mean, needed_by
+from comera.extras import MissingPackageError, check_known, did_you_mean, needed_by
 from comera.recipes.parse import (
     choices_of,
     converted,
@@ -162,8 +162,7 @@ def _command(words: Sequence[str]) -> tuple[str, list[str]]:
         if found and word in ("-h", "--help"):
             print(_help_of_commands(start))
             sys.exit(0)
-        if word not in known:
-            raise ValueError(f"comera {start}has no command {word}{did_you_mean(word, known)}")
+        check_known(word, known, f"comera {start}has no command {word}")
         found = start + word
     return found, rest
 

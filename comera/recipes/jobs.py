@@ -24,7 +24,7 @@ import yaml
 from rich.console import Console
 
 from comera._command import INTERRUPTED
-from comera.extras import did_you_mean, needed_by
+from comera.extras import check_known, needed_by
 from comera.files import write_text
 from comera.recipes import run_folder
 from comera.recipes.run_config import RunConfig
@@ -144,9 +144,7 @@ def make_launcher(
     ``settings`` are those of all launchers, as in the sweep's file. Raises ``ValueError`` if the
     launcher or a setting is unknown, and ``MissingPackageError`` if its package is missing.
     """
-    if name not in get_args(LauncherName):
-        near = did_you_mean(name, get_args(LauncherName))
-        raise ValueError(f"launcher={name} is no launcher{near}")
+    check_known(name, get_args(LauncherName), f"launcher={name} is no launcher")
     if name == "local":
         # Runs share the threads that torch would use.
         threads = max(1, torch.get_num_threads() // (at_once or 1))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from comera.extras import did_you_mean
+from comera.extras import check_known
 from comera.optim.came import CAME
 from comera.optim.galore import GaLore, GaLoreAdamW8bit
 from comera.optim.groups import galore_param_groups, param_groups
@@ -40,9 +40,9 @@ class OptimizerConfig:
             adafactor, also with galore, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are
             multiplied by ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
-        core_lr: Peak rate of the tensor-train cores; by default ``lr``. In a run by muon with a
-            late stage and default rates, a tenth of ``gate_lr`` if that is more, as in short runs:
-            gates that close faster than cores can make up for leave a model that answers nothing.
+        core_lr: Peak rate of the tensor-train cores; by default ``lr``. In a run by muon or
+            adamw with a late stage and default rates, a tenth of ``gate_lr`` if that is more, as in
+            short runs: a model whose gates close faster than its cores learn answers nothing.
         scale_rates: contracted multiplies the rate of each linear layer's cores by a factor from
             its shape, see ``comera.param_groups``. By default all cores have one rate.
         gate_lr: Constant rate of the rank gates; by default 2e-3, or what lets a gate fall from
@@ -79,10 +79,7 @@ class OptimizerConfig:
         """
         name = given.get("name")
         chosen = str(name or default_name(run.get("tensorize") is not None))
-        if chosen not in OPTIMIZERS:
-            raise ValueError(
-                f"optimizer.name={name} is no optimizer{did_you_mean(name, OPTIMIZERS)}"
-            )
+        check_known(chosen, OPTIMIZERS, f"optimizer.name={name} is no optimizer")
         shared = keys_of(OptimizerConfig)
         kept = {key: v for key, v in given.items() if v is not None or key in shared}
         for key, value in kept.items():
@@ -304,10 +301,9 @@ class GaLoreAdamWConfig(GaLoreConfig, AdamWConfig):
 
 
 @dataclass(kw_only=True)
-class GaLoreAdamW8bitConfig(GaLoreConfig, AdamWConfig):
+class GaLoreAdamW8bitConfig(GaLoreAdamWConfig):
     """``comera.GaLoreAdamW8bit``."""
 
-    default_lr = 2e-3
     name: str | None = "galore_adamw8bit"
 
     def make(self, groups: Groups) -> Optimizer:
@@ -347,10 +343,13 @@ def keys_of(kind: type[OptimizerConfig]) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
 
+_KEEP_UP = "muon", "adamw", "adamw8bit"  # whose cores keep up with gates
+
+
 def with_late_stage(settings: OptimizerConfig, late_steps: int) -> OptimizerConfig:
     """Fill in ``gate_lr``, so that Adam can close gates in the late stage, and ``core_lr``."""
     gate_lr = max(GATE_LR, 1.25 / max(1, late_steps))
     core_lr = settings.core_lr
-    if core_lr is None and settings.lr == settings.default_lr and settings.name == "muon":
+    if core_lr is None and settings.lr == settings.default_lr and settings.name in _KEEP_UP:
         core_lr = max(settings.lr, gate_lr / 10)
     return dataclasses.replace(settings, gate_lr=gate_lr, core_lr=core_lr)

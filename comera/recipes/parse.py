@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from rich.console import Console
 
-from comera.extras import did_you_mean, listed
+from comera.extras import check_known, did_you_mean, listed
 from comera.files import naming_what_is_no_text
 
 T = TypeVar("T")
@@ -34,8 +34,7 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
     found = {}
     values = values if within else spelled_out(values)
     for key, value in values.items():
-        if key not in hints:
-            raise ValueError(f"{within}{key} is not a setting{did_you_mean(key, hints)}")
+        check_known(key, hints, f"{within}{key} is not a setting")
         section, optional = section_of(hints[key])
         if section is None:
             try:

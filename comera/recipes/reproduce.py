@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from comera import __version__
-from comera.extras import did_you_mean
+from comera.extras import check_known
 from comera.files import write_text
 from comera.params import model_size
 from comera.planning.machine import processor_name
@@ -55,11 +55,8 @@ def experiments() -> dict[str, dict[str, Path]]:
 def file_of(name: str, scale: Scale) -> Path:
     """Return the sweep file of an experiment; raise ``ValueError`` if it is unknown."""
     known = experiments()
-    if name not in known:
-        raise ValueError(
-            f"there is no experiment {name!r} among those that `comera reproduce` lists"
-            f"{did_you_mean(name, known)}"
-        )
+    listed = "among those that `comera reproduce` lists"
+    check_known(name, known, f"there is no experiment {name!r} {listed}")
     if scale not in known[name]:
         raise ValueError(f"{name} has no --scale={scale}, only {', '.join(known[name])}")
     return known[name][scale]

@@ -49,19 +49,12 @@ def run(
 
     Figures of a finished run are read from its folder, without its data. Returns the outcome of the
     compressed model (of the dense one, without a section ``tensorize``), then that of the twin. The
-    list is empty if the run was interrupted; the same call resumes it.
+    list is empty if the run was interrupted; the same call resumes it. All ``processes`` that train
+    the models together call this, and only the first one writes; None is a single process.
 
-    Args:
-        config: The whole run.
-        console: The console of the tables.
-        quiet: Whether to show no progress bars.
-        processes: The processes that train the models together and all call this; None for a
-            single process. Only the first one writes.
-
-    Raises:
-        ValueError: If the folder holds a run with other settings or data, or settings contradict.
-        FolderInUseError: If another process trains into the folder; a RuntimeError.
-        OtherProcessError: If one of the processes has failed; a RuntimeError.
+    Raises ``ValueError`` if the folder holds a run with other settings or data or settings
+    contradict, ``FolderInUseError`` if another process trains into the folder, and
+    ``OtherProcessError`` if one of the processes has failed.
     """
     processes = processes or Processes()
     config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from comera.checkpoint.archive import Archive, take
 from comera.data.click_files import CATEGORIES
-from comera.extras import did_you_mean
+from comera.extras import check_known
 from comera.files import write_text
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig, TrainConfig
@@ -101,10 +101,7 @@ def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
     known = [f"{config.task}.{key}" for key in _path_keys(config)]
     values = asdict(config.data)
     for word, place in places.items():
-        if word not in known:
-            raise ValueError(
-                f"{word} does not say where data of this run are{did_you_mean(word, known)}"
-            )
+        check_known(word, known, f"{word} does not say where data of this run are")
         values[word.partition(".")[2]] = place
     data = parse_settings(type(config.data), values, f"{config.task}.")
     return with_whole_paths(dataclasses.replace(config, **{config.task: data}))
@@ -304,7 +301,10 @@ def begun_run(config: RunConfig) -> Begun | None:
         for each in dataclasses.fields(kind)
     }
     found = dict(_differences(there, settings_of(config)))
-    shown = {key: f"{key}: {_brief(old)} -> {_brief(new)}" for key, (old, new) in found.items()}
+    shown = {
+        key: f"{key}: " + " -> ".join("{...}" if isinstance(v, dict) else str(v) for v in pair)
+        for key, pair in found.items()
+    }
     no_identity = [f"{key}." for key, mark in marks.items() if mark is False]
     rhythm = {key for key in found if any(f"{key}.".startswith(no) for no in no_identity)}
     paths = {f"{config.task}.{key}" for key in _path_keys(config)}
@@ -316,10 +316,6 @@ def begun_run(config: RunConfig) -> Begun | None:
     others = [shown[key] for key in shown if key not in same]
     harmless = [shown[key] for key in shown if key in rhythm]
     return Begun(others, harmless, longer, late, bool(moved))
-
-
-def _brief(value: Any) -> Any:
-    return "{...}" if isinstance(value, dict) else value
 
 
 def _has_moved(old: Any, new: Any) -> bool:

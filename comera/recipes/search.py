@@ -12,7 +12,7 @@ import numpy as np
 
 from comera.extras import needed_by
 from comera.recipes.jobs import Job
-from comera.recipes.parse import check_nulls, parse_settings
+from comera.recipes.parse import check_least, check_nulls, parse_settings
 from comera.recipes.report.sweep_report import read_trained
 from comera.recipes.run_config import HIGHER_IS_BETTER
 
@@ -50,11 +50,7 @@ def read_search(given: Any) -> SearchConfig:
     settings = {key: value for key, value in given.items() if key != "over"}
     config = parse_settings(SearchConfig, settings, "search.")
     check_nulls(config, "search.")
-    for key, least in {"trials": 1, "seed": 0}.items():
-        if getattr(config, key) < least:
-            raise ValueError(
-                f"search.{key}={getattr(config, key)} must be a whole number from {least} on"
-            )
+    check_least(config, "search.", trials=1, seed=0)
     return replace(config, over=over)
 
 
@@ -94,16 +90,9 @@ class Search:
 
     Proposals depend only on the seed and on earlier results, so a stopped search resumes exactly if
     runs are sequential. Raises ``ValueError`` if the folder holds another search and ``anew`` is
-    False, and ``MissingPackageError`` if Optuna is not installed.
-
-    Args:
-        config: The search.
-        folder: Folder of the sweep, locked by this process.
-        metric: Metric to optimise, of which the mean over ``seeds`` counts for a trial.
-        seeds: Seeds of the runs.
-        make_jobs: Function that makes the jobs of a trial from its name and settings; it raises
-            ``ValueError`` if settings do not go together.
-        anew: Discard an earlier search with other settings in the folder.
+    False, and ``MissingPackageError`` if Optuna is not installed. This process has locked
+    ``folder``, that of the sweep. The mean of ``metric`` over ``seeds`` counts for a trial.
+    ``make_jobs`` makes the jobs of a trial from its name and settings, or raises ``ValueError``.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import TaskID
 
 from comera._command import INTERRUPTED
-from comera.extras import did_you_mean
+from comera.extras import check_known, did_you_mean
 from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
 from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
 from comera.recipes.report import sweep_report
@@ -60,8 +60,7 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     if not {"base", "variants", "search"} & content.keys() and "train" in content:
         raise ValueError(f"{path} is no sweep but a run: comera train trains it")
     for key in content:
-        if key not in _KEYS:
-            raise ValueError(f"{path}: {key} is no key of a sweep{did_you_mean(key, _KEYS)}")
+        check_known(key, _KEYS, f"{path}: {key} is no key of a sweep")
     searched = content.get("search") is not None
     for key in _KEYS[: 3 if searched else 5]:
         if content.get(key) is None:
@@ -228,13 +227,9 @@ def run_sweep(
 
     ``changes`` are settings by dotted names for every run, ``skip`` variants, or runs as
     ``VARIANT/seed-K``, not to train this time. Returns 0, 1 if a run failed, 130 after Ctrl-C.
-
-    Raises:
-        ValueError: If the file is wrong, or a folder holds a run with other settings or data.
-            Nothing has been trained then.
-        FileNotFoundError: If the file, its base, data of a started run or all data are missing.
-        FolderInUseError: If another sweep writes to the folder; a RuntimeError.
-        MissingPackageError: If the launcher's package is not installed.
+    Raises ``ValueError`` if the file is wrong, or a folder holds a run with other settings or data;
+    ``FileNotFoundError`` if the file, its base, data of a started run or all data are missing; and
+    ``FolderInUseError`` if another sweep writes to the folder. Nothing has been trained then.
     """
     if at_once is not None and at_once < 1:
         raise ValueError(f"jobs={at_once} must be at least 1")
@@ -343,10 +338,7 @@ def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
     names = {job: (job.variant, f"{job.variant}/seed-{job.seed}") for job in jobs}
     known = list(dict.fromkeys(name for both in zip(*names.values(), strict=True) for name in both))
     for word in skip:
-        if word not in known:
-            raise ValueError(
-                f"skip={word} is neither a variant nor a run{did_you_mean(word, known)}"
-            )
+        check_known(word, known, f"skip={word} is neither a variant nor a run")
     return [job for job in jobs if not {*names[job]} & {*skip}]
 
 

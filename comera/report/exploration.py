@@ -91,9 +91,7 @@ class Exploration(Report):
 
     The table fits the terminal and names hidden columns; :meth:`to_pandas` has them all.
 
-    Attributes:
-        points: One for each setting, the dense model first.
-        planned: Number of points to measure; after Ctrl-C not all of these are in ``points``.
+    The dense model is first of the ``points``. After Ctrl-C they are fewer than were ``planned``.
     """
 
     points: tuple[Point, ...]

@@ -74,14 +74,10 @@ class _EveryNumberIsOne(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """Memory of the parameters in one group.
+    """Memory of the parameters in a group of the optimizer, such as ``cores``, in bytes.
 
-    Attributes:
-        name: Name of the optimizer's group, such as ``cores``; or ``not trained``, for frozen
-            parameters and buffers.
-        entries: Number of entries in the parameters; all other attributes are bytes.
-        gradients: Bytes of gradients, between the backward pass and the step.
-        state: Bytes of the optimizer state, from the first step on.
+    ``not trained`` are frozen parameters and buffers. ``gradients`` are held between the backward
+    pass and the step, ``state`` from the first step on; ``entries`` are numbers, not bytes.
     """
 
     name: str
@@ -100,10 +96,7 @@ class GroupMemory:
 class MemoryReport(Report):
     """Memory of a model and its optimizer before training; prints itself, also in Jupyter.
 
-    Attributes:
-        optimizer: Class name of the optimizer.
-        groups: One entry for each parameter group, in the optimizer's order.
-        title: Title of the table.
+    ``optimizer`` is its class name, and the ``groups`` are in its order.
     """
 
     optimizer: str

@@ -6,9 +6,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from comera.nn.convert import plans_of, tensorize_
+from comera.nn.forms import expert_shares
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of
@@ -27,12 +28,9 @@ _KEPT_HEADER = ("layers", "kept, each", "dense keeps", "kept, all of them", "den
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A plan, and the layers that have it.
+    """A plan, and the ``names`` of the layers for each of which it holds.
 
-    Attributes:
-        names: Names of the layers, as in ``named_modules``.
-        plan: The plan, which holds for each of these layers.
-        suggestion: A change that would be faster than dense, if the layer is not; else empty.
+    ``suggestion`` is a change that would be faster than dense, if the layer is not; else empty.
     """
 
     names: tuple[str, ...]
@@ -44,11 +42,8 @@ class LayerPlan:
 class ModelPlan(Report):
     """The plans of all tensor-train layers of a model; prints itself, also in Jupyter.
 
-    Attributes:
-        layers: One entry for each kind of layer.
-        tokens: Rows of the batch.
-        machine: The machine on which times are predicted.
-        report: Sizes and ranks of the model that a configuration would make; None without one.
+    There is one of the ``layers`` for each kind of layer; ``tokens`` are the rows of the batch. The
+    ``report`` has sizes and ranks of the model that a configuration would make; None without one.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -202,7 +197,7 @@ def plan(
             else f"{type(model).__name__} has no tensor-train layer: call comera.tensorize_ first"
         )
     made = []
-    for names, layer_plan in plans_of(model, layers, tokens, **setting):
+    for names, layer_plan in plans_of(layers, expert_shares(model), tokens, **setting):
         if isinstance(model, TensorTrainModule):
             return layer_plan
         instead = ""
@@ -215,13 +210,8 @@ def plan(
 
 def _without_values(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the ``meta`` device, with its tied weights."""
-    held: dict[int, Any] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                empty = torch.empty_like(param, device="meta")
-                held[id(param)] = nn.Parameter(empty, param.requires_grad)
-        for buffer in module._buffers.values():
-            if isinstance(buffer, Tensor):
-                held[id(buffer)] = torch.empty_like(buffer, device="meta")
+    held: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    for param in model.parameters():
+        empty = torch.empty_like(param, device="meta")
+        held[id(param)] = nn.Parameter(empty, param.requires_grad)
     return copy.deepcopy(model, held)

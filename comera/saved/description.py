@@ -15,6 +15,7 @@ from comera import __version__
 from comera.extras import listed
 from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
+from comera.nn.feed_forward_parts import path_of
 from comera.nn.forms import as_torch, split_names
 from comera.nn.linear import TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
@@ -61,10 +62,7 @@ def register_kind(name: str, layer_class: type[nn.Module]) -> None:
 
 
 def _kind_of(layer: nn.Module) -> str | None:
-    """Return the name under which a layer's class is registered; None if it needs no description.
-
-    Raises ``ValueError`` if the class is not registered but derives from one that is.
-    """
+    """Return the registered name of a layer's class; None if it needs no description."""
     for name, layer_class in _CLASSES.items():
         if type(layer) is layer_class:
             return name
@@ -87,15 +85,12 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
     shares the parameters of a layer outside the model.
     """
 
-    def path_of(thing: Any) -> str:
-        return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-    origin: dict[str, Any] = {"class": path_of(model)}
+    origin: dict[str, Any] = {"class": path_of(type(model))}
     settings: Any = getattr(model, "config", None)
     if callable(getattr(settings, "to_dict", None)):
         plain = json.loads(json.dumps(settings.to_dict(), default=str))
         plain.pop("quantization_config", None)  # which save_pretrained has left, of these layers
-        origin |= {"config_class": path_of(settings), "config": plain}
+        origin |= {"config_class": path_of(type(settings)), "config": plain}
     layers = describe_layers(model)
     return {
         "format": FORMAT,

@@ -94,20 +94,10 @@ class FactoredTable(PlainWhenPickled):
     """A table whose row ``v * W + w`` is ``left[v] @ right[w]``, with the first rows kept apart.
 
     Its inputs are those of :class:`torch.nn.Embedding`, or with a ``mode`` those of
-    :class:`torch.nn.EmbeddingBag`.
-
-    Args:
-        num_embeddings: Number of rows.
-        embedding_dim: Width of a row.
-        left: ``(V, P, R)``.
-        right: ``(W, R, Q)``.
-        hot: The first rows, ``(hot_rows, embedding_dim)``, or with a basis ``(hot_rows, K)``.
-        basis: ``(K, embedding_dim)``.
-        padding_idx: A row that reads as zeros.
-        row_order: ``(num_embeddings,)``, the row at which each index is kept.
-        step: Without ``row_order``, index ``i`` is kept at row ``i * step`` modulo the rows.
-        mode: ``"sum"``, ``"mean"`` or ``"max"`` of bags; None for lookups of single rows.
-        include_last_offset: Whether the last offset is the end of the last bag.
+    :class:`torch.nn.EmbeddingBag`. The factors are ``left (V, P, R)`` and ``right (W, R, Q)``, the
+    first rows ``hot (hot_rows, embedding_dim)``, or ``(hot_rows, K)`` with a ``basis (K,
+    embedding_dim)``. ``row_order (num_embeddings,)`` is the row at which each index is kept;
+    without it, index ``i`` is kept at row ``i * step`` modulo the rows.
     """
 
     row_order: Tensor | None

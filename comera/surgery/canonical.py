@@ -85,17 +85,12 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
 
 
 def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Return cores of the same product in canonical form.
+    """Return cores of the same product in canonical form, and each bond's singular values.
 
-    Args:
-        cores: ``(left bond, mode, right bond)`` each, at least two.
-        split: Number of cores that become orthonormal over everything but their right bond; the
-            others become so over everything but their left bond. Each is then scaled; both sides of
-            the bond between the two parts get the roots of its singular values.
-
-    Returns:
-        The cores, and for each bond its singular values, largest first. Bonds are no wider than
-        either side allows. None if the product is zero or not finite.
+    Of at least two cores ``(left bond, mode, right bond)`` the first ``split`` become orthonormal
+    over everything but their right bond, the others over everything but their left bond. Each is
+    then scaled; both sides of the bond between the two parts get the roots of its singular values.
+    Bonds are no wider than either side allows. None if the product is zero or not finite.
     """
     left = _orthonormal_to_the_right(cores[:split])
     right = _mirrored(_orthonormal_to_the_right(_mirrored(cores[split:])))

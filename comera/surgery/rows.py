@@ -133,14 +133,10 @@ def _set_rows_(
 def append_rows_(table: TTTable, rows: Tensor) -> None:
     """Append rows to a table and the tables tied to it, in place; call it before making optimizers.
 
-    The new rows are hot rows; earlier rows are read as before, bit for bit.
-
-    Args:
-        table: The table. A ``row_order``, four bytes for each row, is stored with it.
-        rows: The new rows ``(more, embedding_dim)``; a ``hot_rank`` projects them on the basis.
-
-    Raises:
-        ValueError: If the rows have another width, or all ranks of the table's basis were cut.
+    The new rows ``(more, embedding_dim)`` are hot rows, which a ``hot_rank`` projects on the basis;
+    earlier rows are read as before, bit for bit. A ``row_order``, four bytes for each row, is
+    stored with the table. Raises ``ValueError`` if the rows have another width, or all ranks of the
+    table's basis were cut.
 
     Example::
 

@@ -21,7 +21,6 @@ from comera.shapes import check_min_rank
 
 log = logging.getLogger("comera")
 
-
 FIRST_MOMENTS = {"exp_avg", "exp_avg_update", "momentum_buffer", "grad_avg", "prev"}
 """State that gives the direction of a step; all other state gives its length."""
 
@@ -43,16 +42,10 @@ def slice_state_(
 ) -> None:
     """Select rows of a parameter, of its gradient and of its optimizer state, in place.
 
-    Args:
-        param: The parameter, which becomes ``param[keep] * scale`` and stays the same object.
-        keep: The indices that stay, by dimension, int64 on the parameter's device.
-        scale: Factor of the parameter after the cut, broadcast to its shape. A gradient is divided
-            by the scale, a second moment by its square, and an average of the parameter multiplied.
-            Where the scale is zero they become zero.
-        optimizer: The optimizer whose state for ``param`` is cut too.
-
-    Raises:
-        ValueError: If the optimizer holds a state tensor that cannot be matched to the parameter.
+    The parameter becomes ``param[keep] * scale``, and stays the same object; ``keep`` are indices
+    by dimension, int64 on its device. A gradient is divided by the scale, a second moment by its
+    square, and an average of the parameter multiplied; where the scale is zero they become zero.
+    Raises ``ValueError`` if a state tensor cannot be matched to the parameter.
     """
     old_shape = param.shape
     factors: dict[int, Tensor] = {}  # by the power of the gradient in a tensor
@@ -239,9 +232,8 @@ def check_can_be_cut(
 ) -> Optimizer | None:
     """Return the optimizer that holds the state of layers.
 
-    Raises:
-        ValueError: If the state cannot be cut with the ranks. State that an optimizer packs in its
-            own way is not checked.
+    Raises ``ValueError`` if the state cannot be cut with the ranks. State that an optimizer packs
+    in its own way is not checked.
     """
     unwrapped = unwrap_separable(optimizer)
     if unwrapped is not None and not packs_state(unwrapped):

@@ -94,12 +94,10 @@ class StepDescription:
 class Capture:
     """Runs the update of a training step, by replaying a CUDA graph of it if possible.
 
-    Args:
-        update: Function that updates on a batch and returns its loss, without code on the host that
-            depends on values of tensors.
-        host: State besides the batch that a recording depends on.
-        warm_up: Number of equal steps in a row before one is recorded.
-        together: Makes decisions common to all processes, which make the same calls.
+    ``update`` updates on a batch and returns its loss, without code on the host that depends on
+    values of tensors; ``host`` is the state besides the batch that a recording depends on. A step
+    is recorded after ``warm_up`` equal ones in a row. ``together`` makes decisions common to all
+    processes, which make the same calls.
     """
 
     def __init__(
@@ -166,8 +164,8 @@ class Capture:
             self.free()
         if self._find(like) is not None:
             return _Course.REPLAY, None
-        problem = why_not_static(batch, self._device)
-        problem = problem or self._host.why_not_capturable(self._device)
+        device = self._device
+        problem = why_not_static(batch, device) or self._host.why_not_capturable(device)
         if problem is not None:
             return _Course.FALL_BACK, problem
         self._compare(state, like, batch)

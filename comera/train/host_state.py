@@ -22,8 +22,7 @@ class HostState:
     def why_not_capturable(self, device: torch.device) -> str | None:
         """Return why the step cannot be a CUDA graph; None if no reason is known yet."""
         parallel = self._step.parallel
-        problem = None if parallel is None else parallel.why_not_capturable(device)
-        if problem is not None:
+        if parallel is not None and (problem := parallel.why_not_capturable(device)):
             return problem
         for name, param in self._step.model.named_parameters():
             if type(param) is not nn.Parameter:

@@ -182,7 +182,7 @@ class RunLog(SilentLog):
         self.path = folder / "metrics.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         if self.path.is_file():
-            lines = _parsed(self.path)
+            lines = _parsed(self.path.read_bytes())
             if not all(lines[:-1]):  # the last one may have been cut short when the run was
                 damaged = sum(not line for line in lines[:-1])
                 _log.warning(
@@ -203,7 +203,14 @@ class RunLog(SilentLog):
     def write(self, step: int, **values: Any) -> None:
         """Append a line to ``metrics.jsonl``, and write its numbers to TensorBoard."""
         if not self.path.is_file():
-            self._begin_anew()
+            if not self.path.parent.is_dir():
+                raise FileNotFoundError(
+                    f"{self.path.parent} is gone: it was removed or renamed while the run wrote "
+                    "into it"
+                )
+            _log.warning("%s was removed while the run goes on: a new one begins here", self.path)
+            self._file.close()
+            self._file = self.path.open("a", encoding="utf-8")
         self._file.write(to_json({"step": step, "time": round(time.time(), 3), **values}) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -211,16 +218,6 @@ class RunLog(SilentLog):
                 if isinstance(value, int | float):
                     self._board.add_scalar(name, value, step)
             self._board.flush()
-
-    def _begin_anew(self) -> None:
-        """Begin a new file if it was removed; ``FileNotFoundError`` if the whole folder is gone."""
-        if not self.path.parent.is_dir():
-            raise FileNotFoundError(
-                f"{self.path.parent} is gone: it was removed or renamed while the run wrote into it"
-            )
-        _log.warning("%s was removed while the run goes on: a new one begins here", self.path)
-        self._file.close()
-        self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._file.close()
@@ -234,13 +231,13 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a run: it has no metrics.jsonl")
-    return list(itertools.takewhile(bool, _parsed(path)))
+    return list(itertools.takewhile(bool, _parsed(path.read_bytes())))
 
 
-def _parsed(path: Path) -> list[dict[str, Any]]:
+def _parsed(raw: bytes) -> list[dict[str, Any]]:
     """Parse each line of a log; damaged lines are empty dicts."""
     lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for text in raw.decode("utf-8", errors="replace").splitlines():
         try:
             line = from_json(text)
         except json.JSONDecodeError:
@@ -256,15 +253,8 @@ def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
         return None
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        lines = file.read().decode("utf-8", errors="replace").splitlines()
-    for text in reversed(lines):
-        try:
-            line = from_json(text)
-        except json.JSONDecodeError:  # the first line read, or one being written
-            continue
-        if isinstance(line, dict) and key in line:
-            return line["step"], line[key]
-    return None
+        lines = _parsed(file.read())  # the first one may lack its beginning, the last its end
+    return next(((line["step"], line[key]) for line in reversed(lines) if key in line), None)
 
 
 _WIDE = 100

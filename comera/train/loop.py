@@ -21,8 +21,8 @@ from comera.train.step import NonFiniteLossError, TrainStep
 
 log = logging.getLogger("comera")
 
-SILENT = 0.05
-"""Spread of logits below which a model answers the same, to some hundredths, to every input."""
+SILENT = 0.01
+"""Spread of answers that no shown loss tells: to answer the mean adds half its square, 0.00005."""
 
 Evaluate = Callable[[nn.Module], dict[str, float]]
 """Takes the model in evaluation mode, and returns named figures."""
@@ -30,14 +30,11 @@ Evaluate = Callable[[nn.Module], dict[str, float]]
 
 @dataclass
 class LoopResult:
-    """Result of a training run.
+    """Result of a training run, including earlier sessions.
 
-    Attributes:
-        steps: Optimizer steps in all, including earlier sessions.
-        seconds: Time of training steps, without evaluation and saving; on a GPU the GPU's time.
-        interrupted: Whether a signal stopped the run, which is then saved and can be resumed.
-        metrics: Result of the last evaluation.
-        ranks: Result of ``finish_`` of rank learning, if it ran.
+    ``seconds`` is the time of training steps, without evaluation and saving; on a GPU the GPU's.
+    If a signal has ``interrupted`` the run, it is saved and can be resumed. ``metrics`` are of the
+    last evaluation, ``ranks`` the result of ``finish_`` of rank learning, if it ran.
     """
 
     steps: int
@@ -149,8 +146,8 @@ class RunUnderWay:
         found = {} if self._spread is None else evaluated(self._step, self._spread)
         if found.get("spread", SILENT) < SILENT and self._processes.is_first:
             log.warning(
-                "%s the model answers the same to every input (its logits differ by %.1g): give "
-                "it more steps, or its cores a higher learning rate",
+                "%s the model answers the same to every input (its probabilities differ by a share "
+                "of %.1g): give it more steps, or its cores a higher learning rate",
                 when, found["spread"],
             )  # fmt: skip
         return found

@@ -30,12 +30,8 @@ class Processes:
     """The processes that train one model; by default this one alone.
 
     They make the same calls in the same order, and communicate over the CPU, not waiting for a GPU.
-
-    Attributes:
-        rank: The number of this process, counted from 0.
-        count: Number of processes.
-        local_rank: The number of this process among those of its machine.
-        group: The process group; None for a process that no launcher started.
+    ``rank`` is the number of this process, counted from 0, ``local_rank`` that among those of its
+    machine; ``group`` is None for a process that no launcher started.
     """
 
     rank: int = 0

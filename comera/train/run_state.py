@@ -152,7 +152,7 @@ def save_parts(folder: Path, step: TrainStep, extra: dict[str, Any] | None = Non
 
     def plain(leaf: Any) -> Any:
         """Replace a sharded tensor, which ``take_apart`` refuses, by an empty one."""
-        if not isinstance(leaf, Tensor) or not is_sharded(leaf):
+        if not is_sharded(leaf):
             return leaf
         like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
         shared[id(like)] = like, leaf

@@ -227,7 +227,7 @@ class Sharded:
 
 def whole_state(state: Any) -> Any:
     """Return a state with whole tensors instead of sharded ones; all processes call this."""
-    return tree_map(lambda leaf: leaf.full_tensor() if _is_shared(leaf) else leaf, state)
+    return tree_map(lambda leaf: leaf.full_tensor() if is_sharded(leaf) else leaf, state)
 
 
 def shared_model_state(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,10 +252,6 @@ def _shared_like(like: Any, value: Any) -> Any:
     """Shard a tensor like ``like`` if that is sharded and has its shape; else leave it."""
     from torch.distributed.tensor import distribute_tensor
 
-    if not _is_shared(like) or not isinstance(value, Tensor) or value.shape != like.shape:
+    if not is_sharded(like) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-
-
-def _is_shared(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and is_sharded(leaf)

@@ -254,17 +254,17 @@ class TrainStep:
             self._sharded.average_()
         # Before the optimizer's step: a norm that is not finite leaves parameters as they were.
         if self.clip_norm is not None:
-            self._check_finite("gradient norm", self._clip_(self.clip_norm))
+            clipped = (
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+                if self._sharded is None
+                else self._sharded.clip_(self.clip_norm)
+            )
+            self._check_finite("gradient norm", clipped)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.ranks is not None:
             self.ranks.follow_(total)
         return total
-
-    def _clip_(self, largest: float) -> Tensor:
-        if self._sharded is not None:
-            return self._sharded.clip_(largest)
-        return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
 
     def _loss(self, part: Any) -> Tensor:
         enabled = self.autocast is not None

@@ -111,6 +111,10 @@ def test_outputs_and_gradients_are_those_of_the_dense_experts(name):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-10)
     with torch.no_grad():  # experts that nobody asks are passed over
         torch.testing.assert_close(split(states, index, weights), wanted)
+        index[:, 1], none = -1, torch.full_like(index, split.num_experts)  # these are no expert's
+        one = split(states, index[:, :1], weights[:, :1])
+        assert torch.equal(split(states, index, weights), one)
+        assert not split(states, none, weights).any()
 
 
 @each
@@ -163,6 +167,10 @@ def test_transformers_saves_and_loads_it(name, tmp_path):
     found, wanted = headless.state_dict(), model.model.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    dense = transformers.AutoModelForCausalLM.from_config(headless.config)
+    dense.save_pretrained(tmp_path)  # under a description of experts alone
+    again = type(dense).from_pretrained(tmp_path)
+    assert torch.equal(again.eval()(WORDS).logits, dense.eval()(WORDS).logits)
 
 
 def test_a_frozen_model_computes_the_same_and_is_saved_too(tmp_path):

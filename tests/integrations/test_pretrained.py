@@ -292,6 +292,19 @@ def test_a_model_that_has_none_of_the_layers_is_warned_of(tmp_path, caplog):
     beneath = transformers.AutoModel.from_pretrained(tmp_path)
     assert same(model.model, beneath)
     assert "speaks of lm_head, and a LlamaModel has none of them" in caplog.text
+    with pytest.raises(
+        ValueError, match="a BertModel has none of them, nor any other layer of the"
+    ):
+        transformers.BertModel.from_pretrained(tmp_path)
+
+
+def test_a_model_quantized_by_another_method_is_told_that_it_cannot_be_saved(caplog):
+    model = transformers.LlamaForCausalLM(llama().config)
+    model.hf_quantizer = torch.nn.Identity()
+    comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal"))
+    assert "cannot describe the new layers: its weights are quantized by Identity" in caplog.text
+    with pytest.raises(ValueError, match="its weights are quantized by Identity"):
+        hf.attach_(model)
 
 
 def clip():

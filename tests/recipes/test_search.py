@@ -123,7 +123,7 @@ def test_settings_that_do_not_go_together_are_a_failed_trial(tmp_path):
     [
         ("search", 3, "search=3 must be a section"),
         ("search/trails", 3, "search.trails is not a setting: did you mean trials?"),
-        ("search/trials", 0, "search.trials=0 must be a whole number from 1"),
+        ("search/trials", 0, "search.trials=0 must be at least 1"),
         ("search/trials", None, "search.trials=(null|None) must be a whole number"),
         ("search/seed", "a", "search.seed='a' must be a whole number"),
         ("search/sampler", "tpee", "search.sampler='tpee' must be tpe or random"),

@@ -40,16 +40,10 @@ def launch(
     shared: int,
     *arguments: Argument,
 ) -> None:
-    """Launch a function of ``kernels/<file>.cu``.
+    """Launch the function ``name`` of ``kernels/<file>.cu`` on the device of its tensors.
 
-    Args:
-        file: Name of the source, without its suffix.
-        name: Name of the function.
-        device: Device of the tensors.
-        grid: Blocks, in up to three dimensions; zero blocks launch nothing.
-        threads: Threads of each block.
-        shared: Bytes of dynamic shared memory.
-        arguments: Tensors and None as pointers, ``int`` and ``float``, structures by value.
+    ``grid`` are blocks, in up to three dimensions, and zero blocks launch nothing; ``shared`` are
+    bytes of dynamic shared memory. Tensors and None are passed as pointers, structures by value.
     """
     sizes = [grid] if isinstance(grid, int) else list(grid)
     sizes += [1] * (3 - len(sizes))
@@ -137,7 +131,7 @@ def start(
     with torch.cuda.device(device):
         _enter_context(device)
         _allow_shared(file, name, device, shared)
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(device)
         answer = driver.cuLaunchKernel(
             kernel, *grid, threads, 1, 1, shared, stream, ctypes.addressof(arguments), 0
         )

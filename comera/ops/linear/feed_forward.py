@@ -274,10 +274,6 @@ def _(given, grad_t2):
     return [*thin, *map(torch.empty_like, given[2:])]
 
 
-def _setup_gated(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[0])
-
-
 def _back_gated(ctx, grad_t2: Tensor):
     saved = list(ctx.saved_tensors)
 
@@ -292,7 +288,9 @@ def _back_gated(ctx, grad_t2: Tensor):
         return (_gated_hidden_backward(saved, grad_t2),)
 
 
-_gated_hidden.register_autograd(_back_gated, setup_context=_setup_gated)
+_gated_hidden.register_autograd(
+    _back_gated, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[0])
+)
 
 
 def _pieces(x: Tensor, hidden: int, buffers: int) -> Iterator[tuple[slice, list[Tensor]]]:

@@ -24,12 +24,7 @@ _FIRST_CARD = (8, 9)
 
 
 class Fp8Matrix(NamedTuple):
-    """A matrix in eight bits.
-
-    Attributes:
-        values: ``(M, N)``, both padded with zeros to multiples of 16.
-        scale: A float32 scalar; the matrix is the product of both.
-    """
+    """A matrix in eight bits: ``values (M, N)``, padded to multiples of 16, times a scalar."""
 
     values: Tensor
     scale: Tensor

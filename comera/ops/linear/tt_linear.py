@@ -35,14 +35,10 @@ def factorized_linears(
 ) -> list[Tensor]:
     """Compute ``x @ left @ right`` for each pair of factors, all in one pass over x.
 
-    Returns ``(*, O)`` for each pair. The dtype is autocast's where autocast is on, unless the
-    factors are float64. Raises ``ValueError`` if x has another width than the layer.
-
-    Args:
-        x_BI: ``(*, I)``.
-        lefts: ``(I, R)`` each, as :func:`~comera.ops.contract_cores.contract_cores` makes them.
-        rights: ``(R, O)`` each; O may differ.
-        bias: Whether the last row of each right factor is a bias.
+    x is ``(*, I)``, the factors are ``(I, R)`` and ``(R, O)``, as ``contract_cores`` makes them; O
+    may differ, and with ``bias`` the last row of each right factor is a bias. Returns ``(*, O)``
+    for each pair. The dtype is autocast's where autocast is on, unless the factors are float64.
+    Raises ``RuntimeError`` if x has another width than the layer.
     """
     check_width(x_BI, lefts[0].shape[0])
     x_BI, lefts, rights = autocast_together(x_BI, lefts, rights)

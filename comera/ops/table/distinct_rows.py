@@ -88,12 +88,9 @@ class Sorted(NamedTuple):
 class Slots:
     """Slots of distinct rows: first hot rows, then the rows of the train in groups.
 
-    Attributes:
-        hot: Numbers of the hot rows that occur.
-        left_S: Left slice of each slot of the train's rows; groups are filled up with slice 0.
-        right_T: Right slice of each group, in rising order.
-        group: Number of slots in a group.
-        of_sorted_N: Slot of each entry, entries being sorted by key.
+    ``hot`` are numbers of the hot rows that occur, ``left_S`` the left slice of each slot of the
+    train's rows, and ``right_T`` the right slice of each group of ``group`` slots, in rising order;
+    groups are filled up with left slice 0. ``of_sorted_N`` is the slot of each sorted entry.
     """
 
     hot: Tensor

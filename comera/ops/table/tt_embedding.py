@@ -27,19 +27,13 @@ from comera.ops.table.lookup import ROWS, lookup
 class Request(NamedTuple):
     """A request to read rows, or sums of rows over bags, from one table.
 
-    Attributes:
-        indices: Rows to read, integers of any shape; for bags ``(N,)``, one bag after the other.
-        cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
-        num_embeddings: Rows of the table; the row modes may multiply to more.
-        embedding_dim: Width of a row; the column modes may multiply to more.
-        gates: One vector for each inner bond, or none at all.
-        threshold: A gate at or below it is a pruned rank.
-        hot_HK: Rows kept out of the train: row ``i < H`` is ``hot_HK[i]``, row ``i >= H`` is row
-            ``i - H`` of the train. None if there are no hot rows.
-        basis_KD: Basis of the hot rows, where row ``i < H`` is ``hot_HK[i] @ basis_KD``.
-        weights_N: Weight of every entry in its bag, in the dtype of the cores; None for ones.
-        offsets_B: First entry of each bag, rising from 0; None to read single rows.
-        checked: Whether the indices were checked before.
+    ``indices`` are integers of any shape; for bags ``(N,)``, one bag after the other, whose first
+    entries are ``offsets_B``, rising from 0. ``weights_N`` are the weights of all entries in their
+    bags, in the dtype of the cores; None for ones. Cores are at least two, ``(left bond, row mode,
+    column mode, right bond)`` each; gates are one vector for each inner bond, or none at all. Modes
+    may multiply to more than rows and width. Row ``i < H`` is the hot row ``hot_HK[i]``, with a
+    basis ``hot_HK[i] @ basis_KD``; row ``i >= H`` is row ``i - H`` of the train. ``checked`` is
+    whether the indices were checked before.
     """
 
     indices: Tensor
@@ -222,12 +216,9 @@ def _slices(factor: Sequence[Tensor], numbers_N: Tensor, whole: bool) -> tuple[T
 def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tensor]:
     """Sum weighted rows over bags of several tables at once, as if they were one table.
 
-    Returns ``(B, D)`` for each table, in the dtype of the factors.
-
-    Args:
-        tables: Lookups of bags; indices are not checked here. All tables have one width, dtype and
-            device, slices of equal widths P and Q, and dense hot rows; bonds may differ.
-        places_5T: The result of :func:`places` as a tensor, on the device of the tables.
+    All tables have one width, dtype and device, slices of equal widths P and Q, and dense hot rows;
+    bonds may differ, and indices are not checked here. ``places_5T`` is the result of
+    :func:`places` on their device. Returns ``(B, D)`` for each table, in the dtype of the factors.
     """
     indices_N, left_VPR, right_WRQ, hot_HD, _, weights_N, offsets_B, *_ = zip(*tables, strict=True)
     rank = max(left.shape[2] for left in left_VPR)

@@ -158,7 +158,6 @@ def metric_by_step(models: Sequence[History], key: str) -> page.Chart | None:
 
 
 def loss_by_size(models: Sequence[History]) -> page.Chart | None:
-    """Draw the loss of the compressed model against its size, and where each model ended."""
     model, twins = models[0], models[1:]
     sizes = dict(_finite(model.series("size")))
     if not sizes:
@@ -299,10 +298,10 @@ def _averaged(series: Series) -> Series:
     ]
 
 
-def _picked(series: Series) -> Series:
-    """Return at most ``MOST_POINTS`` points of a series, including both ends."""
-    chosen = np.linspace(0, len(series) - 1, min(len(series), MOST_POINTS)).round().astype(int)
-    return [series[k] for k in chosen]
+def _picked(items: Sequence[Any], most: int = MOST_POINTS) -> list[Any]:
+    """Return at most ``most`` items of a sequence, evenly spaced and including both ends."""
+    chosen = np.linspace(0, len(items) - 1, min(len(items), most)).round().astype(int)
+    return [items[k] for k in chosen]
 
 
 def write_report(folder: Path, say: Callable[[str], object] = lambda text: None) -> Path:
@@ -354,7 +353,8 @@ def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
         if (spread := model.series("spread")) and spread[-1][1] < SILENT:
             yield (
                 f"the {model.name} model answers the same to every input: at step "
-                f"{spread[-1][0]:,} its logits differ by {spread[-1][1]:.1g} within a batch."
+                f"{spread[-1][0]:,} its probabilities differ by a share of "
+                f"{spread[-1][1]:.1g} within a batch."
             )
         if read + 1 < len(lines):  # a last line cut short is one that was being written
             yield (
@@ -446,15 +446,13 @@ class LayerRanks:
 def layer_ranks(model: History) -> list[LayerRanks]:
     """Return the logged ranks of every layer that has bonds; long logs are sampled evenly."""
     logged = model.live_ranks
-    every = np.array(list(logged), int)
-    chosen = np.linspace(0, len(every) - 1, min(len(every), MOST_COLUMNS)).round().astype(int)
     layers: list[LayerRanks] = []
     for name, start in model.start_ranks.items() if logged else ():
         if not start:
             continue
         spans: list[Span] = []
         before = 0
-        for step in every[chosen].tolist():  # each reaches back to the one before it
+        for step in _picked(list(logged), MOST_COLUMNS):  # each reaches back to the one before it
             ranks = logged[step].get(name, start)
             if spans and spans[-1].ranks == ranks:
                 before = spans.pop().first

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from comera.data.click_files import CATEGORIES, CRITEO_CONTINUOUS, ClickRows, fields_named
 from comera.data.clicks import Clicks
-from comera.extras import did_you_mean
+from comera.extras import check_known
 from comera.models.dlrm import DLRM, click_metrics, replace_tables_
 from comera.recipes.tasks.task import Batch, Digests, Task, logits_of
 
@@ -127,11 +127,7 @@ class ClicksTask(Task):
 def _check_fields(given: Mapping[str, int], fields: Sequence[str]) -> None:
     """Raise ``ValueError`` unless table sizes name exactly the fields of the data."""
     for name in given:
-        if name not in fields:
-            raise ValueError(
-                f"dlrm.table_sizes has {name}, which is no field of the data"
-                f"{did_you_mean(name, fields)}"
-            )
+        check_known(name, fields, f"dlrm.table_sizes has {name}, which is no field of the data")
     for name in fields:
         if name not in given:
             raise ValueError(

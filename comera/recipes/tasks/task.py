@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from comera.recipes.run_config import TASKS, RunConfig
 from comera.recipes.run_folder import DataRecord
@@ -98,10 +99,12 @@ class Task(ABC):
         return model(*(batch[name] for name in self.inputs)).float()
 
     def spread(self, model: nn.Module) -> dict[str, float]:
-        """Return how far logits differ within a batch: the largest standard deviation of one."""
+        """Return the mean relative deviation, within a batch, of the probabilities answered."""
         logits = self.logits(model, self._first_batch())
-        rows = logits.flatten(0, -2) if logits.dim() > 1 else logits[:, None]
-        return {"spread": float(rows.std(0, correction=0).max())}
+        rows = logits.flatten(0, -2) if logits.dim() > 1 else F.pad(logits[:, None], (0, 1))
+        logs = rows.log_softmax(-1)  # those of two answers, if there is one logit
+        square = (logs.exp().mean(0) * logs.var(0, correction=0)).sum()
+        return {"spread": float(square.sqrt())}
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
