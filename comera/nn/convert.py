@@ -1,6 +1,5 @@
 """Replace layers of an existing model by tensor-train layers, and back."""
 
-import functools
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -55,7 +54,6 @@ _ON_A_CARD = (
     "on a GPU compressed layers are many small calls: train by comera.TrainStep, which replays a "
     'step as one CUDA graph, or compile the model, by torch.compile(mode="reduce-overhead")'
 )
-_say_once = functools.cache(log.warning)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -172,7 +170,7 @@ def _tensorized(
     converted = swap_layers_(model, replacements)
     renew_wrappers_(converted.modules())
     if any(new.cores[0].is_cuda for new in made.values() if isinstance(new, TensorTrainModule)):
-        _say_once(_ON_A_CARD)
+        say_once(log, logging.WARNING, _ON_A_CARD)
     return cast(Model, converted)  # or the layer in its place
 
 
