@@ -176,6 +176,8 @@ class TensorTrainQuantizer(HfQuantizer):
                     layers[name] = {**entry, "dtype": dtype}
                 layers[name] = _in_size_of(model.get_submodule(name), layers[name])
             rebuild_(model, layers)
+            of_head = r"\.embedding\.(_extra_state|row_order)$"  # those of its table under its name
+            model._keys_to_ignore_on_load_unexpected.add(of_head)
             for name in _names_in(model, described["served"]).values():
                 refuse_training_(model.get_submodule(name))
             for part in model.modules():
@@ -196,6 +198,8 @@ class TensorTrainQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        for key in model.config.sub_configs:
+            vars(getattr(model.config, key)).pop("quantization_config", None)
         # that of the model's config, which save_pretrained has made a string
         return densify_(model).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 

@@ -119,7 +119,7 @@ def _unscaled(layer: Any) -> nn.Embedding:
 
 def _scaled(name: str, table: Any) -> nn.Module:
     module, _, kind = name.rpartition(".")
-    sizes = *table.weight.shape, table.padding_idx, table.output_scale
+    sizes = *table.weight.shape, table.padding_idx, getattr(table, "output_scale", 1.0)
     layer = getattr(import_module(module), kind)(*sizes)
     layer.weight = table.weight
     return layer.to(table.weight.device)

@@ -225,13 +225,22 @@ def rename_tied_weights_(model: nn.Module) -> None:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and restore the mode of each module afterwards."""
+def evaluation_mode(model: nn.Module, caches: bool = True) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore the mode of each module afterwards.
+
+    Without ``caches`` transformers' are off, which are written in place, as no gradient allows.
+    """
     training = {module: module.training for module in model.modules()}
+    configs = [] if caches else [getattr(module, "config", None) for module in training]
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
     model.eval()
     try:
+        for config in caching:
+            object.__setattr__(config, "use_cache", False)  # it may be frozen
         yield
     finally:
+        for config in caching:
+            object.__setattr__(config, "use_cache", True)
         for module, was in training.items():
             module.training = was
 

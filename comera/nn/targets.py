@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
@@ -191,6 +191,10 @@ _SUBCLASS = (
 _COMPUTED = (
     "the weight or the bias is made from others, such as by weight_norm, spectral_norm or prune"
 )
+_RESCALED = (
+    "the model divides its weight in place once it is evaluated, which cores do not allow "
+    "(rescale_every=0 in the config of the model, before it is evaluated, lets it be converted)"
+)
 
 
 def find_targets(
@@ -221,7 +225,8 @@ def find_targets(
     wanted, excluded = config.target_modules, config.exclude_modules
     known: list[str] = []
     chosen: dict[str, nn.Module] = {}
-    dense: dict[str, list[str]] = {_IN_ATTENTION: [], _ADAPTER: [], _SUBCLASS: [], _COMPUTED: []}
+    dense = defaultdict[str, list[str]](list)
+    rescales = any(getattr(getattr(m, "config", 0), "rescale_every", 0) for m in model.modules())
     small = False
     for name, module in model.named_modules():
         layer = as_torch(module)
@@ -244,15 +249,16 @@ def find_targets(
             isinstance(getattr(module, "bias", None), Tensor) and "bias" not in module._parameters
         ):
             dense[_COMPUTED].append(name)
+        elif rescales and matches(name, ["attention.output", "feed_forward.value"]):  # of RWKV
+            dense[_RESCALED].append(name)
         elif type(layer) not in _NAMED_TARGETS["all"] and not is_sharded(module.weight):
             dense[_SUBCLASS].append(name)
         elif module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
             small = True
         else:
             chosen[name] = module
-    for reason, names in dense.items():
-        if names and caller:
-            say_dense(caller, model, names, reason)
+    for reason, names in dense.items() if caller else ():
+        say_dense(str(caller), model, names, reason)
     entries = [excluded] if isinstance(excluded, str) else [[end] for end in excluded or ()]
     for entry in entries:  # one configuration may serve models that lack a layer
         if caller and not any(matches(name, entry) for name in known):

@@ -113,12 +113,6 @@ def test_attributes_are_torchs(ours, torchs, args):
     assert mine.training
 
 
-def test_state_dict_round_trip(make):
-    module, twin = make(), make()
-    assert twin.load_state_dict(module.state_dict()) == ([], [])
-    assert_same(module, twin)
-
-
 def test_a_full_rank_module_takes_the_ranks_of_a_truncated_file(make):
     small, full = shrunk(make()), make()
     params = list(full.parameters())
@@ -170,40 +164,6 @@ def test_copies(make, twin):
         p.data_ptr() for p in copied.parameters()
     )
     assert copied.bfloat16().gates[0].dtype == torch.float32
-
-
-def test_meta_device_allocates_nothing_and_can_be_filled_later(make):
-    module = make(device="meta")
-    assert {p.device.type for p in module.parameters()} == {"meta"}
-    twin = make()
-    assert {n: (p.shape, p.dtype) for n, p in module.named_parameters()} == {
-        n: (p.shape, p.dtype) for n, p in twin.named_parameters()
-    }
-    x = example(twin)
-    y = module(x.to("meta"))
-    assert y.shape == twin(x).shape
-    y.sum().backward()
-    assert all(p.grad.shape == p.shape for p in module.parameters())
-    module.to_empty(device="cpu")
-    torch.manual_seed(0)
-    module.reset_parameters()
-    torch.manual_seed(0)
-    twin.reset_parameters()
-    assert_same(module, twin)
-    assert all(gate.eq(1).all() for gate in module.gates)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *NARROW])
-def test_dtype_of_the_constructor(make, dtype):
-    module = make(dtype=dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    gates = ids_of_gates(module)
-    for param in module.parameters():
-        assert param.dtype == (wide if id(param) in gates else dtype)
-    y = module(example(module))
-    assert y.dtype == dtype
-    y.sum().backward()
-    assert all(p.grad.dtype == p.dtype for p in module.parameters())
 
 
 def test_a_type_that_is_not_floating_is_refused(make):
@@ -267,14 +227,6 @@ def test_double_makes_everything_double(make):
     module = make().double()
     assert {p.dtype for p in module.parameters()} == {torch.float64}
     assert module.weight.dtype == torch.float64
-
-
-def test_weight_is_computed_and_differentiable(make):
-    module = make()
-    assert "weight" not in dict(module.named_parameters())
-    module.weight.square().sum().backward()
-    assert all(core.grad.ne(0).any() for core in module.cores)
-    assert all(gate.grad.ne(0).all() for gate in module.gates)
 
 
 def test_pruned_gates_close_their_ranks(make):
@@ -365,26 +317,6 @@ def test_tensor_trains_lists_each_layer_once(make):
     module = make()
     model = nn.ModuleDict({"a": module, "b": module, "c": nn.Linear(2, 2), "d": make()})
     assert [name for name in tensor_trains(model) if "hot" not in name] == ["a", "d"]
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing(use_reentrant):
-    layer, table = TTLinear(24, 36, rank=4), TTEmbedding(50, 24, rank=4)
-    indices = torch.randint(0, 50, (7,))
-
-    def gradients(run):
-        x = table(indices)
-        return torch.autograd.grad(run(x).square().sum(), [*layer.parameters(), *table.cores])
-
-    def checkpointed(x):
-        return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
-
-    if use_reentrant:  # torch.autograd.grad is not supported there
-        want = gradients(layer)[: len(list(layer.parameters()))]
-        checkpointed(table(indices)).square().sum().backward()
-        torch.testing.assert_close([p.grad for p in layer.parameters()], list(want))
-    else:
-        torch.testing.assert_close(gradients(checkpointed), gradients(layer))
 
 
 def test_what_a_layer_says_of_its_size_counts_all_of_it():
