@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from comera.extras import listed
+from comera.extras import listed, say_once
 from comera.nn.block_linear import BTTLinear
 from comera.nn.fused import feed_forward, gated_feed_forward, is_plain
 from comera.nn.linear import TTLinear
@@ -138,7 +138,8 @@ def fuse_feed_forwards_(model: nn.Module) -> list[str]:
             _bind(module, method)
             names.append(name or "the model")
     if names:
-        log.info("keep nothing of their hidden width, as one operation each: %s", listed(names))
+        said = "keep nothing of their hidden width, as one operation each: %s"
+        say_once(log, logging.INFO, said, listed(names))
     return names
 
 
