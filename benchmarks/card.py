@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -54,21 +55,30 @@ class Stage:
 
 
 STAGES = (
-    Stage("doctor", 40),
-    Stage("calibrate", 90),
-    Stage("steps", 100, f"{_STEP} --batch 32 8 128 --precision bf16 fp32 tf32", _TINY),
-    Stage("steps-compiled", 75, f"{_STEP} --batch 32 8 --precision bf16 --compile", _TINY),
+    Stage("doctor", 20),
+    Stage("calibrate", 120),
+    Stage("steps", 85, f"{_STEP} --batch 32 8 128 --precision bf16 fp32 tf32", _TINY),
+    Stage("steps-compiled", 110, f"{_STEP} --batch 32 8 --precision bf16 --compile", _TINY),
     Stage("steps-4096", 40, f"{_STEP} --batch 32 8 --precision bf16 fp32 {_WIDE}", _TINY),
     Stage("steps-2048", 35, f"{_STEP} --batch 32 8 --precision bf16 fp32 {_MIDDLE}", _TINY),
     Stage("layers", 20, "linear --curve=width --points 768 2048 4096 8192 --tokens=4096 "
           "--dtype=bfloat16 --rank=30 --repeats=5", "--points=16 --tokens=8"),
     Stage("tables", 15, "embedding --peers=none --rank=30 --repeats=5",
           "--rows=60 --width=16 --indices=24 --rank=4 --repeats=1"),
-    Stage("memory", 60, "memory --batch 1 32", _TINY_MODEL),
-    Stage("tests", 85),
-    Stage("sanitize", 40),
+    Stage("memory", 40, "memory --batch 1 32", _TINY_MODEL),
+    Stage("tests", 80),
+    Stage("sanitize", 35),
 )  # fmt: skip
 """In this order: measurements use the times that ``calibrate`` has found."""
+
+GROUPS = {
+    "times": ("doctor", "calibrate", "steps", "layers", "tables"),
+    "more": ("steps-compiled", "steps-4096", "steps-2048", "memory"),
+    "checks": ("tests", "sanitize"),
+}
+"""Names for several stages, of at most five minutes together."""
+
+_WORSE = 1.1  # times what a row took in the last survey, above which the page names it
 
 
 @dataclass(frozen=True)
@@ -98,21 +108,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         return _refuse("device='cuda' needs a GPU that torch can see; --device cpu runs here")
-    named = sorted(stage.name for stage in STAGES)
+    named = sorted([*GROUPS, *(stage.name for stage in STAGES)])
     unknown = [name for name in options.only or () if name not in named]
     if unknown:
         return _refuse(f"only={unknown[0]!r} must be some of {', '.join(named)}")
-    chosen = [stage for stage in STAGES if not options.only or stage.name in options.only]
+    wanted = {stage for name in options.only or () for stage in GROUPS.get(name, (name,))}
+    before = _last(options.out)
+    taken = {each["name"]: 5 + 1.25 * each["seconds"] for each in before if not each["problem"]}
+    chosen = [stage for stage in STAGES if not wanted or stage.name in wanted]
+    shares = [taken.get(stage.name, stage.share) for stage in chosen]
     ended: list[Ended] = []
-    deadline, status = time.monotonic() + options.seconds, 0
+    seconds = options.seconds or min(SECONDS, sum(shares))
+    deadline, status = time.monotonic() + seconds, 0
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         for number, stage in enumerate(chosen):
             left = deadline - time.monotonic()
-            allowed = left * stage.share / sum(later.share for later in chosen[number:])
+            allowed = left * shares[number] / sum(shares[number:])
             print(f"{stage.name}: at most {allowed:.0f} s", flush=True)
             ended.append(_run(stage, allowed, options))
-            _write(options.out, ended)
+            _write(options.out, ended, before)
             print(f"  {ended[-1].outcome()}", flush=True)
     except KeyboardInterrupt:
         print("interrupted")
@@ -129,8 +144,13 @@ def _refuse(problem: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Test and time everything on one card.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="Time for all stages.")
-    parser.add_argument("--only", nargs="+", metavar="STAGE", help="Only these stages.")
+    parser.add_argument(
+        "--seconds", type=float, help="Time for all stages; by default what they take."
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="STAGE",
+        help=f"Only these stages, or groups of them: {', '.join(GROUPS)}.",
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="Tiny sizes, to try the stages out.")
     parser.add_argument(
         "--out", type=Path,
@@ -207,10 +227,36 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def _write(out: Path, ended: Sequence[Ended]) -> None:
+def _last(out: Path) -> list[dict[str, Any]]:
+    """Return what the last survey beside this one wrote; nothing if there is none."""
+    others = [path for path in out.parent.glob("gpu-*.json") if path.stem != out.name]
+    return json.loads(max(others).read_text()) if others else []
+
+
+def _figures(ended: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Yield the milliseconds and MiB of all rows by table and name."""
+    for table in (table for each in ended for table in (each["found"] or {}).get("results", ())):
+        for name, times in table.get("summary", {}).items():
+            yield f"{table['title']}: {name}", times["median_ms"]
+        for row in table.get("rows", ()):
+            name = " ".join(map(str, itertools.takewhile(_is_label, row.values())))
+            for heading, value in row.items():
+                if heading.startswith(("dense", "comera")) and "/" not in heading:
+                    yield f"{table['title']}: {name}, {heading}", value
+
+
+def _is_label(value: object) -> bool:
+    return not isinstance(value, float)
+
+
+def _write(out: Path, ended: Sequence[Ended], before: Sequence[dict[str, Any]]) -> None:
     """Write all outcomes as one page and one JSON file."""
-    found = json.dumps([vars(each) for each in ended], indent=1)
-    for suffix, text in {".json": found, ".md": "\n".join(_page(ended))}.items():
+    now, then = [vars(each) for each in ended], dict(_figures(before))
+    pairs = [(name, then[name], value) for name, value in _figures(now) if then.get(name)]
+    worse = [f"* {name}: {a:.4g}, now {b:.4g}" for name, a, b in pairs if b > _WORSE * a]
+    since = ["", f"## {len(worse)} of {len(pairs)} rows are worse than last time", "", *worse]
+    page = [*_page(ended), *(since if before else ())]
+    for suffix, text in {".json": json.dumps(now, indent=1), ".md": "\n".join(page)}.items():
         with replacing(out.with_name(out.name + suffix)) as temporary:
             temporary.write_text(text + "\n", encoding="utf-8")
 

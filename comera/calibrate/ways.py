@@ -45,6 +45,7 @@ Run = Callable[[], object]
 _ROUNDS, _LEAST_ROUNDS = 7, 3
 _ENOUGH = 0.2  # seconds after which a way has been measured, however few rounds there were
 _SECONDS = 0.01  # a sample takes at least this long, so that the clock does not show
+_ALL_SECONDS = 75.0  # for all trials together; one that is late leaves less to those behind it
 
 _DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
 
@@ -76,15 +77,21 @@ def measure_ways(device: torch.device, say: Say) -> None:
         return
     setting, today = way_setting(device), datetime.date.today().isoformat()
     path: Path | None = None
+    jobs = [(trial, *kind) for trial in TRIALS for kind in _roundings(trial, device)]
+    deadline = time.monotonic() + _ALL_SECONDS
     try:
-        for trial in TRIALS:
-            for dtype, tf32 in _roundings(trial, device):
-                with tf32_products(tf32):
-                    timings = _measure(trial, device, dtype, say)
-                if timings:
-                    path = save_way_times(setting, timings, today)
-                    for timing in timings:
-                        say(describe(timing))
+        for number, (trial, dtype, tf32) in enumerate(jobs):
+            now = time.monotonic()
+            if now > deadline:
+                say(f"{trial.group}, {dtype}: not measured, {_ALL_SECONDS:.0f} s are over")
+                continue
+            until = now + (deadline - now) / (len(jobs) - number)
+            with tf32_products(tf32):
+                timings = _measure(trial, device, dtype, say, until)
+            if timings:
+                path = save_way_times(setting, timings, today)
+                for timing in timings:
+                    say(describe(timing))
     finally:
         forget_times()
     say("no operator has two ways here" if path is None else f"saved as {path}")
@@ -116,7 +123,9 @@ def describe(timing: Timing) -> str:
     return f"{timing.group} {sizes}, {timing.dtype}{where}: {ways}"
 
 
-def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -> list[Timing]:
+def _measure(
+    trial: Trial, device: torch.device, dtype: torch.dtype, say: Say, until: float = math.inf
+) -> list[Timing]:
     """Time the ways of a trial, if several, in eager mode, and on a GPU also in a CUDA graph."""
     group, found = trial.group, list[Timing]()
     if len(ways_of(group)) < 2:
@@ -128,16 +137,17 @@ def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -
             graphs = CudaGraphs(device)
             stack.enter_context(graphs.stream())  # all calls, or none could be captured later
         runs = trial.make(device, dtype)
-        found += _in_turns(group, runs, device, None, say)
+        found += _in_turns(group, runs, device, None, say, until)
         if graphs is not None:
             stack.enter_context(static_shapes())
-            found += _in_turns(group, runs, device, graphs, say)
+            found += _in_turns(group, runs, device, graphs, say, until)
     return found
 
 
 def _in_turns(
-    group: str, runs: Sequence[Run], device: torch.device, graphs: CudaGraphs | None, say: Say
-) -> list[Timing]:
+    group: str, runs: Sequence[Run], device: torch.device, graphs: CudaGraphs | None, say: Say,
+    until: float,
+) -> list[Timing]:  # fmt: skip
     """Time the ways in turn, captured if ``graphs`` is given; report a way that cannot run."""
     samples: dict[str, Callable[[], float]] = {}
     cases: set[tuple[str, tuple[int | str, ...]]] = set()
@@ -158,7 +168,9 @@ def _in_turns(
     if len(samples) < 2:
         return []
     taken = {way: [sample()] for way, sample in samples.items()}
-    for _ in range(_ROUNDS):
+    for number in range(_ROUNDS):
+        if number and time.monotonic() > until:
+            break
         for way, sample in samples.items():
             if sum(taken[way]) < _ENOUGH or len(taken[way]) < _LEAST_ROUNDS:
                 taken[way].append(sample())

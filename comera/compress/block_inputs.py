@@ -109,13 +109,9 @@ def record_calls(
     def watch(k: int) -> None:
         blocks[k].forward = lambda *args, **kwargs: record(k, *args, **kwargs)  # type: ignore[method-assign]
 
-    config = getattr(model, "config", None)
-    caches = getattr(config, "use_cache", None)
     for k in range(len(blocks)):
         watch(k)
     try:
-        if caches:
-            config.use_cache = False  # type: ignore[union-attr]
         for batch in batches:
             with suppress(_Reached):
                 if isinstance(batch, Mapping):
@@ -125,8 +121,6 @@ def record_calls(
                 else:
                     model(batch)
     finally:
-        if caches:
-            config.use_cache = caches  # type: ignore[union-attr]
         for block in blocks:
             vars(block).pop("forward", None)
     counts = {len(found.states), *map(len, found.others)}

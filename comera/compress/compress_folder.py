@@ -136,7 +136,7 @@ def compress_folder(
     if outside:
         log.warning("compress_folder leaves %s dense: outside %s", listed(outside), where)
     inside = {part for block in parts.values() for part in block.modules()}
-    with evaluation_mode(model), every_layer_called():
+    with evaluation_mode(model, caches=False), every_layer_called():
         with filler.filled_when_called([each for each in model.modules() if each not in inside]):
             calls = record_calls(model, list(parts.values()), calibration, filler.filled)
         about = {

@@ -213,7 +213,7 @@ class _Divergence(torch.autograd.Function):
             total += (their_share * (their_log - mine_log)).sum()
             grad.copy_(mine_log.exp_().sub_(their_share).div_(len(ours_NV)))
         ctx.save_for_backward(grad_NV.view_as(mine))
-        return total / len(ours_NV)
+        return (total / len(ours_NV)).clamp(min=0)  # rounding may take it below
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -195,7 +195,7 @@ def gather_moments(
         raise ValueError("calibration has no batch; some hundred sequences are enough")
     idle = [name for name, moments in found.items() if not moments.grad_rows]
     if idle:
-        raise ValueError(f"loss_fn never called {', '.join(idle)}: exclude what it does not reach")
+        raise ValueError(f"the loss depends on no output of {', '.join(idle)}: exclude them")
     for moments in found.values():
         moments.batches = seen
     if keep:
@@ -254,7 +254,7 @@ def _read(
 def training_only(model: nn.Module, trained: Sequence[nn.Parameter] = ()) -> Iterator[None]:
     """Put a model into evaluation mode inside; only parameters in ``trained`` need a gradient."""
     before = {param: param.requires_grad for param in model.parameters()}
-    with evaluation_mode(model), every_layer_called():
+    with evaluation_mode(model, caches=False), every_layer_called():
         for param in before:
             param.requires_grad_(False)
         for param in trained:
@@ -274,8 +274,9 @@ def _watched(
     first: list[Tensor] = []
     squares = _Squares()
 
-    def hook(moments: LayerMoments) -> Callable[..., None]:
-        def after(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def hook(name: str) -> Callable[..., Tensor]:
+        def after(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            moments = found[name]
             padding: Tensor | None = None  # where the output is zero, whatever the weight is
             if isinstance(layer, nn.Embedding):
                 counts = torch.bincount(args[0].flatten(), minlength=len(moments.inputs_II))
@@ -290,15 +291,18 @@ def _watched(
                 grad = grad if padding is None else grad.masked_fill(padding, 0)
                 moments.add_grads(grad.flatten(0, -2).to(moments.grads_OO.dtype))
 
+            # A view that is changed in place afterwards, as by relu_, would lose its hook.
+            output = torch.ops.aten._unsafe_view(output, output.shape)
             if not output.requires_grad:
                 first.append(output.new_zeros((), requires_grad=True))
                 output.add_(first[-1])
             if output.requires_grad:  # else it is under no_grad, which gather_moments refuses
                 output.register_hook(take)
+            return output
 
         return after
 
-    handles = [layer.register_forward_hook(hook(found[name])) for name, layer in layers.items()]
+    handles = [it.register_forward_hook(hook(name), prepend=True) for name, it in layers.items()]
     try:
         yield first
     finally:

@@ -163,18 +163,21 @@ class TensorTrainQuantizer(HfQuantizer):
         if self.pre_quantized:
             where = f"quantization_config of {model.config.name_or_path}"
             described = check_description(self.quantization_config.described, where)
-            if _is_dense(described, kwargs.get("checkpoint_files")):
+            keys = _keys_of(kwargs.get("checkpoint_files"))
+            if _is_dense(described, keys):
                 log.warning("%s speaks of layers that its weights do not have: it is dense", where)
                 described |= {"layers": {}, "split_experts": [], "served": []}
             apart = _names_in(model, described["split_experts"])
             with experts_apart(model, apart.values()):
-                layers = _as_in(model, described["layers"], where)
+                layers = _as_in(model, described["layers"], where, keys)
             dtype = str(self._dtype).removeprefix("torch.")  # that of the whole model
             for name, entry in layers.items():
                 if entry.get("dtype") is not None:  # else an output layer without a bias
                     layers[name] = {**entry, "dtype": dtype}
                 layers[name] = _in_size_of(model.get_submodule(name), layers[name])
             rebuild_(model, layers)
+            of_head = r"\.embedding\.(_extra_state|row_order)$"  # those of its table under its name
+            model._keys_to_ignore_on_load_unexpected.add(of_head)
             for name in _names_in(model, described["served"]).values():
                 refuse_training_(model.get_submodule(name))
             for part in model.modules():
@@ -195,6 +198,8 @@ class TensorTrainQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        for key in model.config.sub_configs:
+            vars(getattr(model.config, key)).pop("quantization_config", None)
         # that of the model's config, which save_pretrained has made a string
         return densify_(model).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
@@ -210,15 +215,22 @@ def _set_methods_(model: Any) -> None:
     model._no_split_modules = whole.union(model._no_split_modules or ())
 
 
-def _is_dense(described: Mapping[str, Any], files: Sequence[str] | None) -> bool:
-    """Return whether files that are safetensors hold of all layers dense weights alone."""
+def _keys_of(files: Sequence[str] | None) -> set[str]:
+    """Return the names of the tensors in files, of those that are safetensors."""
     keys = set[str]()
     for path in files or ():
         if str(path).endswith(".safetensors"):
             with safe_open(path, "pt") as opened:
                 keys |= set(opened.keys())
-    dense = {f"{name}.weight" for name in described["layers"]} & keys
-    return bool(dense) and not any(".cores." in key for key in keys)
+    return keys
+
+
+def _is_dense(described: Mapping[str, Any], keys: set[str]) -> bool:
+    """Return whether files with these tensors hold of all layers dense weights alone."""
+    layers, parts = described["layers"], {key: set(key.split(".")) for key in keys}
+    experts = {name.rpartition(".")[2] for name in described["split_experts"] if layers}
+    dense = any(key.removesuffix(".weight") in layers or parts[key] & experts for key in keys)
+    return dense and not any(map({"cores", "left", "right"}.intersection, parts.values()))
 
 
 def _init_weights(model: Any, layer: nn.Module) -> None:
@@ -287,14 +299,18 @@ def _save_pretrained(
             quantizer.given = None
 
 
-def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Entry]:
-    """Return saved layers by their names in this model, with or without the base prefix."""
+def _as_in(model: Any, layers: Mapping[str, Entry], where: str, keys: set[str]) -> dict[str, Entry]:
+    """Return saved layers by their names in this model, with or without the base prefix.
+
+    Raises ``ValueError`` if the model has none of the layers with the tensors ``keys`` either.
+    """
     new_name = _names_in(model, layers)
     if layers and not new_name:
-        log.warning(
-            "%s speaks of %s, and a %s has none of them",
-            where, listed(list(layers)), type(model).__qualname__,
-        )  # fmt: skip
+        kind = type(model).__qualname__
+        text = f"{where} speaks of {listed(list(layers))}, and a {kind} has none of them"
+        if keys and not _names_in(model, {key.removesuffix(".weight") for key in keys}):
+            raise ValueError(f"{text}, nor any other layer of the folder: take the class saved")
+        log.warning(text)
     found = {}
     for name, mine in new_name.items():
         lead = layers[name].get("works_on")

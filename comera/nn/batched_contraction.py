@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.linear import TTLinear
+from comera.nn.block_linear import BTTLinear
+from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import (
     Shared,
     SharedGates,
@@ -22,6 +23,7 @@ from comera.nn.module import (
 from comera.ops.contract_cores import contract_groups
 from comera.ops.cores import Chains
 from comera.ops.dispatch import is_eager, shapes_are_static
+from comera.ops.linear.blocks import block_factors
 
 
 class BatchedContraction:
@@ -55,9 +57,10 @@ class BatchedContraction:
         self._key: object = None
         self._params: list[tuple[Tensor, ...]] = []
         self._calls: list[tuple[list[list[TTLinear]], list[Chains]]] = []
+        self._blocks: list[list[BTTLinear]] = []
 
     def __enter__(self) -> "BatchedContraction":
-        layers = [train for train in self._trains if isinstance(train, TTLinear)]
+        layers = [train for train in self._trains if isinstance(train, CompressedLinear)]
         key = []  # changes if a parameter is replaced, resized, frozen or moved
         for layer in layers:
             cores, gates = params_of(layer.cores), params_of(layer.gates)
@@ -66,9 +69,16 @@ class BatchedContraction:
             key.append((*ids, kinds, cores[0].dtype, cores[0].device, layer.prune_below))
         if key != self._key:
             check_unsharded(self._model, "BatchedContraction")  # it may have been sharded since
-            self._key, self._calls = key, _calls(layers, self._autocast)
+            alike: dict[object, list[Any]] = {}
+            for layer in layers:
+                if "bias" in layer._parameters:  # it is not computed, as by torch.nn.utils.prune
+                    alike.setdefault(layer.kind(), []).append(layer)
+            groups = list(alike.values())
+            self._key = key
+            self._calls = _calls([of for of in groups if of[0].is_chain], self._autocast)
+            self._blocks = [of for of in groups if not of[0].is_chain]
             self._params = [
-                tuple(train.parameters() if isinstance(train, TTLinear) else train.gates)
+                tuple(train.parameters() if isinstance(train, CompressedLinear) else train.gates)
                 for train in self._trains
             ]
         try:
@@ -96,9 +106,13 @@ class BatchedContraction:
             factors = contract_groups(
                 [replace(one, gates=of) for one, of in zip(chains, gates, strict=True)]
             )
-            for layers, pairs in zip(groups, _unbind_factors(groups, factors), strict=True):
-                for layer, pair in zip(layers, pairs, strict=True):
-                    vars(layer)["shared_factors"] = pair
+            _set_factors(groups, factors)
+        for layers in self._blocks:
+            lefts, rights = zip(*(params_of(layer.cores) for layer in layers), strict=True)
+            gates = [layer.bond_gates()[0] for layer in layers]
+            dtype = None if lefts[0].dtype == torch.float64 else self._autocast
+            pair = block_factors(lefts, gates, rights, layers[0].prune_below, dtype)
+            _set_factors([layers], [each.unflatten(0, (len(layers), -1)) for each in pair])
 
     def __exit__(self, *problem: object) -> None:
         for train in self._trains:  # a compiled step has to find layers as they were at first
@@ -107,19 +121,14 @@ class BatchedContraction:
 
 
 def _calls(
-    layers: Sequence[TTLinear], autocast: torch.dtype | None
+    alike: Sequence[list[TTLinear]], autocast: torch.dtype | None
 ) -> list[tuple[list[list[TTLinear]], list[Chains]]]:
-    """Group layers by shape, and groups by call, so that frozen layers have calls of their own.
+    """Group groups of equal layers by call, so that frozen layers have calls of their own.
 
-    Layers with a computed bias, as of ``torch.nn.utils.prune``, are left out. Returns for each call
-    the groups, and the argument of ``contract_groups``, still without gates.
+    Returns for each call the groups, and the argument of ``contract_groups``, still without gates.
     """
-    alike: dict[object, list[TTLinear]] = {}
-    for layer in layers:
-        if "bias" in layer._parameters:
-            alike.setdefault(layer.kind(), []).append(layer)
     together: dict[object, list[list[TTLinear]]] = {}
-    for group in alike.values():
+    for group in alike:
         core = group[0].cores[0]
         trained = any(param.requires_grad for layer in group for param in layer.parameters())
         together.setdefault((core.dtype, core.device, trained), []).append(group)
@@ -152,10 +161,8 @@ def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
     return first.flat if len(first.flat) == start else torch.cat(gates)
 
 
-def _unbind_factors(
-    groups: Sequence[Sequence[nn.Module]], factors: Sequence[Tensor]
-) -> list[list[tuple[Tensor, Tensor]]]:
-    """Split factors ``(G, I, R)`` and ``(G, R, O)`` of groups of G layers into pairs of each layer.
+def _set_factors(groups: Sequence[Sequence[nn.Module]], factors: Sequence[Tensor]) -> None:
+    """Set on each layer its part of the factors ``(G, ...)`` of its group of G layers.
 
     In backward, a layer that no gradient reaches gets None, so that optimizers skip it; in captured
     graphs and under ``torch.func`` it gets zeros.
@@ -171,7 +178,9 @@ def _unbind_factors(
         unbind: Callable[..., tuple[Tensor, ...]] = _Unbind.apply
         flat = iter(unbind(groups, *factors))
         apart = [tuple(islice(flat, len(factor))) for factor in factors]
-    return [list(zip(*pair, strict=True)) for pair in zip(apart[::2], apart[1::2], strict=True)]
+    for layers, lefts, rights in zip(groups, apart[::2], apart[1::2], strict=True):
+        for layer, *pair in zip(layers, lefts, rights, strict=True):
+            vars(layer)["shared_factors"] = tuple(pair)
 
 
 class _Unbind(torch.autograd.Function):

@@ -9,7 +9,14 @@ from comera.nn.init import Init
 from comera.nn.linear import CompressedLinear
 from comera.nn.module import params_of
 from comera.ops.cores import open_gate
-from comera.ops.linear.blocks import block_linear, blocks_to_dense, split_blocks, weight_to_blocks
+from comera.ops.linear.blocks import (
+    BlockFactors,
+    block_factors,
+    block_linears,
+    blocks_to_dense,
+    split_blocks,
+    weight_to_blocks,
+)
 from comera.ops.linear.tt_linear import check_width
 from comera.shapes import BTTShape
 
@@ -48,8 +55,19 @@ class BTTLinear(CompressedLinear):
     def forward(self, input: Tensor) -> Tensor:
         self._check_there(input)
         check_width(input, self.in_features)
-        left, right = self.gated_cores()
-        return block_linear(input, left, right, self.bias, self.out_features)
+        return block_linears(input, [self.factors()])[0]
+
+    def factors(self) -> BlockFactors:
+        """Return the cores as both products read them, ``(a, R c, b)`` and ``(c, a R, d)``.
+
+        Inside a :class:`~comera.BatchedContraction` they are cached, in its dtype ``autocast`` if
+        given.
+        """
+        shared = self._shared_factors()
+        if shared is None:
+            left, right = params_of(self.cores)
+            shared = block_factors([left], self.bond_gates(), [right], self.prune_below)
+        return BlockFactors(*shared, self.bias, self.out_features)
 
     def gated_cores(self) -> list[Tensor]:
         (gate,), (left, right) = self.bond_gates(), params_of(self.cores)

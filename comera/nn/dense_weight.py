@@ -9,6 +9,12 @@ from torch.utils._pytree import tree_leaves
 
 from comera.ops.dispatch import is_eager
 
+_NO_PARAMETER = (
+    "layer.weight is computed in each access, so that this would change nothing: "
+    "layer.requires_grad_(False) freezes the layer, and hooks go on each of layer.parameters()"
+)
+_FOR_PARAMETERS = Tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.register_hook  # type: ignore[attr-defined]
+
 
 class DenseWeight(Tensor):
     """A read-only weight computed from cores.
@@ -46,6 +52,10 @@ class DenseWeight(Tensor):
             guarded = [part for part in tree_leaves((args, kwargs)) if isinstance(part, cls)]
             if func == Tensor.data.__set__ and guarded:  # type: ignore[attr-defined]
                 raise RuntimeError(guarded[0]._remedy)
+            if func in _FOR_PARAMETERS and args[0]._is_whole:
+                given = next(iter((*args[1:], *kwargs.values(), True)))  # a flag, or a hook
+                if given != args[0].requires_grad:
+                    raise RuntimeError(_NO_PARAMETER)
             before = [tensor._version for tensor in guarded]
             result = func(*args, **kwargs)
             for tensor, version in zip(guarded, before, strict=True):
@@ -66,16 +76,16 @@ def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
         weight = compute().contiguous()
     if not is_eager() or type(weight) is not Tensor or _is_transformed(weight):
         return weight
-    return _guarded(weight, remedy)
+    return _guarded(weight, remedy, is_whole=True)
 
 
 def _is_transformed(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def _guarded(tensor: Tensor, remedy: str) -> Tensor:
-    made = tensor.as_subclass(DenseWeight)
-    made._remedy = remedy  # type: ignore[attr-defined]
+def _guarded(tensor: Tensor, remedy: str, is_whole: bool = False) -> Tensor:
+    made: Any = tensor.as_subclass(DenseWeight)
+    made._remedy, made._is_whole = remedy, is_whole
     return made
 
 

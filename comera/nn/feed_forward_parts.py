@@ -6,8 +6,8 @@ call the functions of :mod:`comera.nn.fused`.
 """
 
 import functools
+import inspect
 import logging
-import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from comera.extras import listed
+from comera.extras import listed, say_once
+from comera.nn.block_linear import BTTLinear
 from comera.nn.fused import feed_forward, gated_feed_forward, is_plain
 from comera.nn.linear import TTLinear
 from comera.ops.dispatch import is_eager
@@ -28,6 +29,7 @@ log = logging.getLogger("comera")
 _FEWEST_ROWS = 16
 """Rows below which layers by themselves are faster."""
 
+_ALIKE = ({TTLinear}, {BTTLinear})
 _FUNCTIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 _ACTIVATIONS: dict[Any, str] = {
     nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu",
@@ -118,11 +120,12 @@ def path_of(kind: type | str) -> str:
 def fuse_feed_forwards_(model: nn.Module) -> list[str]:
     """Run the registered feed-forward parts of a model as one operation each, in place.
 
-    Parts are modules of registered classes whose layers are all :class:`~comera.TTLinear`, and each
-    ``nn.Sequential`` with two such layers around an activation. The new method is an attribute of
-    the module, with the same outputs and gradients. It still runs layer by layer for fewer than 16
-    rows, under ``torch.compile``, ``torch.func`` and other tracing, while dropout acts on the
-    hidden activation, and if a hook or patch inside would be skipped. Returns the parts' names.
+    Parts are modules of registered classes whose layers are all :class:`~comera.TTLinear` or all
+    :class:`~comera.BTTLinear`, and each ``nn.Sequential`` with two such layers around an
+    activation. The new method is an attribute of the module, with the same outputs and gradients.
+    It still runs layer by layer for fewer than 16 rows, under ``torch.compile``, ``torch.func`` and
+    other tracing, while dropout acts on the hidden activation, and if a hook or patch inside would
+    be skipped. Returns the parts' names.
     """
     unfuse_feed_forwards_(model)
     names = []
@@ -131,11 +134,12 @@ def fuse_feed_forwards_(model: nn.Module) -> list[str]:
         layout, _ = _layout_of(kind)
         method = "forward" if layout is None else layout.method
         part = None if method in vars(module) else _part_of(module)
-        if part is not None and all(type(layer) is TTLinear for layer in part.layers):
+        if part is not None and {type(layer) for layer in part.layers} in _ALIKE:
             _bind(module, method)
             names.append(name or "the model")
     if names:
-        log.info("keep nothing of their hidden width, as one operation each: %s", listed(names))
+        said = "keep nothing of their hidden width, as one operation each: %s"
+        say_once(log, logging.INFO, said, listed(names))
     return names
 
 
@@ -169,14 +173,11 @@ class _Bound:
 class _OneOperation(_Bound):
     """The method of a fused part: runs one operation if equivalent, else the class's method."""
 
-    @property
-    def __wrapped__(self) -> Any:
-        module: Any = self._module()
-        return types.MethodType(getattr(type(module), self._method), module)
-
-    @property
-    def __code__(self) -> types.CodeType:
-        return self.__wrapped__.__code__  # torch.export reads it
+    def __init__(self, module: nn.Module, method: str) -> None:
+        super().__init__(module, method)
+        plain = getattr(type(module), method).__get__(module)
+        self.__signature__ = inspect.signature(plain)  # which transformers reads, compiled or not
+        self.__code__ = plain.__code__  # torch.export reads it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
@@ -247,7 +248,7 @@ def _part_of(module: nn.Module) -> _Part | None:
 
 def _part_of_sequential(module: nn.Sequential) -> _Part | None:
     children = list(module)
-    places = [k for k, child in enumerate(children) if type(child) is TTLinear]
+    places = [k for k, child in enumerate(children) if type(child) in (TTLinear, BTTLinear)]
     if len(places) != 2 or nn.Sequential.forward is not _own(nn.Sequential, "forward"):
         return None
     first, second = places

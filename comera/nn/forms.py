@@ -121,7 +121,7 @@ def _unscaled(layer: Any) -> nn.Embedding:
 
 def _scaled(name: str, table: Any) -> nn.Module:
     module, _, kind = name.rpartition(".")
-    sizes = *table.weight.shape, table.padding_idx, table.output_scale
+    sizes = *table.weight.shape, table.padding_idx, getattr(table, "output_scale", 1.0)
     layer = getattr(import_module(module), kind)(*sizes)
     layer.weight = table.weight
     return layer.to(table.weight.device)
@@ -220,7 +220,7 @@ class SplitExperts(nn.Module):
         downs = factors_together(rows, self.down) if ups else None
         if ups and downs:
             until = torch.tensor(ends, dtype=torch.int32) - first
-            found = [grouped_linear(between(grouped_linear(rows, ups, until)), downs, until)]
+            found = [grouped_linear(between(grouped_linear(rows, until, *ups)), until, *downs)]
         else:
             found = [
                 part if may_skip and not len(part) else down(between(up(part)))

@@ -32,6 +32,7 @@ class CompressedLinear(TensorTrainModule):
 
     __constants__ = ("in_features", "out_features")
     bias: nn.Parameter | None
+    shared_factors: tuple[Tensor, Tensor] | None = None
     shape: LinearShape  # type: ignore[assignment]
     _modes: LinearShape
     _settings: ClassVar[tuple[str, ...]] = ("in_features", "out_features", "bias", "prune_below")
@@ -78,15 +79,25 @@ class CompressedLinear(TensorTrainModule):
         """Return a key; layers with equal keys have the same cost at any batch."""
         core = self.cores[0]
         return (
-            self._modes.in_modes, self._modes.out_modes, self.ranks, self.prune_below, core.dtype,
-            core.device, self.in_features, self.out_features, self.bias is not None,
+            self.is_chain, self._modes.in_modes, self._modes.out_modes, self.ranks,
+            self.prune_below, core.dtype, core.device,
+            self.in_features, self.out_features, self.bias is not None,
         )  # fmt: skip
 
     def at(self, tokens: int, *, together: int = 1) -> Layer:
         return Layer(
             self.shape, tokens, self.in_features, self.out_features, self.bias is not None,
-            together=together if isinstance(self, TTLinear) else 1,
+            together=together,
         )  # fmt: skip
+
+    def _shared_factors(self) -> tuple[Tensor, Tensor] | None:
+        """Return the factors that a BatchedContraction cached, if they fit the present use."""
+        if self.shared_factors is None:
+            return None
+        self.renew_shared()
+        shared, core = self.shared_factors, self.cores[0]
+        fits = shared[0].dtype in (core.dtype, autocast_dtype(core)) if shared else False
+        return shared if shared and fits and may_share(shared[0], core) else None
 
     def _weight_size(self) -> tuple[int, int]:
         return self.out_features, self.in_features
@@ -208,7 +219,6 @@ class TTLinear(CompressedLinear):
     Source: CoMERA, arXiv 2405.14377, section 3.
     """
 
-    shared_factors: tuple[Tensor, Tensor] | None = None
     shape: TTShape  # type: ignore[assignment]
     _modes: TTShape
     _shapes = TTShape
@@ -246,13 +256,7 @@ class TTLinear(CompressedLinear):
         :class:`~comera.BatchedContraction` the factors are cached, in its dtype ``autocast`` if
         given.
         """
-        shared = self.shared_factors
-        if shared is not None:
-            self.renew_shared()
-            shared, core = self.shared_factors, self.cores[0]
-            dtypes = core.dtype, autocast_dtype(core)
-            if shared and not (shared[0].dtype in dtypes and may_share(shared[0], core)):
-                shared = None
+        shared = self._shared_factors()
         if shared is not None:
             left, right = shared
         else:

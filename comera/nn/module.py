@@ -69,8 +69,9 @@ _WRITTEN = (
 )
 
 _PARAMETRIZED = (
-    "{0}.weight is computed from the layer's cores and is no parameter that weight_norm or another "
-    "parametrization could take: leave the layer dense, by TTConfig(exclude_modules=...)"
+    "the weight of a tensor-train layer is computed from its cores and is no parameter that "
+    "weight_norm, spectral_norm or another parametrization could take: leave the layer dense, by "
+    "TTConfig(exclude_modules=...)"
 )
 
 
@@ -114,6 +115,17 @@ class Gates(Params):
         return super()._apply(wide, recurse)
 
 
+class _WithoutWeight(dict[str, Any]):
+    """Parameters by name, none of them ``weight``: the old ``weight_norm`` asks nothing else."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(_PARAMETRIZED) if name == "weight" else KeyError(name)
+
+    def __delitem__(self, name: str) -> None:
+        self[name]  # or say why not
+        super().__delitem__(name)
+
+
 class WeightByAssignment(nn.Module):
     """A module whose ``weight`` is a property, which can also be assigned an ``nn.Parameter``."""
 
@@ -155,8 +167,10 @@ class TensorTrainModule(WeightByAssignment):
 
     def _check_there(self, input: Tensor) -> None:
         """Raise if the input is no tensor, or if the cores are on ``meta`` and the input is not."""
+        name = type(self).__name__
+        if torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export():
+            raise TypeError(NOT_PLAIN.format("torch.onnx.export(dynamo=False)", name))
         if type(input) is not Tensor:
-            name = type(self).__name__
             if isinstance(input, fx.Proxy):
                 raise TypeError(NOT_PLAIN.format("torch.fx.symbolic_trace", name))
             if not isinstance(input, Tensor):
@@ -165,10 +179,10 @@ class TensorTrainModule(WeightByAssignment):
         core = cores._parameters.get("0")
         if core is not None and core.is_meta and not input.is_meta:
             raise RuntimeError(
-                f"the cores of this {type(self).__name__} are on the meta device and have no "
+                f"the cores of this {name} are on the meta device and have no "
                 f"numbers, the input is on {input.device}: load them first; accelerate brings "
                 "those that it has offloaded if it is told of the class: cpu_offload, "
-                f'dispatch_model(..., preload_module_classes=["{type(self).__name__}"])'
+                f'dispatch_model(..., preload_module_classes=["{name}"])'
             )
 
     def __prepare_scriptable__(self) -> Any:
@@ -180,7 +194,7 @@ class TensorTrainModule(WeightByAssignment):
         caller = sys._getframe(2)  # the only place where torch asks the layer before it fails
         asked = caller.f_locals.get("tensor_name")
         if caller.f_code.co_name == "register_parametrization" and asked == "weight":
-            raise ValueError(_PARAMETRIZED.format(type(self).__name__))
+            raise ValueError(_PARAMETRIZED)
         raise AttributeError("parametrizations")  # nn.Module then finds those of other parameters
 
     def _build(
@@ -196,6 +210,7 @@ class TensorTrainModule(WeightByAssignment):
         if not (is_number(prune_below) and 0 <= prune_below < 1):
             raise ValueError(f"prune_below={prune_below!r} must be in [0, 1): gates start at 1")
         wide = torch.promote_types(dtype, torch.float32)
+        self.__dict__["_parameters"] = _WithoutWeight(self._parameters)
         self._modes, self._split = shape, shape.split
         self.prune_below = prune_below
         self.start_ranks = shape.ranks

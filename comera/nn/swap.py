@@ -87,9 +87,11 @@ def swap_layers_(
     there = "transformers.core_model_loading" in sys.modules  # of transformers 5
     loaded: Any = sys.modules["transformers.modeling_utils"] if there else None
     for part in model.modules() if there else ():
-        is_new = isinstance(part, loaded.PreTrainedModel) and not hasattr(part, "hf_quantizer")
-        if is_new and tensor_trains(part):  # by its name, since that room lies above this one
-            import_module("comera.integrations.pretrained").attach_(part)
+        if isinstance(part, loaded.PreTrainedModel) and tensor_trains(part):
+            try:  # by its name, since that room lies above this one
+                import_module("comera.integrations.pretrained").attach_(part)
+            except ValueError as problem:
+                log.warning("save_pretrained cannot describe the new layers: %s", problem)
     return model
 
 
@@ -223,13 +225,22 @@ def rename_tied_weights_(model: nn.Module) -> None:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and restore the mode of each module afterwards."""
+def evaluation_mode(model: nn.Module, caches: bool = True) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore the mode of each module afterwards.
+
+    Without ``caches`` transformers' are off, which are written in place, as no gradient allows.
+    """
     training = {module: module.training for module in model.modules()}
+    configs = [] if caches else [getattr(module, "config", None) for module in training]
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
     model.eval()
     try:
+        for config in caching:
+            object.__setattr__(config, "use_cache", False)  # it may be frozen
         yield
     finally:
+        for config in caching:
+            object.__setattr__(config, "use_cache", True)
         for module, was in training.items():
             module.training = was
 

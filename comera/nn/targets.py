@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
@@ -10,10 +10,10 @@ from typing import Any, Literal, Self
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from comera.extras import check_known, listed, names_misspelt
+from comera.extras import check_known, listed, names_misspelt, say_once
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, is_sharded, tensor_trains
 from comera.shapes import check_tolerance, check_whole_numbers, is_number, only_one, whole_number
 
 log = logging.getLogger("comera")
@@ -191,6 +191,10 @@ _SUBCLASS = (
 _COMPUTED = (
     "the weight or the bias is made from others, such as by weight_norm, spectral_norm or prune"
 )
+_RESCALED = (
+    "the model divides its weight in place once it is evaluated, which cores do not allow "
+    "(rescale_every=0 in the config of the model, before it is evaluated, lets it be converted)"
+)
 
 
 def find_targets(
@@ -221,7 +225,8 @@ def find_targets(
     wanted, excluded = config.target_modules, config.exclude_modules
     known: list[str] = []
     chosen: dict[str, nn.Module] = {}
-    dense: dict[str, list[str]] = {_IN_ATTENTION: [], _ADAPTER: [], _SUBCLASS: [], _COMPUTED: []}
+    dense = defaultdict[str, list[str]](list)
+    rescales = any(getattr(getattr(m, "config", 0), "rescale_every", 0) for m in model.modules())
     small = False
     for name, module in model.named_modules():
         layer = as_torch(module)
@@ -244,15 +249,16 @@ def find_targets(
             isinstance(getattr(module, "bias", None), Tensor) and "bias" not in module._parameters
         ):
             dense[_COMPUTED].append(name)
-        elif type(layer) not in _NAMED_TARGETS["all"]:
+        elif rescales and matches(name, ["attention.output", "feed_forward.value"]):  # of RWKV
+            dense[_RESCALED].append(name)
+        elif type(layer) not in _NAMED_TARGETS["all"] and not is_sharded(module.weight):
             dense[_SUBCLASS].append(name)
         elif module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
             small = True
         else:
             chosen[name] = module
-    for reason, names in dense.items():
-        if names and caller:
-            say_dense(caller, model, names, reason)
+    for reason, names in dense.items() if caller else ():
+        say_dense(str(caller), model, names, reason)
     entries = [excluded] if isinstance(excluded, str) else [[end] for end in excluded or ()]
     for entry in entries:  # one configuration may serve models that lack a layer
         if caller and not any(matches(name, entry) for name in known):
@@ -287,15 +293,17 @@ def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:
     kinds: Counter[str] = Counter()
     left: list[nn.Parameter] = []
     for module in model.modules():
-        params = [param for param in module.parameters(recurse=False) if not is_lazy(param)]
-        matrices = [param for param in params if param.dim() > 1]
-        if matrices and id(module) not in skip:
-            kinds[type(module).__name__] += 1
-            left += matrices
+        own = dict(module.named_parameters(recurse=False))
+        matrices = [k for k, p in own.items() if not is_lazy(p) and sum(n > 1 for n in p.shape) > 1]
+        if id(module) not in skip:
+            kind, alone = type(module).__name__, len(own) == len(list(module.parameters()))
+            kinds.update({kind if alone else f"{kind}.{key}" for key in matrices})
+            left += [own[key] for key in matrices]
     share = _share(model, left)
     if share > _LARGE_SHARE:
         found = listed([f"{count} {kind}" for kind, count in kinds.most_common()])
-        log.warning(
+        say_once(
+            log, logging.WARNING,
             "%s leaves %s dense, with %.0f %% of all parameters: they are no nn.Linear, "
             "nn.Embedding or nn.EmbeddingBag, nor known by comera.register_layer",
             caller, found, 100 * share,
@@ -307,7 +315,8 @@ def say_dense(caller: str, model: nn.Module, names: Sequence[str], reason: str) 
     ends = [name.rpartition(".")[0] if reason is _IN_ATTENTION else name for name in names]
     share = _share(model, [p for end in ends for p in model.get_submodule(end).parameters()])
     much = f"; that is {100 * share:.0f} % of all parameters" * (share > _LARGE_SHARE)
-    log.warning("%s leaves %s dense: %s%s", caller, listed(names), reason, much)
+    text = "%s leaves %s dense: %s%s"
+    say_once(log, logging.WARNING, text, caller, listed(names), reason, much)
 
 
 def _share(model: nn.Module, params: Iterable[nn.Parameter]) -> float:

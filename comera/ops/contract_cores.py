@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 from torch.nn import functional as F
 
 from comera.ops.context import is_autocast_on, shapes_are_static, without_autocast
 from comera.ops.cores import Chains, open_gate
 from comera.ops.dispatch import Case, Way, Ways, is_eager
 from comera.ops.kernels import choose, contract_kernel
-from comera.ops.operator import is_readable, is_traced, operator, recomputed_grads
+from comera.ops.operator import is_concrete, is_readable, is_traced, operator, recomputed_grads
 
 
 def contract_layer(
@@ -159,7 +160,11 @@ def contract_groups(groups: Sequence[Chains]) -> list[Tensor]:
             or kernel_refuses(groups) is None  # a kernel is one launch
         )
     ):
-        return _contract_groups(*arguments_of(groups))
+        given = arguments_of(groups)
+        if is_eager() and is_concrete(core):
+            contract: Callable[..., Sequence[Tensor]] = _Contraction.apply
+            return list(contract(groups, given, *given[0], *given[1], *given[2]))
+        return _contract_groups(*given)
     return [factor for group in groups for factor in contract_by_torch(group)]
 
 
@@ -248,6 +253,23 @@ def _backward(ctx, grads: Sequence[Tensor]):
 _contract_groups.register_autograd(_backward, setup_context=_setup_context)
 
 
+class _Contraction(torch.autograd.Function):
+    """The operator in eager mode, which need not take the groups apart and rebuild them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, groups: Sequence[Chains], given: _Arguments, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        output = CONTRACT(groups)
+        _setup_context(ctx, given, output)
+        return tuple(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        cores, gates, biases, *_ = _backward(ctx, grads)
+        return None, None, *cores, *gates, *biases
+
+
 @operator("comera::contract_cores_backward", tags=_OUTSIDE_GRAPHS)
 def _contract_backward(
     grads: Sequence[Tensor],
@@ -285,13 +307,11 @@ def _grads_by_kernel(
     groups: Sequence[Chains], grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     cores, gates, _, layout, thresholds = arguments_of(groups)
-    flat = _contract_backward(grads, cores, gates, layout, thresholds)
-    return _apart(flat[0], cores), _apart(flat[1], gates)
-
-
-def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    if is_eager() and is_concrete(cores[0]):
+        flat: Sequence[Tensor] = contract_kernel.contract_backward(groups, grads)
+    else:
+        flat = _contract_backward(grads, cores, gates, layout, thresholds)
+    return _unflatten_dense_tensors(flat[0], cores), _unflatten_dense_tensors(flat[1], gates)
 
 
 def _grads_by_torch(

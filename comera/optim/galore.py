@@ -147,7 +147,8 @@ class GaLore(Optimizer):
         self._take_back(self.param_groups[-1]["params"])  # what Adagrad has made at once
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} around {self.inner!r}"
+        inner = type(self.inner).__name__
+        return super().__repr__().replace(" (", f" around {inner} (", 1)
 
     def stand_in(self, param: Tensor) -> nn.Parameter | None:
         """Return the tensor that the inner optimizer trains in place of a projected parameter."""

@@ -121,11 +121,10 @@ def group_of(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
 def check_whole(param: Tensor, who: str, instead: str = "torch.optim.AdamW") -> None:
     """Raise ``ValueError`` if a parameter is a part of one; ``who`` begins the error's text."""
     if is_sharded(param):
-        made = "a DTensor, as fully_shard makes it"
-        of = "FullyShardedDataParallel's" if hasattr(param, "_fsdp_flattened") else made
         raise ValueError(
-            f"{who} whole matrices, and a parameter of shape {tuple(param.shape)} is sharded "
-            f"({of}): use {instead}, or leave the model whole in DistributedDataParallel"
+            f"{who} whole matrices, and a parameter of shape {tuple(param.shape)} is sharded (as "
+            f"by fully_shard or FullyShardedDataParallel): use {instead}, or leave the model "
+            "whole in DistributedDataParallel"
         )
 
 

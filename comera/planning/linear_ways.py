@@ -1,8 +1,7 @@
 """Plan the ways to compute a compressed linear layer, and the dense layer, as lists of steps.
 
 A factorized layer multiplies the batch by the contracted factors ``A (in, r)`` and ``B (r, out)``
-in turn, a reconstructed one by ``W = A B``. A block tensor train is two batched products and a
-shuffle.
+in turn, a reconstructed one by ``W = A B``. A block tensor train is two batched products.
 
 Letters of the equations of blocks: t = tokens, a and b = blocks of the input and the numbers in
 each, c and d = those of the output, r = rank of the blocks.
@@ -209,29 +208,29 @@ def _bias_gradient(layer: Layer) -> list[Step]:
 
 
 def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:
-    """Plan ``y = shuffled(x A) B``, A and B being matrices with blocks along their diagonals."""
+    """Plan ``y = (x A) B``, A and B being matrices with blocks along their diagonals."""
     shape = layer.shape
     assert isinstance(shape, BTTShape)
     (a, b), (c, d), (rank,), tokens = shape.in_modes, shape.out_modes, shape.ranks, layer.tokens
-    hidden, high, right_size = tokens * a * c * rank, tokens * c * d, shape.slice_sizes[1] * rank
-    pads = tokens * a * b if a * b > layer.in_features else 0
+    hidden, high, wide = tokens * a * c * rank, tokens * c * d, tokens * a * b
+    left_size, right_size = (size * rank for size in shape.slice_sizes)
+    pads = wide if a * b > layer.in_features else 0
+    # On a card products are written where they belong.
+    y, gh, gx = (0, 0, 0) if machine.kind == "cuda" else (high, hidden, wide)
     forward = [
-        gates(shape, 0),
-        Step("B", ("core1",), "cacr to c,ar,d", right_size, copied=right_size),
-        product("h", ("core0", "x"), "abcr,abt->acrt", (a, c * rank, b, tokens), copied=pads),
-        Step("hidden", ("h",), "acrt to c,ar,t", hidden, moved=2 * hidden),
-        product("blocks", ("hidden", "B"), "cart,card->ctd", (c, tokens, a * rank, d)),
-        Step("y", ("blocks",), "ctd to t,cd", high, copied=high),
+        gates(shape, 1 / layer.together),
+        Step("A", ("core0",), "abcr to a,rc,b", left_size, copied=left_size),
+        Step("B", ("core1",), "rcad to c,ar,d", right_size, copied=right_size),
+        product("h", ("A", "x"), "arcb,abt->arct", (a, c * rank, b, tokens), copied=pads),
+        product("y", ("h", "B"), "arct,card->tcd", (c, tokens, a * rank, d), copied=y),
     ]
     backward = [
-        Step("grad(blocks)", ("gy",), "t,cd to ctd", high, copied=high),
         *_bias_gradient(layer),
-        product("grad(B)", ("hidden", "grad(blocks)"), "cart,ctd->card", (c, a * rank, tokens, d)),
-        product("grad(hidden)", ("grad(blocks)", "B"), "ctd,card->cart", (c, tokens, d, a * rank)),
-        Step("grad(h)", ("grad(hidden)",), "c,ar,t to acrt", hidden, moved=2 * hidden),
-        product("grad(core0)", ("x", "grad(h)"), "abt,acrt->abcr", (a, b, tokens, c * rank)),
-        product("grad(x)", ("grad(h)", "core0"), "acrt,abcr->abt", (a, tokens, c * rank, b)),
-        gates(shape, 0, backward=True),
+        product("grad(B)", ("h", "gy"), "arct,tcd->card", (c, a * rank, tokens, d)),
+        product("grad(h)", ("gy", "B"), "tcd,card->arct", (c, tokens, d, a * rank), copied=gh),
+        product("grad(A)", ("x", "grad(h)"), "abt,arct->arcb", (a, b, tokens, c * rank)),
+        product("grad(x)", ("grad(h)", "A"), "arct,arcb->tab", (a, tokens, c * rank, b), copied=gx),
+        gates(shape, 1 / layer.together, backward=True),
     ]
     parameters = layer.cores() | layer.biases
     return candidate("blocks", layer, machine.without_onednn, dtype, forward, backward, parameters)

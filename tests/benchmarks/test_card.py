@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import __main__, card
-from benchmarks.card import STAGES, Stage, main
+from benchmarks.card import GROUPS, STAGES, Stage, main
 
 RESULT = {"results": [{"title": "A table", "rows": [{"a": 1}]}], "notes": []}
 
@@ -92,8 +92,36 @@ def test_ctrl_c_keeps_what_was_found(stages, tmp_path, monkeypatch):
     assert "| doctor | 0 | ended: all is well |" in (tmp_path / "gpu.md").read_text()
 
 
-def test_shares_of_the_time_come_to_all_of_it():
-    assert sum(stage.share for stage in STAGES) == card.SECONDS == 600
+def test_shares_of_the_time_come_to_all_of_it_and_groups_fit_five_minutes():
+    shares = {stage.name: stage.share for stage in STAGES}
+    assert sum(shares.values()) == card.SECONDS == 600
+    assert sorted(name for group in GROUPS.values() for name in group) == sorted(shares)
+    assert max(sum(shares[name] for name in group) for group in GROUPS.values()) <= 300
+
+
+def test_the_page_names_what_got_worse_and_stages_get_the_time_they_took(
+    stages, tmp_path, monkeypatch, capsys
+):
+    rows = [{"width": 768, "mode": "eager", "dense ms": 1.0, "comera ms": 1.0, "dense / comera": 1}]
+    tables = [
+        {"title": "A step", "summary": {"dense": {"median_ms": 2.0}, "comera": {"median_ms": 3.0}}},
+        {"title": "A layer", "rows": rows},
+    ]
+    then = {"name": "layers", "seconds": 28.0, "problem": None, "found": {"results": tables}}
+    (tmp_path / "gpu-2026-01-01.json").write_text(json.dumps([then]))
+    now = json.loads(json.dumps(tables))
+    now[0]["summary"]["comera"]["median_ms"], now[1]["rows"][0]["comera ms"] = 3.5, 1.09
+    monkeypatch.setitem(RESULT, "results", now)
+    ended = card.Ended("layers", 1.0, None, RESULT, [])
+    monkeypatch.setattr(card, "_run", lambda *_: ended)
+    monkeypatch.setitem(GROUPS, "more", ("layers",))
+    out = tmp_path / "gpu-2026-02-01"
+    assert main(["--device", "cpu", "--only", "more", "--out", str(out)]) == 0
+    assert "layers: at most 40 s" in capsys.readouterr().out
+    page = out.with_suffix(".md").read_text()
+    assert page.endswith(
+        "## 1 of 4 rows are worse than last time\n\n* A step: comera: 3, now 3.5\n"
+    )
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage.words], ids=lambda s: s.name)
@@ -106,7 +134,7 @@ def test_the_options_of_every_benchmark_exist(stage):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "cpu", "--only", "stpes"], "only='stpes' must be some of calibrate, doctor"),
+        (["--device", "cpu", "--only", "stpes"], "only='stpes' must be some of calibrate, checks"),
         (["--device", "cuda"], "device='cuda' needs a GPU"),
     ],
 )

@@ -90,6 +90,38 @@ def test_a_way_that_fails_is_named_and_left_out(sleeping):
     assert set(way_times_of(CPU).timings[0].seconds) == {"long", "torch"}
 
 
+def test_measuring_ends_in_time_and_says_what_it_left_out(sleeping, monkeypatch):
+    monkeypatch.setattr(way_speed, "TRIALS", 3 * way_speed.TRIALS)
+    monkeypatch.setattr(way_speed, "_ALL_SECONDS", 0.05)
+    monkeypatch.setattr(way_speed, "_ROUNDS", 1000)
+    monkeypatch.setattr(way_speed, "_ENOUGH", 60.0)
+    said, began = [], time.perf_counter()
+    measure_ways(CPU, said.append)
+    assert time.perf_counter() - began < 2
+    assert [timing.group for timing in way_times_of(CPU).timings] == ["sleeping"]
+    assert said[-2] == "sleeping, torch.float32: not measured, 0 s are over"
+
+
+@pytest.mark.gpu
+def test_a_way_that_cannot_be_captured_is_named_and_the_others_go_on(sleeping, monkeypatch):
+    """Random numbers and the next group's captures, too."""
+    monkeypatch.setattr(way_speed, "ORDERED", ("cuda",))
+    reads = Way("reads", lambda x: x * float(x.sum()), named="reads")
+    draws = Way("draws", lambda x: torch.nn.functional.dropout(x), named="draws")
+    sleeping.ways[:] = [reads, draws, Way("plain", lambda x: x + 1)]
+    card = torch.device("cuda", 0)
+    x = torch.ones(4, device=card)
+    runs = [lambda: sleeping(x)] * 2
+    monkeypatch.setattr(way_speed, "TRIALS", 2 * (Trial("sleeping", lambda *_: runs),))
+    monkeypatch.setattr(way_speed, "_DTYPES", {"cuda": (torch.float32,)})
+    said = []
+    measure_ways(card, said.append)
+    assert sum(line.startswith("sleeping: reads cannot be measured: ") for line in said) == 2
+    found = {timing.captured: set(timing.seconds) for timing in way_times_of(card).timings}
+    assert found == {False: {"reads", "draws", "torch"}, True: {"draws", "torch"}}
+    assert torch.rand(3, device=card).isfinite().all()
+
+
 def test_no_way_is_timed_where_the_environment_leaves_no_choice(monkeypatch):
     monkeypatch.setattr(choose, "mode", lambda: "ref")
     with pytest.raises(ValueError, match=r"COMERA_KERNELS=ref leaves no choice .* unset it"):

@@ -41,7 +41,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, 50, bias=False)
         self.head.weight = self.words.weight
-        self.register_buffer("place", torch.linspace(0, 1, WIDTH), persistent=False)
+        self.register_buffer("place", torch.arange(WIDTH) / (WIDTH - 1), persistent=False)
         self.register_buffer("shift", torch.ones(WIDTH))
 
     def forward(self, tokens):

@@ -129,6 +129,11 @@ def test_the_divergence_and_its_gradient_are_those_of_torch(dtype, monkeypatch):
     torch.testing.assert_close(grad, torch.autograd.grad(3 * expected, mine)[0])
 
 
+def test_the_divergence_is_never_below_zero():
+    logits = torch.randn(99, 3, 7)
+    assert all(heal._Divergence.apply(row * (1 + 1e-7), row) >= 0 for row in logits)
+
+
 def test_a_model_is_not_its_own_teacher():
     model = nn.Sequential(TTLinear(8, 8, rank=2))
     with pytest.raises(ValueError, match="dense is the model itself"):

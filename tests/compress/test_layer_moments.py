@@ -73,6 +73,58 @@ def test_a_layer_that_is_called_twice_counts_twice():
     assert (found["first"].rows, found["second"].rows) == (72, 36)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [torch.relu_, lambda h: h.add_(1), lambda h: h[..., 2:].mul_(3), lambda h: h[0].zero_()],
+)
+def test_an_output_that_is_changed_in_place_counts(change):
+    data = batches()
+    found = []
+    for apart in (torch.clone, lambda hidden: hidden):
+        net = Net()
+        net.load_state_dict({key: torch.ones_like(p) for key, p in net.state_dict().items()})
+
+        def forward(x, net=net, apart=apart):
+            hidden = apart(net.first(x))
+            change(hidden)
+            return net.second(hidden) * torch.tensor([1.0, 2, 3])
+
+        net.forward = forward
+        found.append(gather_moments(net, layers(net), data, loss_fn)["first"])
+    assert found[1].grad_rows == 36
+    assert found[1].grads_OO.any()
+    torch.testing.assert_close(found[1].grads_OO, found[0].grads_OO)
+
+
+def test_an_output_that_a_hook_keeps_counts():
+    net, kept = Net(), []
+    net.first.register_forward_hook(lambda *call: kept.append(call[-1]))
+    data = batches((4,))
+    found = gather_moments(
+        net, {"first": net.first}, data, lambda m, b: m(b[0]).sum() * 0 + kept[0].square().mean()
+    )
+    assert found["first"].grads_OO.any()
+
+
+class Config:
+    """Settings as those of transformers' models, which cannot be assigned."""
+
+    use_cache = True
+    __setattr__ = None
+
+
+def test_caches_are_off_meanwhile():
+    net = Net()
+    net.first.config = Config()
+
+    def asking(model, batch):
+        assert not net.first.config.use_cache
+        return loss_fn(model, batch)
+
+    gather_moments(net, layers(net), batches(), asking)
+    assert net.first.config.use_cache
+
+
 def test_what_is_wrong_is_named():
     net = Net()
     with pytest.raises(ValueError, match="calibration has no batch"):
@@ -80,7 +132,7 @@ def test_what_is_wrong_is_named():
     with pytest.raises(ValueError, match="loss_fn gave nan for batch 0"):
         gather_moments(net, layers(net), batches(), lambda m, b: loss_fn(m, b) * float("nan"))
     spare = {**layers(net), "spare": nn.Linear(2, 2)}
-    with pytest.raises(ValueError, match="loss_fn never called spare"):
+    with pytest.raises(ValueError, match="the loss depends on no output of spare"):
         gather_moments(net, spare, batches(), loss_fn)
 
 

@@ -33,10 +33,11 @@ def harness() -> SimpleNamespace:
     return SimpleNamespace(**vars(common_optimizers) | vars(common_modules))
 
 
-def table(names, requirements, slow=()):
-    """Return the parameters of a test: every row of the table under every requirement."""
+def table(names, requirements, slow=(), fast=None):
+    """Return the parameters of a test: every row (all but ``fast`` are slow) and requirement."""
     pairs = [(name, each) for name in names for each in requirements]
-    marks = [[pytest.mark.slow] if each in slow else [] for _, each in pairs]
+    fast = names if fast is None else fast
+    marks = [[pytest.mark.slow] if each in slow or name not in fast else [] for name, each in pairs]
     ids = [f"{name}: {each.__name__}" for name, each in pairs]
     rows = [pytest.param(*pair, marks=each) for pair, each in zip(pairs, marks, strict=True)]
     return pytest.mark.parametrize(("name", "requirement"), rows, ids=ids)

@@ -120,9 +120,18 @@ def outputs_and_gradients(name):
 
 def ways_to_make_it(name):
     (kind, settings), sizes = LAYERS[name], (24, 18) if name in LINEARS else (50, 16)
-    layer = kind(*sizes, **settings, dtype=torch.bfloat16, device="meta")
-    assert layer.weight.dtype == torch.bfloat16
-    assert {param.is_meta for param in layer.parameters()} == {True}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        layer, x = kind(*sizes, **settings, dtype=dtype, device="meta"), first(name)[1]
+        y = layer(x.to("meta", dtype if name in LINEARS else None))
+        y.sum().backward()
+        assert (layer.weight.dtype, y.dtype, len(y)) == (dtype, dtype, len(x))
+        for key, param in layer.named_parameters():
+            wide = torch.promote_types(dtype, torch.float32) if "gates" in key else dtype
+            assert (param.is_meta, param.dtype, param.grad.dtype) == (True, wide, wide)
+        for each in (layer.to_empty(device="cpu"), twin := kind(*sizes, **settings, dtype=dtype)):
+            torch.manual_seed(0)
+            getattr(each, "embedding", each).reset_parameters()
+        same([*layer.state_dict().values()][1:], [*twin.state_dict().values()][1:])
     fresh = skip_init(kind, *sizes, **settings)
     assert {param.is_meta for param in fresh.parameters()} == {False}
     with FakeTensorMode():
@@ -238,6 +247,8 @@ def graphs_of_any_size(name):
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     want, leaves = layer(later), list(layer.parameters())
     same((graph(params, later), program(later)), (want, want))
+    with torch.no_grad():
+        same(compiled(later), want)
     same(grad(compiled(later).sum(), leaves), grad(want.sum(), leaves))
 
 

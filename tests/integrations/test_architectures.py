@@ -126,6 +126,20 @@ def _check_same(model, given, wanted):
         torch.testing.assert_close(_run(model.eval(), given), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_layers_that_the_model_divides_in_evaluation_stay_dense(caplog):
+    settings = {"hidden_size": 32, "num_hidden_layers": 3, "rescale_every": 2}
+    config = transformers.RwkvConfig(vocab_size=_WORDS, **settings)
+    model = transformers.RwkvForCausalLM(config)
+    batch = {**_TEXT, "labels": _TEXT["input_ids"]}
+    comera.compress_(copy.deepcopy(model).train(), [batch], budget=0.8)  # a cache has no gradient
+    comera.tensorize_(model, comera.TTConfig(rank=2, init="orthogonal"))
+    assert caplog.text.count("rwkv.blocks.0.attention.output, rwkv.blocks.0.feed_forward.v") == 2
+    assert isinstance(model.rwkv.blocks[0].attention.key, comera.TTLinear)
+    twin = comera.densify_(copy.deepcopy(model))
+    for mode in (False, True, False):
+        torch.testing.assert_close(_run(model.train(mode), _TEXT), _run(twin.train(mode), _TEXT))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("linear_format", ["tt", "btt"])

@@ -165,7 +165,7 @@ def test_what_grouped_products_would_pass_over_is_seen():
         assert split(*inputs).dtype == torch.float32
     padded = comera.TTLinear(40, 40, shape=((7, 6), (7, 6)), rank=3)
     alike, x, ends = nn.ModuleList([padded]), torch.randn(5, 40), torch.tensor([5]).int()
-    found = forms.grouped_linear(x, forms.factors_together(x, alike), ends)
+    found = forms.grouped_linear(x, ends, *forms.factors_together(x, alike))
     torch.testing.assert_close(found, padded(x))
     for layer in (*split.up, *split.down):
         layer.resize_ranks_([0] * len(layer.ranks))
@@ -222,6 +222,10 @@ def test_transformers_saves_and_loads_it(name, tmp_path):
     found, wanted = headless.state_dict(), model.model.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    dense = transformers.AutoModelForCausalLM.from_config(headless.config)
+    dense.save_pretrained(tmp_path)  # under a description of experts alone
+    again = type(dense).from_pretrained(tmp_path)
+    assert torch.equal(again.eval()(WORDS).logits, dense.eval()(WORDS).logits)
 
 
 def test_a_frozen_model_computes_the_same_and_is_saved_too(tmp_path):

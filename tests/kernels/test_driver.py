@@ -22,8 +22,7 @@ from tests.kernels.test_contract import chains, make
 torch.cuda.init = lambda: None
 torch.cuda.device = lambda number: contextlib.nullcontext()
 torch.cuda.get_device_capability = lambda number: (9, 0)
-class Stream: cuda_stream = 0xABC0
-torch.cuda.current_stream = lambda number: Stream
+torch._C._cuda_getCurrentRawStream = lambda number: 0xABC0
 card = torch.device("cuda", 0)
 """
 

@@ -14,13 +14,16 @@ from comera.nn.batched_contraction import gates_together
 from comera.nn.module import tensor_trains
 
 
-def make(dtype=torch.float64):
+def make(dtype=torch.float64, linear_format="tt"):
     """Two shapes, one of them three times, a padded width, a layer without bias, an embedding."""
     model = nn.Sequential(
         nn.Embedding(50, 24), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 24), nn.Linear(24, 24),
         nn.Linear(24, 22), nn.Linear(22, 10, bias=False),
     ).to(dtype)  # fmt: skip
-    return comera.tensorize_(model, comera.TTConfig(rank=4, shape_pattern={"5": [[6, 4], [6, 4]]}))
+    rank = {"tt": 4, "btt": 1}[linear_format]
+    shapes = {"5": [[6, 4], [6, 4]]}
+    config = comera.TTConfig(rank=rank, shape_pattern=shapes, linear_format=linear_format)
+    return comera.tensorize_(model, config)
 
 
 def train(model, tokens, contracted):
@@ -29,16 +32,18 @@ def train(model, tokens, contracted):
     return [p.grad for p in model.parameters()]
 
 
-def test_outputs_and_gradients_are_those_of_each_layer_by_itself():
-    model = make()
+@pytest.mark.parametrize("linear_format", ["tt", "btt"])
+def test_outputs_and_gradients_are_those_of_each_layer_by_itself(linear_format):
+    model = make(linear_format=linear_format)
     twin, tokens = copy.deepcopy(model), torch.randint(0, 50, (3, 4))
     twin(tokens).square().mean().backward()
     got = train(model, tokens, comera.BatchedContraction(model))
     torch.testing.assert_close(got, [p.grad for p in twin.parameters()], rtol=1e-10, atol=1e-10)
 
 
-def test_frozen_layers_ask_for_no_gradient_beside_others():
-    model = make()
+@pytest.mark.parametrize("linear_format", ["tt", "btt"])
+def test_frozen_layers_ask_for_no_gradient_beside_others(linear_format):
+    model = make(linear_format=linear_format)
     contracted = comera.BatchedContraction(model)
     for layer in (model[5], model[6]):  # each the only one of its shape
         with contracted:
@@ -49,8 +54,9 @@ def test_frozen_layers_ask_for_no_gradient_beside_others():
             assert model[1].shared_factors[0].requires_grad
 
 
-def test_under_autocast_factors_are_made_narrow():
-    model, tokens = make(torch.float32), torch.randint(0, 50, (3, 4))
+@pytest.mark.parametrize("linear_format", ["tt", "btt"])
+def test_under_autocast_factors_are_made_narrow(linear_format):
+    model, tokens = make(torch.float32, linear_format), torch.randint(0, 50, (3, 4))
     twin = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16):
         want = twin(tokens)
@@ -77,8 +83,9 @@ def test_nothing_is_left_behind():
     assert all(m.shared_factors is None for m in model.modules() if isinstance(m, comera.TTLinear))
 
 
-def test_truncation_between_two_uses():
-    model = make()
+@pytest.mark.parametrize("linear_format", ["tt", "btt"])
+def test_truncation_between_two_uses(linear_format):
+    model = make(linear_format=linear_format)
     contracted, tokens = comera.BatchedContraction(model), torch.randint(0, 50, (3, 4))
     train(model, tokens, contracted)
     with torch.no_grad():

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import comera
+from comera.nn.fused import feed_forward, gated_feed_forward, linears
+from comera.ops.linear import blocks
 from comera.rank.prune import prune_to_
 from comera.shapes import BTTShape
 from tests.nn.test_linear import BLOCKS, shape_name
@@ -38,6 +40,30 @@ def by_definition(layer):
 
 def test_the_weight_is_what_the_paper_defines(layer):
     torch.testing.assert_close(layer.weight.detach().cpu(), by_definition(layer))
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["gated", "plain"])
+def test_pieces_of_rows_give_what_all_rows_give(up, monkeypatch):
+    layers = [comera.BTTLinear(*n, dtype=torch.float64) for n in ((12, 24), (12, 24), (24, 12))]
+    x = torch.randn(2, 700, 12, dtype=torch.float64, requires_grad=True)
+
+    def run():
+        one = linears(x, layers[:2])
+        y = gated_feed_forward(x, *layers) if up else feed_forward(x, *layers[1:], "gelu")
+        loss = y.square().sum() + sum(each.sin().sum() for each in one)
+        return loss, *torch.autograd.grad(loss, (x, *layers[1].parameters()))
+
+    whole = run()
+    monkeypatch.setattr(blocks, "_HIDDEN_NUMBERS", 1)
+    torch.testing.assert_close(run(), whole, rtol=1e-10, atol=1e-10)
+
+
+def test_a_feed_forward_keeps_its_input_alone():
+    layers = [comera.BTTLinear(*n) for n in ((16, 64), (16, 64), (64, 16))]
+    x, kept = torch.randn(33, 16, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        gated_feed_forward(x, *layers)
+    assert [shape for shape in kept if 33 in shape] == [(33, 16)]
 
 
 def test_only_the_gradients_that_are_wanted():

@@ -425,3 +425,10 @@ def test_experts_are_planned_with_the_rows_that_they_get(said, rows, caplog):
     layers = {layer.name: layer for layer in comera.compression_report(model).layers}
     shares = layers["1.experts.3.0"].dense_operations / layers["0"].dense_operations
     assert shares == pytest.approx(rows / 4096)
+
+
+@pytest.mark.gpu
+def test_on_a_card_the_way_to_go_is_named_once(caplog):
+    for _ in range(2):
+        tensorize_(nn.Linear(64, 64, device="cuda"), TTConfig(rank=2, init="orthogonal"))
+    assert caplog.text.count('torch.compile(mode="reduce-overhead")') == 1

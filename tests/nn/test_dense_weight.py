@@ -134,6 +134,22 @@ def test_gradients_of_the_weight_itself_can_be_kept(layer):
     torch.testing.assert_close(weight.grad, torch.ones_like(weight))
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda layer: layer.weight.requires_grad_(False),
+        lambda layer: setattr(layer.weight, "requires_grad", False),
+        lambda layer: layer.requires_grad_(False).weight.requires_grad_(),
+        lambda layer: layer.weight.register_hook(print),
+    ],
+)
+def test_what_only_a_parameter_can_do_names_the_way_out(layer, use):
+    layer.weight.requires_grad_()  # as it does already
+    layer.weight.detach().requires_grad_().register_hook(print)
+    with pytest.raises(RuntimeError, match=r"layer.requires_grad_\(False\) freezes the layer"):
+        use(layer)
+
+
 def test_it_can_be_read_in_transforms_and_in_compiled_code(layer):
     params = dict(layer.named_parameters())
 

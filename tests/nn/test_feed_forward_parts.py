@@ -150,8 +150,13 @@ MAKERS = {
 
 def converted(make, **settings):
     torch.manual_seed(0)
-    config = comera.TTConfig(rank=5, init="orthogonal", **settings)
+    config = comera.TTConfig(**{"rank": 5, "init": "orthogonal"} | settings)
     return comera.tensorize_(make().double(), config)
+
+
+FORMATS = pytest.mark.parametrize(
+    "settings", [{}, {"linear_format": "btt", "rank": 1}], ids=["tt", "btt"]
+)
 
 
 def is_fused(model):
@@ -186,27 +191,27 @@ def goes_by_layers(model):
     return HIDDEN in kept_widths(model, batch())
 
 
+@FORMATS
 @pytest.mark.parametrize("kind", MAKERS)
-def test_output_and_gradients_are_those_of_the_layers(kind):
-    model, x = converted(MAKERS[kind]).eval(), batch()
+def test_output_and_gradients_are_those_of_the_layers(kind, settings):
+    model, x = converted(MAKERS[kind], **settings).eval(), batch()
     want = results(by_layers(model), x)
     torch.testing.assert_close(results(model, x), want, rtol=1e-9, atol=1e-9)
 
 
+@FORMATS
 @pytest.mark.parametrize("kind", MAKERS)
-def test_nothing_of_the_hidden_width_is_kept(kind):
-    model = converted(MAKERS[kind]).eval()
+def test_nothing_of_the_hidden_width_is_kept(kind, settings):
+    model = converted(MAKERS[kind], **settings).eval()
     assert not goes_by_layers(model)
     assert goes_by_layers(by_layers(model))
 
 
-@pytest.mark.parametrize(
-    "settings", [{"target_modules": ["c_fc"]}, {"linear_format": "btt", "rank": 1}], ids=str
-)
-def test_layers_of_another_kind_are_left_alone(settings):
-    torch.manual_seed(0)
-    model = comera.tensorize_(Mlp(), comera.TTConfig(init="orthogonal", **({"rank": 5} | settings)))
+def test_layers_of_another_kind_are_left_alone():
+    model = converted(Mlp, target_modules=["c_fc"])
     assert not is_fused(model)
+    blocks = comera.TTConfig(linear_format="btt", rank=1, init="orthogonal")
+    assert not is_fused(comera.tensorize_(model, blocks))  # one of each
 
 
 ELSE = {

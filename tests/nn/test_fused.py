@@ -1,3 +1,4 @@
+import functools
 import warnings
 
 import pytest
@@ -14,7 +15,9 @@ from comera.ops.linear.tt_linear import last_of_each
 
 
 def layers(count, width_in=24, width_out=24, rank=5, kind="tt", bias=True, dtype=torch.float64):
-    make = nn.Linear if kind == "dense" else lambda *a, **k: comera.TTLinear(*a, **k, rank=rank)
+    kinds = {"dense": nn.Linear, "tt": comera.TTLinear, "blocks": comera.BTTLinear}
+    more = {"tt": {"rank": rank}, "blocks": {"rank": 2}}.get(kind, {})
+    make = functools.partial(kinds[kind], **more)
     made = [make(width_in, width_out, bias=bias, dtype=dtype) for _ in range(count)]
     for layer in made:
         for gate in getattr(layer, "gates", []):
@@ -36,13 +39,13 @@ def inputs_of(x, modules):
     return [x, *(p for m in modules for p in m.parameters())]
 
 
-KINDS = ["tt", "dense", "mixed", "no bias"]
+KINDS = ["tt", "dense", "mixed", "tt no bias", "blocks", "blocks no bias"]
 
 
 def some(kind, count, **sizes):
     if kind == "mixed":
         return [*layers(1, kind="dense", **sizes), *layers(count - 1, **sizes)]
-    return layers(count, kind=kind.split()[0], bias=kind != "no bias", **sizes)
+    return layers(count, kind=kind.split()[0], bias="no bias" not in kind, **sizes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,9 +55,12 @@ def test_linears_equal_each_by_itself(kind):
     assert_equal(linears(x, modules), [m(x) for m in modules], inputs_of(x, modules))
 
 
-def test_linears_of_different_widths_and_ranks():
+@pytest.mark.parametrize("kind", ["tt", "blocks"])
+def test_linears_of_different_widths_and_ranks(kind):
     x = torch.randn(2, 24, dtype=torch.float64, requires_grad=True)
-    modules = [*layers(1, rank=3), *layers(1, width_out=10, rank=9)]
+    modules = [*layers(1, rank=3, kind=kind), *layers(2, width_out=11, rank=9, kind=kind)]
+    if kind == "blocks":
+        modules[2] = comera.BTTLinear(24, 11, rank=1, dtype=torch.float64)
     assert_equal(linears(x, modules), [m(x) for m in modules], inputs_of(x, modules))
 
 
@@ -73,6 +79,18 @@ def test_gated_feed_forward_equals_its_layers(kind):
     (gate, up), (down,) = some(kind, 2, width_out=60), some(kind, 1, width_in=60)
     want = down(F.silu(gate(x)) * up(x))
     assert_equal(gated_feed_forward(x, gate, up, down), want, inputs_of(x, [gate, up, down]))
+
+
+@pytest.mark.parametrize("kind", ["tt", "blocks"])
+def test_an_input_of_another_width(kind):
+    x, made = torch.randn(3, 23, dtype=torch.float64), layers(3, kind=kind)
+    for run in (
+        lambda: linears(x, made),
+        lambda: feed_forward(x, *made[:2], "gelu"),
+        lambda: gated_feed_forward(x, *made),
+    ):
+        with pytest.raises(RuntimeError, match="23"):
+            run()
 
 
 def test_an_unknown_activation_is_named():
@@ -202,16 +220,18 @@ def test_hooks_on_a_layer_are_called():
     assert len(seen) == 3 + 2 + 4
 
 
-def test_a_class_that_was_patched_is_called(monkeypatch):
-    x, modules = torch.randn(2, 4, 24, dtype=torch.float64), layers(3)
-    forward = comera.TTLinear.forward
-    monkeypatch.setattr(comera.TTLinear, "forward", lambda self, x: 2 * forward(self, x))
+@pytest.mark.parametrize("kind", ["tt", "blocks"])
+def test_a_class_that_was_patched_is_called(kind, monkeypatch):
+    x, modules = torch.randn(2, 4, 24, dtype=torch.float64), layers(3, kind=kind)
+    forward = type(modules[0]).forward
+    monkeypatch.setattr(type(modules[0]), "forward", lambda self, x: 2 * forward(self, x))
     torch.testing.assert_close(linears(x, modules), [2 * forward(m, x) for m in modules])
 
 
-def test_a_frozen_layer_gets_no_gradient():
+@pytest.mark.parametrize("kind", ["tt", "blocks"])
+def test_a_frozen_layer_gets_no_gradient(kind):
     x = torch.randn(2, 24, dtype=torch.float64, requires_grad=True)
-    modules = layers(3)
+    modules = layers(3, kind=kind)
     modules[1].requires_grad_(False)
     sum(y.sum() for y in linears(x, modules)).backward()
     assert all(p.grad is None for p in modules[1].parameters())

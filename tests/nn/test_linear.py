@@ -267,21 +267,6 @@ def test_inside_torchs_encoder_layer(norm_first):
         torch.testing.assert_close(thin(x), trained)
 
 
-@FORMATS
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-def test_compiles_whole_and_for_any_batch(kind, grad):
-    layer = kind(23, 18, rank=2, shape=((4, 6), (3, 6)))
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    for batch in (3, 5):
-        x = torch.randn(batch, 2, 23)
-        with torch.set_grad_enabled(grad):
-            got, want = compiled(x), layer(x)
-        torch.testing.assert_close(got, want)
-        if grad:
-            got, want = (torch.autograd.grad(y.sum(), layer.parameters()) for y in (got, want))
-            torch.testing.assert_close(got, want)
-
-
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "rows"),

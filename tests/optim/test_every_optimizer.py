@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -75,33 +74,6 @@ def test_a_run_resumed_from_a_file_is_the_same_bit_for_bit(name, dtype):
         assert (torch.int8 in kinds) == ("8 bits" in name and dtype != torch.float64)
 
 
-def through_pickle(pair):
-    return pickle.loads(pickle.dumps(pair))
-
-
-def through_file(pair):
-    file = io.BytesIO()
-    torch.save(pair, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("steps", [0, 7])
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_file])
-@pytest.mark.parametrize("name", OURS)
-def test_copies_train_on_alike_and_apart(name, copied, steps):
-    model = make_model()
-    optimizer = ALL[name](model)
-    train(model, optimizer, 0, steps)
-    other, theirs = copied((model, optimizer))
-    held = {id(param) for group in theirs.param_groups for param in group["params"]}
-    assert held == {id(param) for param in other.parameters()}
-    assert held.isdisjoint(map(id, model.parameters()))
-    train(model, optimizer, steps, steps + 6)
-    train(other, theirs, steps, steps + 6)
-    assert_same(model, optimizer, other, theirs)
-
-
 @pytest.mark.parametrize("name", ["CAME", "CAME, 8 bits", "Muon"])
 def test_distributed_checkpoints_bring_it_back(name):
     model = make_model(dtype=torch.bfloat16)
@@ -160,17 +132,3 @@ def test_maximize_is_descent_of_the_negative(name, shape):
         descend.step()
     assert torch.equal(up, down)
     assert not torch.equal(up, torch.ones(shape))
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_closure_is_called_and_its_loss_returned(name):
-    param = nn.Parameter(torch.ones(3, 4))
-    optimizer = MAKERS[name](param)
-
-    def closure():
-        loss = param.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) == 12
-    assert (param < 1).all()

@@ -40,9 +40,14 @@ class _Recorder(tape.Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[object] = []  # a graph holds the memory of all that was made in it
+        self.broken = False  # by something that no capture allows
 
     def run(self, func, args, kwargs):
-        tape.check_capturable(func, args, kwargs)
+        try:
+            tape.check_capturable(func, args, kwargs)
+        except tape.NotCapturableError:
+            self.broken = True
+            raise
         args, kwargs = tree_map(_detached, (args, kwargs))
         made = super().run(func, args, kwargs)
         self.kept.append(tree_map(_detached, made))
@@ -67,12 +72,16 @@ class Graph:
     def capture_begin(self, *args, **kwargs) -> None:
         assert places.capture is None, "one capture at a time"
         places.capture = _Recorder()
+        places.random["captured"] = True
         self._random = torch.get_rng_state()
 
     def capture_end(self) -> None:
         self.recorder, places.capture = places.capture, None
         torch.set_rng_state(self._random)
         self.recorder.undo()
+        if self.recorder.broken:  # torch raises before it takes the generator out of the capture
+            raise RuntimeError("operation failed due to a previous error during capture")
+        places.random["captured"] = False
 
     def instantiate(self) -> None:
         assert self.keep_graph
@@ -143,11 +152,12 @@ def stream(entered):
     if entered is None:
         yield
         return
+    before = list(_streams)
     _streams.append(entered)
     try:
         yield
     finally:
-        _streams.pop()
+        _streams[:] = before
 
 
 class Event:
@@ -183,7 +193,7 @@ class capture_graph(contextlib.ContextDecorator):
         self._graph.capture_begin()
 
     def __exit__(self, *problem) -> None:
-        self._graph.capture_end()
+        self._graph.capture_end()  # if it raises, torch's stream stays
         _streams.pop()
 
 

@@ -6,6 +6,7 @@ import threading
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +26,17 @@ _MOST_STORAGES = 20_000
 """Above this many, those that are gone are forgotten."""
 
 
+random = {"captured": False}
+"""The state of the generator: a capture that breaks leaves it as one in a capture."""
+
+
 class CaptureError(RuntimeError):
-    """What no capture of a CUDA graph allows was done in one."""
+    """What no capture of a CUDA graph allows was done in one, which breaks it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        if capture is not None:
+            capture.broken = True
 
 
 class _State(threading.local):
@@ -133,6 +143,15 @@ def to(tensor: Tensor, *args, **kwargs) -> Tensor:
     return moved.to(dtypes[0]) if dtypes else moved
 
 
+def _accumulators(values: object):
+    """Yield the accumulators of gradients of leaves on the card."""
+    for leaf in tree_leaves(values) if torch.is_grad_enabled() else ():
+        is_leaf = isinstance(leaf, Tensor) and plain("is_leaf", leaf) and on_card(leaf)
+        if is_leaf and plain("requires_grad", leaf):
+            with torch._C.DisableTorchFunction():
+                yield get_gradient_edge(leaf).node
+
+
 class Calls(TorchFunctionMode):
     """Lets calls that name the card make tensors of the CPU, which are noted."""
 
@@ -140,7 +159,16 @@ class Calls(TorchFunctionMode):
     _OF_VALUES = ("tensor", "as_tensor")
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs, stream = kwargs or {}, torch.cuda.current_stream()
+        for node in _accumulators((args, kwargs)):
+            if capture is not None and node.metadata.get("stream", stream) != stream:
+                raise CaptureError("The AccumulateGrad node's stream does not match")
+        made = self._run(func, args, kwargs)
+        for node in _accumulators((args, kwargs)):  # which live if a graph now holds them
+            node.metadata.setdefault("stream", stream)
+        return made
+
+    def _run(self, func, args, kwargs):
         name = getattr(func, "__name__", "")
         passed_on = ("__get__", "__set__", "untyped_storage", "_parse_to", "autocast")
         if func is torch.device or name in passed_on:
@@ -206,6 +234,9 @@ class Operations(TorchDispatchMode):
         there = any(on for _, on in places)
         if there and not _state.moving and _state.wanted is not HOST:
             self._check_places(name, places)
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if seeded and random["captured"] and capture is None and (there or _state.wanted is CARD):
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
         if there and name in self._WAITS:
             counts[f"wait: {name}"] += 1
         if capture is not None and (there or _state.wanted is CARD):

@@ -73,7 +73,9 @@ def _cuda() -> dict[str, object]:
         def __init__(self, which) -> None:
             super().__init__()
 
-    random = types.SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)
+    random = types.SimpleNamespace(
+        clone_state=lambda: {"captured": False}, graphsafe_set_state=places.random.update
+    )
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,

@@ -1,8 +1,12 @@
 """What a card refuses, the simulated one refuses too; elsewhere these tests are skipped."""
 
+import contextlib
+
 import pytest
 import torch
+from torch.nn.functional import dropout
 
+from comera.train.graphs import CudaGraphs
 from tests.simulated_card import card_graphs, places
 
 pytestmark = [
@@ -38,6 +42,19 @@ def test_two_devices_in_one_operation():
         there.numpy()
 
 
+@contextlib.contextmanager
+def broken_off():
+    """A capture that fails, by torch's own context, which then leaves its stream in place."""
+    stream, graph = torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="previous error"), stream, torch.cuda.graph(graph):
+        yield
+
+
+def put_right():
+    generator = torch.cuda.default_generators[0]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
 @pytest.mark.parametrize(
     "step",
     [
@@ -53,9 +70,64 @@ def test_two_devices_in_one_operation():
 )
 def test_what_no_graph_holds(step):
     x = torch.ones(3, device="cuda")
-    with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with broken_off():
         step(x)
     assert places.capture is None
+    put_right()
+
+
+def test_a_capture_that_breaks_leaves_the_generator_in_it_until_it_is_put_right():
+    x = torch.ones(3, device="cuda")
+    with broken_off():
+        x.sum().item()
+    with pytest.raises(RuntimeError, match="Offset increment outside graph capture"):
+        dropout(x)
+    put_right()
+    assert dropout(x).is_cuda
+
+
+def waits(x):
+    return x.sum() * float(x.sum())
+
+
+def fails(x):
+    raise KeyError(x)
+
+
+@pytest.mark.parametrize("step", [waits, fails])
+def test_after_a_recording_that_fails_training_random_numbers_and_captures_go_on(step):
+    x, layer = torch.ones(4, 3, device="cuda"), torch.nn.Linear(3, 3, device="cuda")
+    graphs = CudaGraphs(torch.device("cuda", 0))
+
+    def train():
+        loss = dropout(layer(x)).sum()
+        loss.backward()
+        return loss.detach()
+
+    before = torch.cuda.current_stream()
+    with pytest.raises((RuntimeError, KeyError)) as raised:
+        graphs.record(lambda: step(x))
+    assert "previous error" not in str(raised.value)
+    assert torch.cuda.current_stream() == before
+    for _ in range(2):
+        with graphs.stream():
+            train()
+        recording = graphs.record(train)
+        recording.replay()
+        assert recording.output.isfinite()
+    train()
+
+
+def test_an_accumulator_that_another_stream_made_is_refused_in_a_capture_while_it_lives():
+    weight = torch.ones(3, device="cuda", requires_grad=True)
+    graphs = CudaGraphs(torch.device("cuda", 0))
+    alive = (2 * weight).sum()
+    with pytest.raises(RuntimeError, match="AccumulateGrad node's stream"):
+        graphs.record(lambda: (3 * weight).sum())
+    del alive
+    with graphs.stream():
+        (2 * weight).sum()
+    graphs.record(lambda: (3 * weight).sum().detach())
 
 
 def test_a_graph_changes_nothing_until_it_is_replayed():

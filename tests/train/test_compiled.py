@@ -8,6 +8,8 @@ import re
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 import comera
@@ -195,3 +197,39 @@ def test_compiling_products_of_float32_on_a_card_does_not_fail_tests(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     compile_fx._warn_tf32_disabled.__wrapped__()
+
+
+def torchs_encoder():
+    layer = nn.TransformerEncoderLayer(32, 2, 48, batch_first=True, activation="gelu")
+    return nn.Sequential(nn.Embedding(60, 32), nn.TransformerEncoder(layer, 1, None, False))
+
+
+_TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 60}
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**_TINY, num_attention_heads=2, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert():
+    """Its feed-forward part is one operation in eager mode."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(**_TINY, num_attention_heads=2)
+    return transformers.BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("linear_format", ["tt", "btt"])
+@pytest.mark.parametrize("make", [classifier, decoder, torchs_encoder, llama, bert])
+def test_batches_of_other_sizes_compile_a_converted_model_once_more(make, linear_format):
+    """Linear layers, blocks, tables and feed-forward parts: no graph has a break."""
+    rank = 4 if linear_format == "tt" else 1
+    config = comera.TTConfig(rank=rank, linear_format=linear_format, init="orthogonal", min_size=0)
+    counter = CompileCounter()
+    model = comera.tensorize_(make(), config)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for rows in (4, 3, 5, 2):
+        out = compiled(torch.randint(1, 60, (rows, 8)))
+        (out if isinstance(out, torch.Tensor) else out.logits).sum().backward()
+    assert counter.frame_count <= 2

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 
 import comera
@@ -42,7 +42,6 @@ def make_model(seed=0):
 
 def shard(model):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2,))
     for layer in model:
@@ -106,6 +105,7 @@ def refusals(rank):
     groups = comera.param_groups(sharded, 1e-2)
     flat = [flat_shards(make_model(), kept) for kept in (True, False)]
     dense = shard_dense_(nn.Sequential(nn.Linear(40, 40)))
+    layer, tiny = nn.Sequential(fully_shard(nn.Linear(40, 40))), comera.TTConfig(rank=2)
     saved = Checkpoint(1, cut_state(), None, {}, {})
     beside = nn.Sequential(comera.TTEmbedding(60, 16, rank=4), nn.Linear(16, 5))
     beside = flat_shards(beside, True, ignored_modules=[beside[0]])
@@ -121,7 +121,7 @@ def refusals(rank):
         "densify_": said(lambda: comera.densify_(sharded)),
         "layer.weight": said(lambda: sharded[1].weight),
         "set_weight_": said(lambda: sharded[1].set_weight_(torch.ones(24, 16))),
-        "tensorize_": said(lambda: comera.tensorize_(dense, comera.TTConfig(rank=2))),
+        "tensorize_": [said(partial(comera.tensorize_, each, tiny)) for each in (dense, layer)],
         "cut state": said(lambda: set_model_state_dict(sharded, cut_state(), options=WHOLE)),
         "scatter_": said(lambda: scatter_(sharded, None, saved)),
         "CAME of flat shards": [said(partial(comera.CAME, each.parameters())) for each in flat],
@@ -246,7 +246,8 @@ def test_what_cannot_be_done_to_shards_is_refused_and_changes_nothing(results):
     for found in (result["refusals"] for result in results[2]):
         for what in ("layer.weight", "set_weight_"):
             assert found[what].startswith(f"{what} needs whole tensor trains, and cores.0 of")
-        assert found["tensorize_"].startswith("tensorize_ needs whole matrices, and 0 of shape")
+        for text in found["tensorize_"]:
+            assert text.startswith("tensorize_ needs whole matrices, and 0 of shape")
         assert found["cut state"].startswith("load_state_dict of other ranks (1) needs whole")
         assert found["scatter_"].startswith("scatter_ of other ranks needs whole tensor trains")
         assert found["whole"]

@@ -128,6 +128,11 @@ def _walks(modes: tuple[int, ...], bonds: tuple[int, ...], split: int) -> tuple[
     return left, Walk(modes[split:][::-1], bonds[split:-1][::-1], True)
 
 
+@functools.cache
+def _unfit(modes: tuple[int, ...], bonds: tuple[int, ...], split: int) -> str | None:
+    return next(filter(None, (walk.unfit() for walk in _walks(modes, bonds, split))), None)
+
+
 def _up_to_four(n: int) -> int:
     return -(-n // 4) * 4
 
@@ -167,21 +172,18 @@ class _Bytes(ctypes.Structure):
 
 def unfit(groups: Sequence[Chains]) -> str | None:
     """Return why kernels cannot contract these chains on any card, or None."""
-    like = groups[0].cores[0]
     for group in groups:
-        if any(gate.dtype != torch.float32 for gate in group.gates):
+        if {gate.dtype for gate in group.gates} - {torch.float32}:
             return f"gates are {group.gates[0].dtype}, not torch.float32"
-        together = (*group.cores, *group.biases)
-        if any(t.dtype != like.dtype or t.device != like.device for t in together):
-            return "cores and biases are of several dtypes or devices"
         if group.factor_dtype != groups[0].factor_dtype:
             return "factors are wanted in several dtypes"
-        if all(isinstance(size, int) for size in (*group.modes, *group.bonds)):
-            for walk in walks(group):  # else a graph is traced, and the operator asked when it runs
-                reason = walk.unfit()
-                if reason is not None:
-                    return reason
-    return None
+        modes, bonds = tuple(group.modes), tuple(group.bonds)
+        known = set(map(type, modes + bonds)) == {int}  # else a graph is traced: asked when it runs
+        if known and (reason := _unfit(modes, bonds, group.split)) is not None:
+            return reason
+    tensors = [t for group in groups for of in (group.cores, group.biases) for t in of]
+    kinds = {(t.dtype, t.device) for t in tensors}
+    return "cores and biases are of several dtypes or devices" if len(kinds) > 1 else None
 
 
 def contract(groups: Sequence[Chains]) -> list[Tensor]:

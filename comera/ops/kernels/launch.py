@@ -131,7 +131,7 @@ def start(
     with torch.cuda.device(device):
         _enter_context(device)
         _allow_shared(file, name, device, shared)
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(device)
         answer = driver.cuLaunchKernel(
             kernel, *grid, threads, 1, 1, shared, stream, ctypes.addressof(arguments), 0
         )

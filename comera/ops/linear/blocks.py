@@ -1,116 +1,341 @@
-"""Multiply by a block tensor train: two batched products with a shuffle between them.
+"""Multiply by block tensor trains: two batched products, with nothing copied between them.
+
+The rank is the slow index of the first product's output, so that both products and all gradients
+read and write plain strides. On a CPU rows go in pieces, whose hidden tensor stays in the cache.
 
 Letters: T = tokens, a and b = blocks of the input and the numbers in each, c and d = those of the
-output, R = rank of the blocks.
+output, R = rank of the blocks, K = R c, S = a R, G = layers.
 """
 
-import math
-from typing import Any
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, without_autocast
-from comera.ops.dispatch import is_eager
-from comera.ops.operator import is_traced
+from comera.ops.cores import open_gate
+from comera.ops.dispatch import is_eager, is_on_cpu
+from comera.ops.linear.feed_forward import ACTIVATIONS
+from comera.ops.operator import gradients_again, is_traced
 
-_LEAST = 1e-2  # least share of a typical singular value in the left core
+_LEAST_SHARE = 1e-2  # least share of a typical singular value in the left core
+_HIDDEN_NUMBERS = 1 << 19  # of a piece on a CPU: two megabytes, the size of a cache
 
 
-def block_linear(
-    x_TI: Tensor, left_1abcR: Tensor, right_Rcad1: Tensor, bias_O: Tensor | None, out_features: int
-) -> Tensor:
-    """Return ``x @ W.T + bias`` where the block (a, c) of ``W.T`` is ``left[a, c] @ right[c, a]``.
+class BlockFactors(NamedTuple):
+    """The factors ``(a, K, b)`` and ``(c, S, d)`` of a layer, its bias ``(O,)`` or None, and O."""
 
-    It can be differentiated any number of times.
+    left: Tensor
+    right: Tensor
+    bias: Tensor | None
+    out_features: int
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What layers that are multiplied as one have in common."""
+        return (*self.left.shape[::2], self.right.shape[1], self.bias is None)
+
+
+def block_factors(
+    lefts: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    threshold: float,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of G layers of equal shape, ``(G a, K, b)`` and ``(G c, S, d)``.
 
     Args:
-        x_TI: ``(*, in)``, in at most a b.
-        left_1abcR: The first core, multiplied by the gates.
-        right_Rcad1: The second core.
-        bias_O: ``(out_features,)`` or None.
-        out_features: At most c d.
-
-    Returns:
-        ``(*, out_features)``, at autocast's dtype where autocast is on.
+        lefts: The first cores, ``(1, a, b, c, R)``.
+        gates: ``(R,)`` each.
+        rights: The second cores, ``(R, c, a, d, 1)``.
+        threshold: A gate at or below it is a pruned rank.
+        dtype: That of the factors; None for that of the cores.
     """
-    biases = [] if bias_O is None else [bias_O]
-    x_TI, (left_1abcR, right_Rcad1), biases = autocast_together(
-        x_TI, [left_1abcR, right_Rcad1], biases
-    )
-    _, a, b, c, rank = left_1abcR.shape
-    d = right_Rcad1.shape[3]
-    lead, missing = x_TI.shape[:-1], a * b - x_TI.shape[-1]
-    # -1 is ambiguous for no rows, and torch.Size.numel a constant of an exported program.
-    x = x_TI.reshape(math.prod(lead), x_TI.shape[-1])
+    (_, a, b, c, rank), layers, d = lefts[0].shape, len(lefts), rights[0].shape[3]
+    if layers == 1:
+        left, gate, right = lefts[0], gates[0], rights[0].permute(1, 2, 0, 3, 4)
+    else:
+        left, gate = torch.cat(list(lefts)), torch.stack(list(gates))
+        right = torch.stack(list(rights)).permute(0, 2, 3, 1, 4, 5)
+    gate = open_gate(gate, threshold).to(left.dtype).view(layers, 1, rank, 1, 1)
+    left = left.permute(0, 1, 4, 3, 2).contiguous() * gate
+    left = left.view(layers * a, rank * c, b)
+    right = right.reshape(layers * c, a * rank, d)
+    return (left, right) if dtype is None else (left.to(dtype), right.to(dtype))
+
+
+def block_linears(x_TI: Tensor, layers: Sequence[BlockFactors]) -> list[Tensor]:
+    """Return ``x @ W.T + bias`` of each layer, if of equal ranks in one pass over x.
+
+    They are ``(*, O)`` for an input ``(*, I)``, at autocast's dtype where autocast is on, and can
+    be differentiated any number of times.
+    """
+    if len(layers) > 1 and len({layer.kind for layer in layers}) > 1:
+        return [block_linears(x_TI, [layer])[0] for layer in layers]
+    x, factors = _together(x_TI, layers)
+    missing = factors[0].shape[0] * factors[0].shape[2] - x.shape[1]
     x = F.pad(x, (0, missing)) if missing else x
-    cut = out_features < c * d
-    left = left_1abcR.reshape(a, b, c * rank)
-    right = right_Rcad1.squeeze(4).permute(1, 2, 0, 3).reshape(c, a * rank, d)
-    bias = biases[0] if biases and not cut else None
     with without_autocast(x):
         # What is compiled, traced or transformed has to see all operations.
         multiply = _Multiply.apply if is_eager() and not is_traced() else _multiply
-        y = multiply(x, left, right, bias)
-    if cut:
-        y = y[:, :out_features]
-        y = y + biases[0] if biases else y
-    return y.reshape(*lead, out_features)
+        ys = multiply(len(layers), x, *factors)
+    widths = [layer.out_features for layer in layers]
+    ys = [y[:, :n] if n < y.shape[1] else y for y, n in zip(ys, widths, strict=True)]
+    return ys if x_TI.dim() == 2 else [y.reshape(*x_TI.shape[:-1], y.shape[1]) for y in ys]
 
 
-def _multiply(x_TI: Tensor, left_abK: Tensor, right_cSd: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Compute both batched products: ``(T, c d)``, where S = a R and K = c R."""
-    return _second_product(_shuffled(x_TI, left_abK, len(right_cSd)), right_cSd, bias_O)
+def block_feed_forward(
+    x_BI: Tensor, layers: Sequence[BlockFactors], activation: str
+) -> Tensor | None:
+    """Return ``act(x @ W1) @ W2``, or of three layers ``(act(x @ W1) * (x @ W2)) @ W3``.
+
+    The hidden activation is computed again in backward, a piece of rows at a time. Returns None
+    where that is not possible: blocks are padded, the first layers differ in rank, or some have a
+    bias.
+    """
+    *firsts, second = layers
+    wide, hidden = (each.left.shape[0] * each.left.shape[2] for each in (firsts[0], second))
+    padded = any(each.right.shape[0] * each.right.shape[2] > each.out_features for each in layers)
+    if padded or wide > x_BI.shape[-1] or hidden > firsts[0].out_features:
+        return None
+    if len({first.kind for first in firsts}) > 1 or len({each.bias is None for each in layers}) > 1:
+        return None
+    x, first = _together(x_BI, firsts)
+    _, last = _together(x_BI, [second])
+    with without_autocast(x):
+        run = _FeedForward.apply if is_eager() and not is_traced() else _feed_forward
+        y = run(activation, len(firsts), x, *first, *last)
+    return y if x_BI.dim() == 2 else y.view(*x_BI.shape[:-1], y.shape[1])
 
 
-def _shuffled(x_TI: Tensor, left_abK: Tensor, c: int) -> Tensor:
-    """Compute the first batched product and shuffle it to ``(c, S, T)``, tokens innermost."""
-    (a, b, width), tokens = left_abK.shape, x_TI.shape[0]
-    rank = width // c
-    first_aKT = torch.bmm(left_abK.transpose(1, 2), x_TI.t().unflatten(0, (a, b)))
-    return first_aKT.view(a, c, rank, tokens).transpose(0, 1).reshape(c, a * rank, tokens)
+def _together(x: Tensor, layers: Sequence[BlockFactors]) -> tuple[Tensor, list[Tensor]]:
+    """Return x as a matrix, and the factors of one layer that has the output blocks of all.
 
-
-def _second_product(hidden_cST: Tensor, right_cSd: Tensor, bias_O: Tensor | None) -> Tensor:
-    c, _, d = right_cSd.shape
-    rows_cTS = hidden_cST.transpose(1, 2)
-    if bias_O is None:
-        y_cTd = torch.bmm(rows_cTS, right_cSd)
+    These are its left factor, then the right ones and the biases of all.
+    """
+    biases = [each.bias for each in layers if each.bias is not None]
+    x, factors, biases = autocast_together(
+        x, [*(each.left for each in layers), *(each.right for each in layers)], biases
+    )
+    lefts, rights = factors[: len(layers)], factors[len(layers) :]
+    if len(layers) == 1:
+        left = lefts[0]
     else:
-        y_cTd = torch.baddbmm(bias_O.view(c, 1, d), rows_cTS, right_cSd)
-    return y_cTd.transpose(0, 1).reshape(-1, c * d)
+        parts = zip(lefts, rights, strict=True)
+        rank = rights[0].shape[1] // lefts[0].shape[0]
+        apart = [left.unflatten(1, (rank, len(right))) for left, right in parts]
+        left = torch.cat(apart, 2).flatten(1, 2)
+    missing = [each.right.shape[0] * each.right.shape[2] - each.out_features for each in layers]
+    if any(missing) and biases:
+        biases = [F.pad(bias, (0, n)) for bias, n in zip(biases, missing, strict=True)]
+    x = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
+    return x, [left, *rights, *biases]
+
+
+def _multiply(layers: int, x_TI: Tensor, left_aKb: Tensor, *rest: Tensor) -> list[Tensor]:
+    """Compute ``(T, c d)`` of each layer, the reference of :class:`_Multiply`.
+
+    The left factor has the output blocks of all; then come right factors and biases.
+    """
+    rights, biases = rest[:layers], rest[layers:]
+    blocks, rank = [len(right) for right in rights], rights[0].shape[1] // len(left_aKb)
+    first_aKT = torch.bmm(left_aKb, x_TI.t().unflatten(0, (len(left_aKb), left_aKb.shape[2])))
+    hidden_SCT = first_aKT.unflatten(1, (rank, sum(blocks))).flatten(0, 1)
+    ys = []
+    for hidden_ScT, right_cSd in zip(hidden_SCT.split(blocks, 1), rights, strict=True):
+        y_cTd = torch.bmm(hidden_ScT.permute(1, 2, 0), right_cSd)
+        ys.append(y_cTd.transpose(0, 1).flatten(1))
+    return [y + bias for y, bias in zip(ys, biases, strict=True)] if biases else ys
+
+
+class _Layers:
+    """Layers that are multiplied as one, and sums of their gradients over pieces of rows."""
+
+    def __init__(self, number: int, left_aKb: Tensor, *rest: Tensor) -> None:
+        self.left_aKb, self.rights, self.biases = left_aKb, rest[:number], rest[number:]
+        self.grads: list[Tensor | None] = [None] * (1 + len(rest))
+        self.a, self.hidden_blocks, self.b = left_aKb.shape
+        self.blocks = [right.shape[0] for right in self.rights]
+
+    def hidden(self, x_TI: Tensor) -> Tensor:
+        """Compute the hidden tensor ``(S, C, T)`` of all layers, C blocks of the output."""
+        first_aKT = torch.bmm(self.left_aKb, x_TI.t().view(self.a, self.b, x_TI.shape[0]))
+        return first_aKT.view(self.rights[0].shape[1], sum(self.blocks), x_TI.shape[0])
+
+    def _parts(self, hidden_SCT: Tensor) -> Sequence[Tensor]:
+        return [hidden_SCT] if len(self.blocks) == 1 else hidden_SCT.split(self.blocks, 1)
+
+    def outputs(self, hidden_SCT: Tensor, ys: Sequence[Tensor]) -> None:
+        """Write the products ``(T, c, d)``."""
+        for k, (y, hidden_ScT) in enumerate(zip(ys, self._parts(hidden_SCT), strict=True)):
+            right, bias = self.rights[k], self.biases[k] if self.biases else None
+            _product_into(y.transpose(0, 1), hidden_ScT.permute(1, 2, 0), right, bias)
+
+    def backward(
+        self,
+        x_TI: Tensor,
+        hidden_SCT: Tensor,
+        grads: Sequence[Tensor],
+        needs: Sequence[bool],
+        grad_x: Tensor | None,
+    ) -> None:
+        """Add to the gradients that are needed, and write that of x to ``(T, a, b)``."""
+        inner, number = grad_x is not None or needs[0], len(self.rights)
+        grads_SCT = torch.empty_like(hidden_SCT) if inner else hidden_SCT
+        parts = zip(self._parts(hidden_SCT), self._parts(grads_SCT), strict=True)
+        for k, (hidden_ScT, grads_ScT) in enumerate(parts):
+            right, grad = self.rights[k], grads[k]
+            grad_cTd = grad.view(-1, right.shape[0], right.shape[2]).transpose(0, 1)
+            if needs[1 + k]:
+                self._add(1 + k, hidden_ScT.transpose(0, 1), grad_cTd)
+            if self.biases and needs[1 + number + k]:
+                total, of_piece = self.grads[1 + number + k], grad.sum(0)
+                self.grads[1 + number + k] = of_piece if total is None else total.add_(of_piece)
+            if inner:
+                _product_into(grads_ScT.transpose(0, 1), right, grad_cTd.transpose(1, 2))
+        if not inner:
+            return
+        first_aKT = grads_SCT.view(self.a, self.hidden_blocks, grads_SCT.shape[2])
+        if needs[0]:
+            self._add(0, first_aKT, x_TI.view(-1, self.a, self.b).transpose(0, 1))
+        if grad_x is not None:
+            _product_into(grad_x.transpose(0, 1), first_aKT.transpose(1, 2), self.left_aKb)
+
+    def _add(self, k: int, one: Tensor, other: Tensor) -> None:
+        total = self.grads[k]
+        self.grads[k] = torch.bmm(one, other) if total is None else total.baddbmm_(one, other)
 
 
 class _Multiply(torch.autograd.Function):
-    """:func:`_multiply` with gradients that shuffle whole rows, faster than autograd's."""
+    """:func:`_multiply` with results written where they belong."""
 
     @staticmethod
-    def forward(ctx: Any, x_TI, left_abK, right_cSd, bias_O):  # type: ignore[override]
-        hidden_cST = _shuffled(x_TI, left_abK, len(right_cSd))
-        ctx.save_for_backward(x_TI, left_abK, right_cSd, hidden_cST)
-        return _second_product(hidden_cST, right_cSd, bias_O)
+    def forward(ctx: Any, number: int, x_TI, *factors):  # type: ignore[override]
+        layers, tokens = _Layers(number, *factors), x_TI.shape[0]
+        ys = [x_TI.new_empty(tokens, *right.shape[::2]) for right in layers.rights]
+        ctx.number, ctx.pieces = number, _pieces(x_TI, layers.a * layers.hidden_blocks)
+        saved = []
+        for x, *outs in _each(ctx.pieces, x_TI, *ys):
+            saved.append(layers.hidden(x))
+            layers.outputs(saved[-1], outs)
+        ctx.save_for_backward(x_TI, *factors, *saved)
+        return tuple(y.flatten(1) for y in ys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_TI, *rest = ctx.saved_tensors
+        factors, saved = rest[: -ctx.pieces], rest[-ctx.pieces :]
+        if torch.is_grad_enabled() or is_legacy_batchedtensor(grads[0]):
+            again = lambda *given: torch.cat(_multiply(ctx.number, *given), 1)  # noqa: E731
+            return None, *gradients_again(again, [x_TI, *factors], torch.cat(grads, 1))
+        _, needs_x, *needs = ctx.needs_input_grad
+        layers = _Layers(ctx.number, *factors)
+        grad_x = x_TI.new_empty(x_TI.shape[0], layers.a, layers.b) if needs_x else None
+        pieces = _each(ctx.pieces, x_TI, grad_x, *grads)
+        for hidden, (x, into, *given) in zip(saved, pieces, strict=True):
+            layers.backward(x, hidden, given, needs, into)
+        return None, None if grad_x is None else grad_x.view(x_TI.shape), *layers.grads
+
+
+class _FeedForward(torch.autograd.Function):
+    """:func:`_feed_forward` that keeps nothing for the backward pass but its input."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: str, number: int, x_TI, *factors):  # type: ignore[override]
+        ctx.activation, ctx.number = activation, number
+        ctx.save_for_backward(x_TI, *factors)
+        given = _split(number, factors)
+        first, second = _Layers(number, *given[0]), _Layers(1, *given[1])
+        y_Tcd = x_TI.new_empty(x_TI.shape[0], *second.rights[0].shape[::2])
+        ctx.pieces = _pieces(x_TI, second.a * second.b)
+        for x, y in _each(ctx.pieces, x_TI, y_Tcd):
+            _, inner, *up = _inner(first, x)
+            active = ACTIVATIONS[activation][0](inner, out=inner)
+            active = active.mul_(up[0]) if up else active
+            second.outputs(second.hidden(active), [y])
+        return y_Tcd.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TI, left_abK, right_cSd, hidden_cST = ctx.saved_tensors
-        (a, b, width), (c, _, d), tokens = left_abK.shape, right_cSd.shape, x_TI.shape[0]
-        needs_x, needs_left, needs_right, needs_bias = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # to be differentiated again: it depends on x and left
-            hidden_cST = _shuffled(x_TI, left_abK, c)
-        grad_cTd = grad_TO.reshape(tokens, c, d).transpose(0, 1)
-        right = torch.bmm(hidden_cST, grad_cTd) if needs_right else None
-        bias = grad_TO.sum(0) if needs_bias else None
-        if not (needs_x or needs_left):
-            return None, None, right, bias
-        grad_cST = torch.bmm(right_cSd, grad_cTd.transpose(1, 2))
-        first_aKT = (
-            grad_cST.view(c, a, width // c, tokens).transpose(0, 1).reshape(a, width, tokens)
-        )
-        rows_aTK = first_aKT.transpose(1, 2)
-        left = torch.bmm(x_TI.t().unflatten(0, (a, b)), rows_aTK) if needs_left else None
-        x = torch.bmm(rows_aTK, left_abK.transpose(1, 2)).transpose(0, 1) if needs_x else None
-        return None if x is None else x.reshape(tokens, a * b), left, right, bias
+        x_TI, *factors = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_legacy_batchedtensor(grad_TO):
+            again = functools.partial(_feed_forward, ctx.activation, ctx.number)
+            return None, None, *gradients_again(again, [x_TI, *factors], grad_TO)
+        _, _, needs_x, *needs = ctx.needs_input_grad
+        given = _split(ctx.number, factors)
+        first, second = _Layers(ctx.number, *given[0]), _Layers(1, *given[1])
+        value, grad_of = ACTIVATIONS[ctx.activation]
+        grad_x = x_TI.new_empty(x_TI.shape[0], first.a, first.b) if needs_x else None
+        for x, into, grad_y in _each(ctx.pieces, x_TI, grad_x, grad_TO):
+            hidden, inner, *up = _inner(first, x)
+            active = value(inner, out=torch.empty_like(inner))
+            made = active * up[0] if up else active
+            grad = torch.empty_like(made)
+            of_made = grad.view(-1, second.a, second.b)
+            of_second = needs[len(first.grads) :]
+            second.backward(made, second.hidden(made), [grad_y], of_second, of_made)
+            of_up = [active.mul_(grad)] if up else []
+            grad = grad.mul_(up[0]) if up else grad
+            grads = [grad_of(grad, inner, grad_input=grad), *of_up]
+            first.backward(x, hidden, grads, needs, into)
+        of_x = None if grad_x is None else grad_x.view(x_TI.shape)
+        return None, None, of_x, *first.grads, *second.grads
+
+
+def _feed_forward(activation: str, number: int, x_TI: Tensor, *factors: Tensor) -> Tensor:
+    """Compute :func:`block_feed_forward` in operations of torch."""
+    first, second = _split(number, factors)
+    inner, *up = _multiply(number, x_TI, *first)
+    active = getattr(F, activation)(inner)
+    return _multiply(1, active * up[0] if up else active, *second)[0]
+
+
+def _split(number: int, factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return factors and biases of the first layers, of which there are ``number``, and second."""
+    size = 1 + number * (2 if len(factors) > number + 3 else 1)
+    return factors[:size], factors[size:]
+
+
+def _inner(layers: _Layers, x_TI: Tensor) -> tuple[Tensor, ...]:
+    """Return the hidden tensor of the first layers, and the output of each."""
+    hidden = layers.hidden(x_TI)
+    ys = [x_TI.new_empty(x_TI.shape[0], *right.shape[::2]) for right in layers.rights]
+    layers.outputs(hidden, ys)
+    return hidden, *(y.flatten(1) for y in ys)
+
+
+def _product_into(out: Tensor, one: Tensor, other: Tensor, row: Tensor | None = None) -> None:
+    """Write batched products, plus a row, to matrices that are not contiguous."""
+    into = out if out.is_cuda else None  # on a CPU torch would take them one by one
+    if row is None:
+        made = torch.bmm(one, other, out=into)
+    else:
+        made = torch.baddbmm(row.view(len(other), 1, -1), one, other, out=into)
+    if into is None:
+        out.copy_(made)
+
+
+def _pieces(x_TI: Tensor, hidden: int) -> int:
+    """Return how many pieces rows go in: on a CPU so many that a hidden tensor fits the cache.
+
+    Narrow dtypes have one piece: sums over several would lose digits.
+    """
+    if x_TI.dtype.itemsize < 4 or not is_on_cpu(x_TI):
+        return 1
+    return max(1, min(-(-x_TI.shape[0] * hidden // _HIDDEN_NUMBERS), x_TI.shape[0] // 256))
+
+
+def _each(pieces: int, *tensors: Tensor | None) -> Iterable[Sequence[Any]]:
+    """Return the pieces of all tensors by rows; those of None are None."""
+    if pieces == 1:
+        return [tensors]
+    parts = ([None] * pieces if t is None else t.tensor_split(pieces) for t in tensors)
+    return zip(*parts, strict=True)
 
 
 def blocks_to_dense(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:
@@ -157,7 +382,7 @@ def split_blocks(
     s_ack = s_ack[..., :rank]
     # Halved between both cores; but were both of them zero, neither would ever have a gradient.
     typical = s_ack.square().mean().sqrt()
-    root_ack = s_ack.clamp(min=float(typical) * _LEAST or 1.0).sqrt()
+    root_ack = s_ack.clamp(min=float(typical) * _LEAST_SHARE or 1.0).sqrt()
     left = u_acbk[..., :rank] * root_ack[:, :, None]
     right = vh_ackd[:, :, :rank] * (s_ack / root_ack)[..., None]
     return left.permute(0, 2, 1, 3)[None], right.permute(2, 1, 0, 3)[..., None]

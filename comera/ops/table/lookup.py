@@ -127,7 +127,7 @@ def _(tensors, present, num_embeddings, embedding_dim, checked):
     return rows, *(torch.empty_like(indices_N, dtype=torch.int64) for _ in range(2))
 
 
-@torch.library.custom_op("comera::ttm_lookup_backward", mutates_args=())
+@operator("comera::ttm_lookup_backward")
 def lookup_backward(
     grad_BD: Tensor,
     keys_N: Tensor,
