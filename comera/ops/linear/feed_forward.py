@@ -183,11 +183,6 @@ def _backward(ctx, grad_y: Tensor | None, *_):
 _feed_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def gated_feed_forward_reference(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
-    """Compute :func:`gated_feed_forward` in plain products."""
-    return _plainly(F.silu(_plainly(x_BI, gate)) * _plainly(x_BI, up), down)
-
-
 def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
     """Compute ``(silu(x @ W_gate) * (x @ W_up)) @ W_down`` of layers that all have a bias or none.
 

@@ -62,12 +62,6 @@ def fp8_product(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Ten
     )
 
 
-def fp8_product_reference(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Tensor:
-    """Compute :func:`fp8_product` by an ordinary product in a wider dtype."""
-    a, b = (x.values.double() * x.scale for x in (a_MK, b_NK))
-    return (a @ b.T).to(out_dtype)
-
-
 @functools.cache
 def why_not_fp8(device: torch.device) -> str | None:
     """Return why products in eight bits do not run on a device; None if they do."""

@@ -49,20 +49,6 @@ class Request(NamedTuple):
     checked: bool = False
 
 
-def tt_embedding_reference(
-    indices: Tensor,
-    cores: Sequence[Tensor],
-    embedding_dim: int,
-    hot_HK: Tensor | None = None,
-    basis_KD: Tensor | None = None,
-) -> Tensor:
-    """Read rows as :func:`tt_embedding` does, but from the dense table; differentiable."""
-    table = ttm_to_dense(cores)[:, :embedding_dim]
-    if hot_HK is not None:
-        table = torch.cat([hot_HK if basis_KD is None else hot_HK @ basis_KD, table])
-    return F.embedding(indices, table)
-
-
 def tt_embedding(request: Request) -> Tensor:
     """Read rows, or weighted sums of rows over bags; each distinct row is computed once.
 
