@@ -196,7 +196,6 @@ class Shape:
         return self.of_ranks(self._clip(wanted))
 
     def _clip(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        """Cut each rank to the product of a neighbouring rank and the modes between them."""
         sizes, bonds = self.slice_sizes, [1, *wanted, 1]
         for k in range(1, len(sizes)):
             bonds[k] = min(bonds[k], bonds[k - 1] * sizes[k - 1])

@@ -93,12 +93,10 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Number of entries of a tensor."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors in memory."""
         return sum(self.size * dtype.itemsize for dtype in self.dtypes)
 
     @property
@@ -125,7 +123,6 @@ class Record:
         raise DamagedError(f"no such tensor: {str(value)[:80]}")
 
     def _is_possible(self) -> bool:
-        """Return whether all types are right, and all numbers are possible for the shape."""
         exact, count = self.codec == "exact", len(self.dtypes)
         return (
             isinstance(self.change, bool)

@@ -302,7 +302,6 @@ class UnfinishedBlocks:
             save_file(states, temporary, {_KEY: json.dumps({"about": self.about, "done": k + 1})})
 
     def put_layers_(self, k: int, block: nn.Module) -> None:
-        """Replace layers of dense block number ``k`` by its compressed layers, on ``meta``."""
         rebuild_(block, self._noted(k)["described"])
 
     def layers(self, k: int) -> list[CompressedLayer]:

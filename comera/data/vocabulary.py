@@ -122,7 +122,6 @@ def as_array(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def from_array(kept: np.ndarray) -> Tokenizer:
-    """Restore a tokenizer from :func:`as_array`."""
     return Tokenizer.from_str(kept.tobytes().decode())
 
 

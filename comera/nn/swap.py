@@ -96,7 +96,6 @@ def swap_layers_(
 
 
 def _is_patched_train(kind: Any) -> bool:
-    """Return whether a class derives from a tensor-train layer and overrides ``forward``."""
     return issubclass(kind, TensorTrainModule) and not kind.forward.__module__.startswith("comera.")
 
 

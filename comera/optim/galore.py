@@ -273,7 +273,6 @@ class GaLore(Optimizer):
         return param, stand_in, factor, grad
 
     def _end(self, begun: list[_Begun]) -> None:
-        """Add the steps of stand-ins to their parameters."""
         for param, stand_in, factor, _ in begun:
             if stand_in is not None and stand_in.grad is not None:
                 add_out_of_(param, stand_in.data * factor, self._bases(param))
@@ -537,6 +536,5 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
 
 
 def _release(stand_in: nn.Parameter) -> None:
-    """Free the memory of a stand-in's value and gradient, but keep its shape."""
     stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None

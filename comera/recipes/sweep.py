@@ -323,7 +323,6 @@ def _check_data(jobs: Sequence[Job]) -> None:
 
 
 def make_jobs(sweep: Sweep) -> list[Job]:
-    """List all runs of a sweep, seed by seed."""
     jobs = []
     for seed in sweep.seeds:
         for name, variant in sweep.variants.items():

@@ -57,7 +57,6 @@ class Shards:
 
     @property
     def files(self) -> set[str]:
-        """Names of the files that hold tensors."""
         return set(self.file_of.values())
 
     def read(self, name: str) -> Tensor:
@@ -82,7 +81,6 @@ def _opened(path: Path) -> Any:
 
 
 def bytes_of(tensor: Tensor) -> Any:
-    """Return the bytes of a tensor on the CPU."""
     if not tensor.numel():
         return b""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -179,7 +179,6 @@ class Capture:
             log.warning("the training step is not captured as a CUDA graph: %s", self.why_not)
 
     def free(self, number: int | None = None) -> None:
-        """Free the memory of the oldest recordings, by default of all."""
         for kept in self._kept[:number]:
             kept.recording.free()
         del self._kept[:number]

@@ -182,7 +182,6 @@ def set_host_random_state(state: dict[str, Any]) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the random states of the host and of all GPUs, as tensors and plain values."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {**host_random_state(), "cuda": cuda}
 

@@ -201,7 +201,6 @@ class RunLog(SilentLog):
             self._board = SummaryWriter(board, purge_step=resume_step + 1, flush_secs=_NEVER)
 
     def write(self, step: int, **values: Any) -> None:
-        """Append a line to ``metrics.jsonl``, and write its numbers to TensorBoard."""
         if not self.path.is_file():
             if not self.path.parent.is_dir():
                 raise FileNotFoundError(

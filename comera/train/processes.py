@@ -63,7 +63,6 @@ class Processes:
             torch.manual_seed(int(words[0]) >> 1)
 
     def any(self, flag: bool) -> bool:
-        """Return whether a flag is set in any process."""
         if self.count == 1:
             return flag
         value = torch.tensor(int(flag))
@@ -119,7 +118,6 @@ class Processes:
         return outcome if leads else others  # type: ignore[return-value]
 
     def wait(self) -> None:
-        """Wait until every process has called this."""
         self.any(False)
 
     def _all_gathered(self, mine: _T) -> list[_T]:

@@ -113,7 +113,6 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
 
 
 def _layout(model: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of a model's tensors, without ranks and row orders, which may change."""
     layers = tensor_trains(model)
     bonds = {
         f"{layer}.{part}.{k}".lstrip(".")

@@ -231,7 +231,6 @@ def whole_state(state: Any) -> Any:
 
 
 def shared_model_state(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard a whole model state like the tensors of a model."""
     mine = model.state_dict()
     return {name: _shared_like(mine.get(name), value) for name, value in saved.items()}
 

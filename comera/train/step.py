@@ -280,7 +280,6 @@ class TrainStep:
         return loss
 
     def _updates(self, last: bool) -> AbstractContextManager[None]:
-        """Postpone per-layer updates and averages to the last part of a batch."""
         if not last and isinstance(self.optimizer, OptimizerInBackward):
             return self.optimizer.accumulate()
         if last or not isinstance(self.model, nn.parallel.DistributedDataParallel):

@@ -276,7 +276,6 @@ def _points(name: str, series: Series, form: str) -> list[page.Point]:
 
 
 def _moved(line: page.Line, places: Sequence[float], form: str) -> page.Line:
-    """Return a line with new x-values, which are also appended to its points' texts."""
     points = [
         dataclasses.replace(point, x=x, text=f"{point.text}, {form.format(x)}")
         for point, x in zip(line.points, places, strict=True)
