@@ -555,13 +555,11 @@ def check_whole_numbers(**given: Any) -> None:
 
 
 def check_tolerance(tolerance: float | None) -> None:
-    """Raise ``ValueError`` for a tolerance out of range."""
     if tolerance is not None and not (is_number(tolerance) and 0 <= tolerance < 1):
         raise ValueError(f"tolerance={tolerance!r} must be in [0, 1): a relative Frobenius error")
 
 
 def check_min_rank(min_rank: Any) -> None:
-    """Raise ``ValueError`` unless ``min_rank`` is 0 or 1."""
     if min_rank not in (0, 1):
         raise ValueError(f"min_rank={min_rank!r} must be 0 (layers may vanish) or 1")
 

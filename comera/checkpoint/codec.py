@@ -105,7 +105,6 @@ class Record:
         return _part_of(self.names[0])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as a dict that JSON can hold."""
         return asdict(self) | {
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         }
@@ -172,7 +171,6 @@ def write_exact(streams: Streams, name: str, tensor: Tensor, base: Tensor | None
 
 
 def read_exact(reader: StreamReader, record: Record, base: Tensor | None) -> Tensor:
-    """Read a tensor that :func:`write_exact` wrote."""
     (dtype,) = record.dtypes
     size = min(dtype.itemsize, _LARGEST_WHOLE)
     count = record.bytes // size

@@ -245,7 +245,6 @@ class Filler:
 
 
 def empty_layers_(block: nn.Module) -> None:
-    """Move a block's parameters to the ``meta`` device, in place."""
     moved: dict[Tensor, nn.Parameter] = {}
     for part in block.modules():
         for key, param in part._parameters.items():
@@ -309,7 +308,6 @@ class UnfinishedBlocks:
         return [CompressedLayer(**one) for one in self._noted(k)["layers"]]
 
     def tensor(self, k: int, name: str) -> Tensor:
-        """Read one tensor of block number ``k``, by its name in the block."""
         return read_tensor(self._file(k), name)
 
     def _noted(self, k: int) -> dict[str, Any]:

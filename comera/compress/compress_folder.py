@@ -230,7 +230,6 @@ def _output(block: nn.Module, call: Any) -> Tensor:
 def _write(
     model: nn.Module, filler: Filler, unfinished: UnfinishedBlocks, blocks: list[str], folder: Path
 ) -> None:
-    """Write the files that ``load_model`` reads, one tensor at a time."""
     depth = len(blocks[0].split("."))
     described = describe(model)
     state = {

@@ -508,7 +508,6 @@ class TensorTrainModule(WeightByAssignment):
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype, such as ``"float32"``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

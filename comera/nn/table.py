@@ -49,7 +49,6 @@ class HotRows(TensorTrainModule):
         self._build(TTShape((rows,), (width,), (rank,)), prune_below, device, dtype)
 
     def reset_parameters(self, std: float = 1.0, init: Init = "orthogonal") -> None:
-        """Draw new rows with standard deviation ``std``."""
         self._init_cores_(std, init)
 
     @property

@@ -24,7 +24,6 @@ def show_count(number: float, digits: int = 3) -> str:
 
 
 def show_bytes(number: float) -> str:
-    """Write bytes with three digits and a unit: ``12.1 MiB``."""
     return _in_units(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 

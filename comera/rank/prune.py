@@ -167,6 +167,5 @@ def _grams(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_min_keep(min_keep: Any) -> None:
-    """Raise ``ValueError`` unless ``min_keep`` is a share from 0 to 1."""
     if not is_number(min_keep) or not 0 <= min_keep <= 1:
         raise ValueError(f"min_keep={min_keep!r} must be in [0, 1]")

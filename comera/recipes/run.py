@@ -197,7 +197,6 @@ def plan(config: RunConfig) -> tuple[CompressionReport, model_plan.ModelPlan | N
 
 
 def print_plan(config: RunConfig, console: Console) -> None:
-    """Print the model of a run, its plan, its memory and its final size."""
     report, layers, target = plan(config)
     for table in (report, layers, *planned_memory(config)):
         if table is not None:

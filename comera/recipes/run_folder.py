@@ -202,7 +202,6 @@ def outcome_cells(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list
 
 
 def outcome_table(outcomes: list[Outcome]) -> Table:
-    """Return a table of the models side by side."""
     header, rows = outcome_cells([vars(outcome) for outcome in outcomes])
     table = Table(title="after training")
     for name in header:

@@ -60,7 +60,6 @@ class Shards:
         return set(self.file_of.values())
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor; errors are those of :func:`read_tensor`."""
         return read_tensor(self.folder / self.file_of[name], name)
 
 

@@ -257,7 +257,6 @@ def check_finite(named: Mapping[str, TensorTrainModule]) -> None:
 
 
 def not_finite(name: str, what: str) -> ValueError:
-    """Return the error for a layer whose cores or gates are not finite."""
     return ValueError(
         f"the {what} of {name or 'the layer'} hold numbers that are not finite: there is no "
         "telling its ranks apart. Go back to a checkpoint from before"

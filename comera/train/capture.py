@@ -187,7 +187,6 @@ class Capture:
         return next((kept for kept in self._kept if kept.static.signature == like), None)
 
     def describe(self) -> StepDescription:
-        """Return how the update runs now, and how many graphs were recorded."""
         counts = self._captures, self._replays
         if self.why_not is not None:
             return StepDescription(False, self.why_not, *counts)

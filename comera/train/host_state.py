@@ -173,7 +173,6 @@ def host_random_state() -> dict[str, Any]:
 
 
 def set_host_random_state(state: dict[str, Any]) -> None:
-    """Restore the result of :func:`host_random_state`."""
     torch.set_rng_state(state["torch"])
     version, inner, gauss = state["python"]
     random.setstate((version, tuple(inner), gauss))

@@ -295,7 +295,6 @@ class PlainLines:
         self._title, self._total, self._last = title, total, time.monotonic()
 
     def show(self, done: int, figures: str) -> None:
-        """Print the figures of a step, unless a line was just printed."""
         now = time.monotonic()
         if self._shown and now - self._last >= self.EVERY:
             self._last = now

@@ -41,7 +41,6 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process is the one that writes and logs."""
         return self.rank == 0
 
     def share_of(self, batch: Any) -> Any:

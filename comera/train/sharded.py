@@ -236,7 +236,6 @@ def shared_model_state(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, 
 
 
 def shared_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard a whole optimizer state like the parameters of an optimizer."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     like = dict(zip(numbers, params, strict=True))

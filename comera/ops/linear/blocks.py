@@ -180,7 +180,6 @@ class _Layers:
         return [x_TI.new_empty(x_TI.shape[0], len(r) * r.shape[2]) for r in self.rights]
 
     def outputs(self, hidden_SCT: Tensor, ys: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Write the products, and return them."""
         for k, (y, hidden_ScT) in enumerate(zip(ys, self._parts(hidden_SCT), strict=True)):
             right, bias = self.rights[k], self.biases[k] if self.biases else None
             _product_into(_by_block(y, len(right)), hidden_ScT.permute(1, 2, 0), right, bias)
@@ -331,7 +330,6 @@ def _each(pieces: int, *tensors: Tensor | None) -> Iterable[Sequence[Any]]:
 
 
 def blocks_to_dense(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:
-    """Return the dense ``(c d, a b)`` weight."""
     weight = torch.einsum("abcr,rcad->cdab", left_1abcR.squeeze(0), right_Rcad1.squeeze(4))
     return weight.flatten(2).flatten(0, 1)
 

@@ -40,7 +40,6 @@ _HIDDEN_NUMBERS = 1 << 21
 def factorized_feed_forward_reference(
     x_BI: Tensor, factors1: Factors, factors2: Factors, activation: str
 ) -> Tensor:
-    """Compute :func:`factorized_feed_forward` in plain products."""
     return _plainly(getattr(F, activation)(_plainly(x_BI, factors1)), factors2)
 
 

@@ -36,7 +36,6 @@ class Fp8Matrix(NamedTuple):
 
 
 def padded_to_step(size: int) -> int:
-    """Round a size up to a multiple of 16."""
     return -(-size // _STEP) * _STEP
 
 

@@ -95,7 +95,6 @@ class Task(ABC):
         """Return the dense model of these sizes, on torch's default device."""
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the logits of a batch in float32."""
         return model(*(batch[name] for name in self.inputs)).float()
 
     def spread(self, model: nn.Module) -> dict[str, float]:
