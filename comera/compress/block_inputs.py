@@ -304,7 +304,6 @@ class UnfinishedBlocks:
         rebuild_(block, self._noted(k)["described"])
 
     def layers(self, k: int) -> list[CompressedLayer]:
-        """Return the results for the layers of block number ``k``, named as in the block."""
         return [CompressedLayer(**one) for one in self._noted(k)["layers"]]
 
     def tensor(self, k: int, name: str) -> Tensor:

@@ -471,7 +471,6 @@ class TensorTrainModule(WeightByAssignment):
             normal_(cores, std)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Load a state dict of any ranks: resize the parameters to it first."""
         saved = [state_dict.get(f"{prefix}cores.{k}") for k in range(len(self.cores))]
         if all(isinstance(core, Tensor) for core in saved):
             ranks = tuple(core.shape[-1] for core in saved[:-1])

@@ -380,7 +380,6 @@ def _part(param: Any) -> _Part:
 
 
 def _local(tensor: Any, param: Any = None) -> Tensor:
-    """Return what this process holds of a tensor, or of a gradient of ``param``."""
     if is_sharded(tensor):
         places = tensor.placements if param is None else param.placements
         return tensor.redistribute(placements=places).to_local()

@@ -234,7 +234,6 @@ class GaLore(Optimizer):
                 self.state[param] = theirs | _split(self.state[param])[1]
 
     def _pass_settings(self, position: int) -> None:
-        """Copy a group's settings, which schedulers change, to the inner optimizer."""
         mine, theirs = self.param_groups[position], self.inner.param_groups[position]
         theirs |= {key: mine[key] for key in mine.keys() - _KEYS - {"params"}}
         if self._tensor_lr and not isinstance(mine["lr"], Tensor):

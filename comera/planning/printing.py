@@ -160,7 +160,6 @@ def _together(widths: Iterable[int]) -> int:
 
 
 def _broken(name: str, width: int) -> str:
-    """Break a dotted name after dots into lines of at most ``width`` where possible."""
     lines = [""]
     for part in _NAME_PART.findall(name):
         if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:

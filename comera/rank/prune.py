@@ -122,7 +122,6 @@ def _rank_bonds(
     keeps: Sequence[Tensor],
     importance: Mapping[int, Tensor] | None,
 ) -> list[_Bond]:
-    """Sort the unpruned ranks of each bond of a layer by importance."""
     if importance is None:
         values = _norms(layer)
         if not all(of_bond.isfinite().all() for of_bond in values):

@@ -213,7 +213,6 @@ class Search:
             self._study.sampler = samplers.TPESampler(seed=int(seed), constant_liar=True)
 
     def _add(self, frozen: Any) -> None:
-        """Make the jobs of a trial, after sampling settings that it lacks."""
         self._seed_sampler(frozen.number)
         params = frozen.params
         if frozen.state.name == "RUNNING":  # what was drawn before is only read

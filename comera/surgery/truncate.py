@@ -208,7 +208,6 @@ def kept_ranks(layer: TensorTrainModule, min_rank: int) -> list[Tensor]:
 def _truncate_layer(
     layer: TensorTrainModule, optimizer: Optimizer | None, min_rank: int, absorb: bool
 ) -> None:
-    """Cut a layer's cores along both bonds, and its gates, with gradients and optimizer state."""
     keeps = kept_ranks(layer, min_rank)
     gates = list(layer.gates)
     open_gates = [torch.where(is_open(gate, layer.prune_below), gate, 0) for gate in gates]

@@ -40,7 +40,6 @@ class StepClock:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Add the seconds that the context takes, unless it raises an error."""
         if self._device.type != "cuda":
             began = time.perf_counter()
             yield

@@ -248,7 +248,6 @@ def places(tables: Sequence[Lookup]) -> list[list[int]]:
 def _rows_of_the_whole(
     indices: Sequence[Tensor], places_5T: Tensor, num_hot: int, all_W: int
 ) -> Tensor:
-    """Return the row of each entry in the joined table, int64 ``(N,)``."""
     indices_N = torch.cat([each.long() for each in indices])
     pairs = zip(places_5T.split(1, 1), indices, strict=True)
     of_each = [column.expand(-1, each.shape[0]) for column, each in pairs]
