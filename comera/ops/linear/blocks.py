@@ -138,10 +138,7 @@ def _together(x: Tensor, layers: Sequence[BlockFactors]) -> tuple[Tensor, list[T
 
 
 def _multiply(x_TI: Tensor, left_aKb: Tensor, *rest: Tensor) -> list[Tensor]:
-    """Compute ``(T, c d)`` of each layer, the reference of :class:`_Multiply`.
-
-    The left factor has the output blocks of all; then come right factors and biases.
-    """
+    """Compute ``(T, c d)`` of each layer of :func:`_together`, the reference of _Multiply."""
     rights, biases = _rights_and_biases(rest)
     blocks, rank = [len(right) for right in rights], rights[0].shape[1] // len(left_aKb)
     first_aKT = torch.bmm(left_aKb, x_TI.t().unflatten(0, (len(left_aKb), left_aKb.shape[2])))
