@@ -301,7 +301,6 @@ def look_at(
     keep: str | Path | None = None,
     progress: bool = False,
 ) -> Sensitivity:
-    """Compute the :func:`sensitivity` of the given layers."""
     moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
     rows = max(round(each.rows / each.batches) for each in moments.values())
     made = [  # moments are freed as the decompositions come, which are no larger

@@ -221,7 +221,6 @@ def plans_of(
 
 
 def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], tokens: int) -> None:
-    """Log in one line which kinds of layers are predicted to be slower or larger than dense."""
     shares = expert_shares(model)
     plans = plans_of(made, shares, tokens)
     losing = [(names, plan) for names, plan in plans if plan.worst_ratio > _WORST_RATIO]

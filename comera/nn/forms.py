@@ -339,7 +339,6 @@ def fuse_experts_(model: nn.Module) -> nn.Module:
 
 
 def split_names(model: nn.Module) -> list[str]:
-    """Return the names of experts that are split."""
     return [name for name, module in model.named_modules() if isinstance(module, SplitExperts)]
 
 

@@ -31,7 +31,6 @@ OPEN = 0.1
 
 
 def check_target(target: Any) -> None:
-    """Raise ``ValueError`` unless ``target`` is in (0, 1]."""
     if not is_number(target) or not 0 < target <= 1:
         raise ValueError(
             f"target={target!r} must be in (0, 1]: the share of the present size to end at"
@@ -114,7 +113,6 @@ class SizeOfRanks:
         return [gate for layer in self.layers.values() for gate in layer.gates]
 
     def read(self) -> AllGates:
-        """Return the present gates as :class:`AllGates`."""
         values = gates_together(list(self.layers.values()))
         widths = tuple(gate.shape[0] for gate in self.gates)
         if (widths, values.device, values.dtype) != self._indexed:
@@ -159,7 +157,6 @@ class SizeOfRanks:
         return reached
 
     def _size_at(self, counts: Tensor) -> Tensor:
-        """Return the exact size at the given ranks of all bonds."""
         before, after = self._ends_of_cores(counts)
         least = self._most.scatter_reduce(0, self._layer_of_bond, counts, "amin")
         whole = least[self._layer_of_core] > 0
@@ -170,12 +167,10 @@ class SizeOfRanks:
         return self._outer[values.dtype].index_add(0, self._bond_of_gate, values)
 
     def _ends_of_cores(self, bonds: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rank before each core, and the rank after each core."""
         # Unlike that of indexing by brackets, its gradient needs no sorting.
         return bonds.index_select(0, self._ends).chunk(2)  # type: ignore[return-value]
 
     def _index(self, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
-        """Record the bond of each gate, and the two bonds of each core, as tensors."""
         self._indexed, self._widths = (widths, device, dtype), widths
         before: list[int] = []
         after: list[int] = []

@@ -124,7 +124,6 @@ class RateWatch:
         return Seen(change, weight, score, attention)
 
     def _weights(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
-        """Yield the cores of each layer, and each dense matrix, in the optimizer, by name."""
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         cores: set[int] = set()
         for name, layer in tensor_trains(self.model).items():
