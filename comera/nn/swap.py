@@ -96,7 +96,6 @@ def swap_layers_(
 
 
 def _is_patched_train(kind: Any) -> bool:
-    """Return whether a class derives from a tensor-train layer and overrides ``forward``."""
     return issubclass(kind, TensorTrainModule) and not kind.forward.__module__.startswith("comera.")
 
 
@@ -153,7 +152,6 @@ _OF_OTHERS = {*vars(nn.Module()), "forward", "_hf_hook", "_old_forward", "_is_hf
 
 @functools.cache
 def _own_names(kind: type) -> set[str]:
-    """Return the names of attributes that a class declares, or that its methods set."""
     names = {"weight", "bias"}
     for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         names |= {*vars(cls).get("__annotations__", ())}

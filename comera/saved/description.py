@@ -203,7 +203,6 @@ def rebuild_(
 
 
 def _build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
-    """Make all layers of a description by name, on the ``meta`` device."""
     made: dict[str, nn.Module] = {}
 
     def build(name: str, above: tuple[str, ...] = ()) -> nn.Module:
@@ -233,7 +232,6 @@ def _build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
 
 
 def _check_places(modules: Mapping[str, nn.Module], made: Mapping[str, nn.Module]) -> None:
-    """Raise ``ValueError`` unless the model has a layer of equal size for each new layer."""
     taken: dict[int, str] = {}
     for name, new in made.items():
         old = modules.get(name)
@@ -277,7 +275,6 @@ def _check_tensors(
     replacements: Mapping[int, nn.Module],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise ``ValueError`` unless the model with the new layers has tensors of these shapes."""
     inside = {
         f"{name}.".lstrip("."): replacements[id(old)]
         for name, old in modules.items()

@@ -378,14 +378,6 @@ def test_what_was_loaded_has_the_keys_of_a_fresh_one():
     assert fresh.state_dict() == loaded.state_dict()
 
 
-def test_a_sparse_gradient_is_refused_before_other_groups_change():
-    params = [nn.Parameter(torch.ones(8, 8)) for _ in range(2)]
-    params[0].grad, params[1].grad = torch.ones(8, 8), torch.ones(8, 8).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse gradient"):
-        comera.CAME([{"params": [param]} for param in params]).step()
-    assert torch.equal(*params)
-
-
 def test_foreign_state_is_refused():
     param = nn.Parameter(torch.randn(8, 8))
     adam = torch.optim.Adam([param])

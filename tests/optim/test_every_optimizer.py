@@ -90,13 +90,15 @@ def test_distributed_checkpoints_bring_it_back(name):
 
 
 MAKERS = {
-    "CAME": lambda param: comera.CAME([param]),
-    "MuonAdamW": lambda param: comera.MuonAdamW([{"params": [param], "muon": param.dim() > 1}]),
-    "GaLore": lambda param: comera.GaLoreAdamW(
-        [{"params": [param], **({"rank": 2} if param.dim() > 1 else {})}]
+    "CAME": lambda *params: comera.CAME([{"params": [p]} for p in params], weight_decay=0.5),
+    "MuonAdamW": lambda *params: comera.MuonAdamW(
+        [{"params": [p], "muon": p.dim() > 1} for p in params]
+    ),
+    "GaLore": lambda *params: comera.GaLoreAdamW(
+        [{"params": [p], **({"rank": 2} if p.dim() > 1 else {})} for p in params], weight_decay=0.5
     ),
 }
-"""Optimizers of one parameter."""
+"""Optimizers of a group for each parameter."""
 
 REFUSED = {
     ("CAME", "sparse"): r"sparse gradient .* shape \(8, 9\): .*sparse=False",
@@ -108,13 +110,19 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("shape", [(3,), (9, 8)], ids=str)
 @pytest.mark.parametrize(("name", "kind"), REFUSED)
-def test_gradients_that_cannot_be_used_are_refused(name, kind):
+def test_gradients_that_cannot_be_used_are_refused_before_anything_changes(name, kind, shape):
     dtype = torch.complex64 if kind == "complex" else None
     param = nn.Parameter(torch.randn(8, 9, dtype=dtype))
     param.grad = torch.ones_like(param).to_sparse() if kind == "sparse" else torch.ones_like(param)
+    other = nn.Parameter(torch.ones(shape))
+    other.grad = torch.ones(shape)
+    optimizer = MAKERS[name](other, param)
     with pytest.raises(RuntimeError, match=REFUSED[name, kind]):
-        MAKERS[name](param).step()
+        optimizer.step()
+    assert torch.equal(other, torch.ones(shape))
+    assert not (optimizer.state and name == "GaLore")
 
 
 @pytest.mark.parametrize("shape", [(8, 9), (8,)], ids=str)

@@ -280,15 +280,6 @@ def test_schedules_move_its_momentum_as_that_of_torchs_muon(schedule, settings, 
     torch.testing.assert_close(*averages)
 
 
-def test_a_sparse_gradient_of_a_core_is_refused_before_anything_changes():
-    vector, core = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(8, 9))
-    vector.grad, core.grad = torch.ones(3), torch.ones(8, 9).to_sparse()
-    optimizer = comera.MuonAdamW([{"params": [vector]}, {"params": [core], "muon": True}])
-    with pytest.raises(RuntimeError, match="does not support sparse"):
-        optimizer.step()
-    assert torch.equal(vector, torch.ones(3))
-
-
 def test_wrong_settings_are_named():
     core, vector = nn.Parameter(torch.randn(2, 3, 4)), nn.Parameter(torch.randn(3))
     with pytest.raises(ValueError, match=r"momentum=1\.0 must be in \[0, 1\)"):
