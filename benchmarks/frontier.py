@@ -14,7 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
@@ -178,8 +178,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     budget, peak_memory, neighbours = point["budget"], peak_reader(device), watch_neighbours()
     torch.manual_seed(point["seed"])
     model = make_model(point, point["vocab"])
-    by_muon = {"muon_modules": _BODY} if point["kind"] == "muon" else {}
-    groups = param_groups(model, point["rate"], **by_muon)  # type: ignore[arg-type]
+    groups = param_groups(model, point["rate"], muon_modules={"muon": _BODY}.get(point["kind"]))
     optimizer = (torch.optim.AdamW if point["kind"] == "dense" else MuonAdamW)(groups, fused=True)
     step = TrainStep(model, _loss, optimizer, clip_norm=_CLIP)
     used, steps, diverged, began = 0.0, 0, False, time.monotonic()
@@ -242,18 +241,18 @@ def fronts(rows: Sequence[Point], axis: str) -> list[tuple[float, list[Point]]]:
     return found
 
 
-def _leads(rows: Sequence[Point], budget: int, axis: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the stretches of an axis where one side leads, and both sides' best at their ends."""
-    (title, form), least = AXES[axis], budget if axis == "seconds" else 0
-    rows = [row for row in rows if least <= row["budget"] <= budget]
-    stretches = groupby(fronts(rows, axis), lambda each: (each[1][0]["compressed"], len(each[1])))
-    for (side, _), stretch in stretches:
-        (low, _), *_, (high, (first, *rest)) = [*(each := list(stretch)), each[-1]]
-        rival = rest[0] if rest else {"model": "none as cheap", "loss": None, "error": None}
-        errors = [first["error"], rival["error"]]
-        off = (rival["loss"] - first["loss"]) / math.hypot(*errors) if all(errors) else None
-        where = f"{budget}s, {title}", form(low), form(high), _SIDES[side]
-        yield *where, first["model"], first["loss"], rival["model"], rival["loss"], off
+def _leads(rows: Sequence[Point]) -> Iterator[tuple[Any, ...]]:
+    """Yield by budget and axis the stretches between points where the best of a side changes."""
+    for budget, axis in product(sorted({row["budget"] for row in rows}), AXES):
+        (title, form), least = AXES[axis], budget if axis == "seconds" else 0
+        best = fronts([row for row in rows if least <= row["budget"] <= budget], axis)
+        for _, [*levels] in groupby(best, lambda each: [row["model"] for row in each[1]]):
+            (low, (first, *rest)), (high, _) = levels[0], levels[-1]
+            rival = rest[0] if rest else {"model": "none as cheap", "loss": None, "error": None}
+            errors = [first["error"], rival["error"]]
+            off = (rival["loss"] - first["loss"]) / math.hypot(*errors) if all(errors) else None
+            where = f"{budget}s, {title}", form(low), form(high), _SIDES[first["compressed"]]
+            yield *where, first["model"], first["loss"], rival["model"], rival["loss"], off
 
 
 def show(session: Session, out: Path, part: str) -> None:
@@ -268,13 +267,11 @@ def show(session: Session, out: Path, part: str) -> None:
         columns |= {"steps": ",.0f", **{AXES[axis][0]: "" for axis in shown}}
         cells = ([*map(r.get, [*columns][:6]), *(f(r[a]) for a, f in shown.items())] for r in rows)
         session.table(f"{name}: all models, best first", columns, cells)
-        budgets = sorted({row["budget"] for row in rows})
-        stretches = (each for b in budgets for axis in AXES for each in _leads(rows, b, axis))
         session.table(
-            f"{name}: who leads, of models that cost no more; lines cross between rows",
+            f"{name}: who leads, of models that cost no more, and where that changes",
             {"budget, axis": "", "from": "", "to": "", "leads": "", "best": "", "loss": ".4f",
              "best rival": "", "its loss": ".4f", "errors": ".1f"},
-            stretches, "errors: how many standard errors they are apart",
+            _leads(rows), "errors: how many standard errors they are apart",
         )  # fmt: skip
         _draw(name, rows, file := out / f"{folder.name}.png")
         session.print(f"wrote {file}")
@@ -282,16 +279,18 @@ def show(session: Session, out: Path, part: str) -> None:
 
 def _draw(title: str, rows: Sequence[Point], file: Path) -> None:
     (figure := empty_figure(2, 7.2, 3.0)[0]).clear()
-    figure.suptitle(title)
-    for axes, (axis, (name, _)) in zip(figure.subplots(2, 3).flat, AXES.items(), strict=True):
+    for axes, (axis, (name, form)) in zip(figure.subplots(2, 3).flat, AXES.items(), strict=True):
+        ends = sorted({pick(row[axis] for row in rows) for pick in (min, max)})
         for side, color in zip(_SIDES, ("#2a6f97", "#d1495b"), strict=True):
-            own = [row for row in rows if row["compressed"] == side]
-            xs, ys = [row[axis] for row in own], [row["loss"] for row in own]
-            axes.errorbar(xs, ys, [r["error"] or 0 for r in own], fmt="o", ms=3, c=color, alpha=0.6)
-            found = [(most, best[0]["loss"]) for most, best in fronts(own, axis)]
-            if found:
-                axes.step(*zip(*found, strict=True), where="post", c=color, label=_SIDES[side])
-        axes.set(xlabel=name, ylabel="loss", xscale="log")
+            if own := [row for row in rows if row["compressed"] == side]:
+                dots = zip(*((r[axis], r["loss"], r["error"] or 0) for r in own), strict=True)
+                axes.errorbar(*dots, fmt="o", ms=3, c=color, alpha=0.6)
+                front = [(most, best[0]["loss"]) for most, best in fronts(own, axis)]
+                line = zip(*front, (ends[-1], front[-1][1]), strict=True)
+                axes.step(*line, where="post", c=color, label=_SIDES[side])
+        axes.set(xlabel=name, ylabel=title, xscale="log", xticks=ends)
+        axes.set(xticklabels=map(form, ends))
+        axes.minorticks_off()
     axes.legend(frameon=False)
     figure.savefig(file, dpi=110)
 
