@@ -244,7 +244,12 @@ class RankLearning(ABC):
             )  # fmt: skip
         layers = self.size.layers.values()
         self.start_size = sum(layer.shape.size_at(layer.live_ranks) for layer in layers)
-        self.target_size = target_entries(layers, target, self.start_size, min_rank)
+        try:
+            self.target_size = target_entries(layers, target, self.start_size, min_rank)
+        except ValueError:
+            if all(layer.ranks == layer.start_ranks for layer in layers):
+                raise
+            self.target_size = 0  # it was cut before: load_state_dict may say so
         self.steps_done = 0
         self.forced: int | None = None
         self._steps = steps
@@ -279,6 +284,8 @@ class RankLearning(ABC):
         """
         if self.stage == "done":
             return loss
+        if not self.target_size:
+            target_entries(self.size.layers.values(), self.target, self.start_size, self.min_rank)
         if any(map(is_sharded, self.size.gates)):
             check_unsharded(self.model, self.method)  # the model was sharded afterwards
         gates = self.size.read()
