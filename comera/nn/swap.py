@@ -213,8 +213,8 @@ def rename_tied_weights_(model: nn.Module) -> None:
         }
 
         def is_gone(name: str, layers=layers, params=params) -> bool:  # a pattern never is
-            owner = layers.get(name.removesuffix(".weight"))
-            converted = owner is not None and "weight" not in owner._parameters
+            owner = layers.get(name.removesuffix(".weight").removesuffix(".bias"))
+            converted = owner is not None and params.keys().isdisjoint((name, f"{name}.weight"))
             return converted or (name not in params and not _PARTS.isdisjoint(name.split(".")))
 
         for key, names in kept.items():

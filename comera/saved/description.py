@@ -300,6 +300,16 @@ def _check_tensors(
         raise ValueError(f"the model given is not made as the saved one: {'; '.join(parts[:4])}")
 
 
+def tie_(model: nn.Module, tied: Mapping[str, str]) -> None:
+    """Make each tensor named in ``tied`` the one of its first name there, in place."""
+    for name, first in tied.items():
+        (owner, _, key), (source, _, source_key) = (n.rpartition(".") for n in (name, first))
+        for kind in ("_parameters", "_buffers"):
+            mine, known = (getattr(model.get_submodule(of), kind) for of in (owner, source))
+            if key in mine and source_key in known:
+                mine[key] = known[source_key]
+
+
 @torch.no_grad()
 def fill_(
     model: nn.Module, tensors: Mapping[str, Tensor], tied: Mapping[str, str], frozen: Iterable[str]
@@ -310,13 +320,7 @@ def fill_(
     named in ``frozen`` get ``requires_grad``.
     """
     model.load_state_dict(dict(tensors), strict=True, assign=True)
-    for name, first in tied.items():
-        (owner, _, key), (source, _, source_key) = (n.rpartition(".") for n in (name, first))
-        module, other = model.get_submodule(owner), model.get_submodule(source)
-        for kind in ("_parameters", "_buffers"):
-            known = getattr(other, kind)
-            if source_key in known and key in getattr(module, kind):
-                getattr(module, kind)[key] = known[source_key]
+    tie_(model, tied)
     still = set(frozen)
     for name, param in model.named_parameters():
         trains = param.is_floating_point() or param.is_complex()

@@ -198,7 +198,8 @@ def load_parts(folder: Path, step: TrainStep) -> dict[str, Any]:
         likes |= {f"optimizer.state.{number}.{key}": param for key in _MOMENTS}
     tensors: dict[str, Tensor] = {}
     for name, entry in found.items():  # room to read into, sharded as a parameter of its shape is
-        size, dtype, like = entry.size, entry.properties.dtype, likes.get(name)
+        size, dtype = entry.size, entry.properties.dtype
+        like: Any = likes.get(name)
         fits = like is not None and is_sharded(like) and like.shape == size
         tensors[name] = (
             torch.zeros_like(like, dtype=dtype) if fits else torch.empty(size, dtype=dtype)

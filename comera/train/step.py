@@ -150,8 +150,8 @@ class TrainStep:
         self._unreduced = False  # whether averages over processes are under way
         # DistributedDataParallel averages gradients itself, OptimizerInBackward by its own group;
         # either way losses and rank learning take the mean over the same processes.
-        copied = isinstance(model, nn.parallel.DistributedDataParallel)
-        self.parallel = DataParallel(model) if copied else None
+        is_copied = isinstance(model, nn.parallel.DistributedDataParallel)
+        self.parallel = DataParallel(model) if is_copied else None  # type: ignore[arg-type]
         # None, or for a model whose dense matrices are shared out by fully_shard.
         shared = any(map(is_sharded, model.parameters()))
         self._sharded = Sharded(model, optimizer) if shared else None

@@ -200,18 +200,6 @@ def test_many_small_parameters_take_few_calls():
     assert calls.count - views < 400
 
 
-def test_a_tensor_lr_is_the_same_and_can_change():
-    ends = []
-    for lr in (1e-2, torch.tensor(1e-2), torch.tensor([1e-2])):
-        params = [nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))]
-        optimizer = comera.CAME(params, lr=lr, weight_decay=0.1)
-        for param in params:
-            run(param, optimizer)
-        ends.append(torch.cat([p.detach().flatten() for p in params]))
-    torch.testing.assert_close(ends[1], ends[0])
-    torch.testing.assert_close(ends[2], ends[0])
-
-
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_one_rounding_from_full(dtype, count):

@@ -140,3 +140,21 @@ def test_maximize_is_descent_of_the_negative(name, shape):
         descend.step()
     assert torch.equal(up, down)
     assert not torch.equal(up, torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("name", ["CAME", "MuonAdamW"])
+def test_a_tensor_as_learning_rate_steps_as_a_number(name, shape):
+    ends = []
+    for lr in (0.25, torch.full(shape, 0.25)):
+        params = [nn.Parameter(torch.ones(8, 9)), nn.Parameter(torch.ones(8))]
+        groups = MAKERS[name](*params).param_groups
+        optimizer = getattr(comera, name)(
+            [group | {"lr": lr, "weight_decay": 0.5} for group in groups], lr
+        )
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.arange(1.0, param.numel() + 1).view(param.shape)
+            optimizer.step()
+        ends.append(torch.cat([param.detach().flatten() for param in params]))
+    torch.testing.assert_close(ends[1], ends[0])
