@@ -188,7 +188,7 @@ def assert_refused(content: dict, tmp_path: Path, path: str, value, message: str
         ),
         ("variants/tt", {"tensorize": 5}, "variant tt: tensorize=5 must be a section"),
         ("variants/tt", {"train.steps": 0}, "variant tt: train.steps=0 must be at least 1"),
-        ("variants/tt", {"train.epochs": 2}, "variant tt: give exactly one of train.steps and"),
+        ("variants/tt", {"train.epochs": 2}, "variant tt: give exactly one of train.steps, "),
         ("variants/tt", {"seed": 2}, "variant tt: seed is not for a variant to set"),
         ("variants/tt", {"train.steps": 1, "train": {"steps": 2}}, "steps is given twice: 1 and 2"),
         ("variants/tt", {"tensorize.rank": [4, 4]}, "variant tt: .*rank"),
