@@ -133,9 +133,8 @@ class ImportancePruning(RankLearning):
 
     def count_(self, optimizer: AnyOptimizer | None = None, steps: float = 1) -> None:
         """Count a step on the host, see :meth:`~comera.rank.learning.RankLearning.count_`."""
-        before = self.steps_done
         super().count_(optimizer, steps)
-        if self.settings.canonical and before < self._canonical_from <= self.steps_done:
+        if self.settings.canonical and 0 <= self.steps_done - self._canonical_from < steps:
             group = self._processes(min_keep=self.settings.min_keep)
             canonicalize_(self.model, optimizer, process_group=group)
             if self._mean is not None:  # of ranks that are no more

@@ -379,8 +379,7 @@ class RankLearning(ABC):
                     self.method, target_size, state["target_size"],
                 )  # fmt: skip
         self.steps_done, self.forced = state["steps_done"], state["forced"]
-        self.pace = state.get("pace", 1)
-        self.start_size, self.target_size = start_size, target_size
+        self.start_size, self.target_size, self.pace = start_size, target_size, state.get("pace", 1)
         self._target_met = self._own(state["target_met"])
         self.discard_()
 

@@ -81,9 +81,8 @@ RUN_COMMANDS = {
 }
 
 FIRST = (
-    "out", "train.steps", "train.epochs", "train.seconds", "train.batch_size", "train.precision",
-    "optimizer.name", "optimizer.lr", "tensorize.rank", "two_stage.target", "seed", "device",
-    "twin", "overwrite",
+    "out", "train.steps", "train.epochs", "train.batch_size", "train.precision", "optimizer.name",
+    "optimizer.lr", "tensorize.rank", "two_stage.target", "seed", "device", "twin", "overwrite",
 )  # fmt: skip
 """Settings that ``--help`` shows."""
 

@@ -87,7 +87,7 @@ class ImportancePruningConfig(ImportanceSettings):
         _check("importance_pruning", self.target, super().check)
         if not 0 < self.share <= 1:
             raise ValueError(
-                f"importance_pruning.share={self.share} must be a share of all steps, in (0, 1]"
+                f"importance_pruning.share={self.share} must be a share of the run, in (0, 1]"
             )
         if steps is not None and round(self.share * steps) < 1:
             raise ValueError(
@@ -222,7 +222,7 @@ class TrainConfig:
     """Settings of the training loop.
 
     Args:
-        steps: Optimizer steps; give exactly one of these, ``epochs`` and ``seconds``.
+        steps: Optimizer steps; these, ``epochs`` or ``seconds`` have to be given.
         epochs: Passes over the data, where it has an end.
         seconds: Seconds in training steps, which learning rate and rank learning follow too.
         batch_size: Rows a step, of all processes together.

@@ -193,7 +193,12 @@ def assert_refused(content: dict, tmp_path: Path, path: str, value, message: str
         ("variants/tt", {"train.steps": 1, "train": {"steps": 2}}, "steps is given twice: 1 and 2"),
         ("variants/tt", {"tensorize.rank": [4, 4]}, "variant tt: .*rank"),
         ("variants/tt", {"extends": "dens"}, "extends=dens is no variant: did you mean dense?"),
-        ("variants/tt", {"train.seconds": 0}, "variant tt: train.seconds=0.0 must be above 0"),
+        (
+            "variants/tt",
+            {"train": {"steps": None, "seconds": 0}},
+            "variant tt: train.seconds=0.0 must be above 0",
+        ),
+        ("variants/tt", {"train.seconds": 9}, "as null: not steps and seconds"),
         ("variants/tt", {"extends": "tt"}, "extends goes round in a circle: tt -> tt"),
         (
             "metric",
