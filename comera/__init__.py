@@ -126,5 +126,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List all public names, imported or not."""
     return sorted({*globals(), *__all__})

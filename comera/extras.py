@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ _EXTRAS = {
 """Imported packages, and the extra that brings each."""
 
 _Config = TypeVar("_Config")
+
+_SAID = set[str]()  # by say_once
 
 
 class MissingPackageError(ModuleNotFoundError):
@@ -85,3 +88,11 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     """Return the first ``most`` names in one string, with the number of the others."""
     shown = ", ".join(name or "the model itself" for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def say_once(log: logging.Logger, level: int, text: str, *values: object) -> None:
+    """Log a message unless this process has; while a filter gathers messages, log all of them."""
+    said = text % values
+    if log.isEnabledFor(level) and (log.filters or said not in _SAID):
+        _SAID.add(said)
+        log.log(level, "%s", said, stacklevel=2)

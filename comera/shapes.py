@@ -196,7 +196,6 @@ class Shape:
         return self.of_ranks(self._clip(wanted))
 
     def _clip(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        """Cut each rank to the product of a neighbouring rank and the modes between them."""
         sizes, bonds = self.slice_sizes, [1, *wanted, 1]
         for k in range(1, len(sizes)):
             bonds[k] = min(bonds[k], bonds[k - 1] * sizes[k - 1])
@@ -556,13 +555,11 @@ def check_whole_numbers(**given: Any) -> None:
 
 
 def check_tolerance(tolerance: float | None) -> None:
-    """Raise ``ValueError`` for a tolerance out of range."""
     if tolerance is not None and not (is_number(tolerance) and 0 <= tolerance < 1):
         raise ValueError(f"tolerance={tolerance!r} must be in [0, 1): a relative Frobenius error")
 
 
 def check_min_rank(min_rank: Any) -> None:
-    """Raise ``ValueError`` unless ``min_rank`` is 0 or 1."""
     if min_rank not in (0, 1):
         raise ValueError(f"min_rank={min_rank!r} must be 0 (layers may vanish) or 1")
 

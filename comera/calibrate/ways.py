@@ -106,7 +106,6 @@ def _roundings(trial: Trial, device: torch.device) -> Iterator[tuple[torch.dtype
 
 
 def check_choice() -> None:
-    """Raise ``ValueError`` if ``COMERA_KERNELS`` forces kernels or torch."""
     if choose.mode() != "auto":
         raise ValueError(
             f"COMERA_KERNELS={choose.mode()} leaves no choice between kernels and torch: unset it "

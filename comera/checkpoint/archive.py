@@ -104,7 +104,6 @@ class Archive:
         return self.folder / f"step-{step:09d}"
 
     def size(self, step: int) -> int:
-        """Return the size of a checkpoint's own files in bytes."""
         return sum(file.stat().st_size for file in self.path(step).iterdir())
 
     def manifest(self, step: int) -> Manifest:
@@ -248,7 +247,6 @@ class Archive:
 
 
 def packed(streams: Mapping[str, bytes]) -> bytes:
-    """Pack streams into a safetensors file."""
     return save_tensors({name: np.frombuffer(blob, np.uint8) for name, blob in streams.items()})
 
 
@@ -260,7 +258,6 @@ def _write_through(path: Path, raw: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the entries of a folder to disk, if the system can."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

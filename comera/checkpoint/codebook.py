@@ -234,5 +234,4 @@ def norm(values: Tensor) -> float:
 
 
 def positions(mask_n: Tensor) -> Tensor:
-    """Return the indices of the true entries of a mask, int64."""
     return torch.from_numpy(np.flatnonzero(mask_n.numpy()))

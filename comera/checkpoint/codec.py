@@ -93,12 +93,10 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Number of entries of a tensor."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors in memory."""
         return sum(self.size * dtype.itemsize for dtype in self.dtypes)
 
     @property
@@ -107,7 +105,6 @@ class Record:
         return _part_of(self.names[0])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as a dict that JSON can hold."""
         return asdict(self) | {
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         }
@@ -125,7 +122,6 @@ class Record:
         raise DamagedError(f"no such tensor: {str(value)[:80]}")
 
     def _is_possible(self) -> bool:
-        """Return whether all types are right, and all numbers are possible for the shape."""
         exact, count = self.codec == "exact", len(self.dtypes)
         return (
             isinstance(self.change, bool)
@@ -175,7 +171,6 @@ def write_exact(streams: Streams, name: str, tensor: Tensor, base: Tensor | None
 
 
 def read_exact(reader: StreamReader, record: Record, base: Tensor | None) -> Tensor:
-    """Read a tensor that :func:`write_exact` wrote."""
     (dtype,) = record.dtypes
     size = min(dtype.itemsize, _LARGEST_WHOLE)
     count = record.bytes // size

@@ -44,7 +44,6 @@ class Snapshot:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all tensors in memory."""
         return sum(t.nbytes for part in (self.model, self.rest) for t in part.values())
 
 

@@ -113,7 +113,6 @@ def take_apart(
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise ``TypeError`` for a dtype that checkpoints cannot hold."""
     if dtype not in DTYPES.values():
         raise TypeError(f"{name} is of {dtype}; checkpoints hold {', '.join(DTYPES)}")
 

@@ -30,7 +30,6 @@ class Streams:
         self.done: dict[str, bytes] = {}
 
     def write(self, name: str, values: Bytes) -> None:
-        """Append values to the stream ``name``."""
         if name not in self._open:
             self._open[name] = zstandard.ZstdCompressor(level=_LEVEL).compressobj()
             self._parts[name], self._taken[name] = [], 0

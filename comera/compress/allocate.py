@@ -136,7 +136,6 @@ class CompressedLayers(Report, tuple[CompressedLayer, ...]):
         return data_frame(map(vars, self))
 
     def tables(self) -> list[Table]:
-        """Return a table with a row for each layer."""
         rows = [
             (
                 layer.name,
@@ -150,7 +149,6 @@ class CompressedLayers(Report, tuple[CompressedLayer, ...]):
         return [Table("layers", ("layer", "dense", "now", "rank", "predicted loss"), rows, names=0)]
 
     def summary(self) -> str:
-        """Return a line with the totals of all layers."""
         params = sum(layer.params for layer in self)
         dense = sum(layer.dense_params for layer in self)
         return (

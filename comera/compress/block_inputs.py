@@ -245,7 +245,6 @@ class Filler:
 
 
 def empty_layers_(block: nn.Module) -> None:
-    """Move a block's parameters to the ``meta`` device, in place."""
     moved: dict[Tensor, nn.Parameter] = {}
     for part in block.modules():
         for key, param in part._parameters.items():
@@ -302,15 +301,12 @@ class UnfinishedBlocks:
             save_file(states, temporary, {_KEY: json.dumps({"about": self.about, "done": k + 1})})
 
     def put_layers_(self, k: int, block: nn.Module) -> None:
-        """Replace layers of dense block number ``k`` by its compressed layers, on ``meta``."""
         rebuild_(block, self._noted(k)["described"])
 
     def layers(self, k: int) -> list[CompressedLayer]:
-        """Return the results for the layers of block number ``k``, named as in the block."""
         return [CompressedLayer(**one) for one in self._noted(k)["layers"]]
 
     def tensor(self, k: int, name: str) -> Tensor:
-        """Read one tensor of block number ``k``, by its name in the block."""
         return read_tensor(self._file(k), name)
 
     def _noted(self, k: int) -> dict[str, Any]:

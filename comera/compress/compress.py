@@ -64,11 +64,9 @@ class Compression(Report):
         return self.layers.to_pandas()
 
     def tables(self) -> list[Table]:
-        """Return a table with a row for each layer."""
         return self.layers.tables()
 
     def summary(self) -> str:
-        """Return a line with the totals of the model."""
         kept = sum(layer.rank is None for layer in self.layers)
         loss = "" if self.measured is None else f", measured loss {self.measured:.4g}"
         return (

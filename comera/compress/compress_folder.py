@@ -230,7 +230,6 @@ def _output(block: nn.Module, call: Any) -> Tensor:
 def _write(
     model: nn.Module, filler: Filler, unfinished: UnfinishedBlocks, blocks: list[str], folder: Path
 ) -> None:
-    """Write the files that ``load_model`` reads, one tensor at a time."""
     depth = len(blocks[0].split("."))
     described = describe(model)
     state = {
@@ -251,7 +250,6 @@ def _write(
 
 
 def _write_config(source: Path, folder: Path, model: nn.Module) -> None:
-    """Copy small files, and add a description of the layers to the ``config.json``."""
     for path in source.iterdir():
         small = path.suffix in (".json", ".txt", ".model", ".jinja", ".md")
         if small and path.name not in (INDEX, DESCRIPTION, "config.json") and path.is_file():

@@ -119,7 +119,6 @@ class LayerMoments:
             self.inputs_II.mul_(1 - count / self.rows).add_(square_II, alpha=1 / self.rows)
 
     def add_grads(self, grad_NO: Tensor) -> None:
-        """Add the gradients of the mean loss with respect to the output rows of one call."""
         count = grad_NO.shape[0]
         if count:
             self.grad_rows += count

@@ -217,7 +217,7 @@ class Sensitivity(Report):
         kinds = [re.sub(r"\d+", "", layer.name) for layer in self.layers]
         order = sorted(range(len(kinds)), key=lambda k: kinds.index(kinds[k]))
         names = [self.layers[k].name for k in order]
-        height = 1.5 + 0.15 * min(len(names), _NAMED)
+        height = max(2.8, 1.5 + 0.15 * min(len(names), _NAMED))  # or the bar's label has no room
         figure, axes = empty_figure(len(panels), height, max(map(len, names)) / 16)
         from matplotlib.colors import LogNorm
 
@@ -301,7 +301,6 @@ def look_at(
     keep: str | Path | None = None,
     progress: bool = False,
 ) -> Sensitivity:
-    """Compute the :func:`sensitivity` of the given layers."""
     moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
     rows = max(round(each.rows / each.batches) for each in moments.values())
     made = [  # moments are freed as the decompositions come, which are no larger

@@ -109,7 +109,6 @@ def _expected(moments: LayerMoments) -> Tensor:
 
 
 def _damped(moments: Tensor, damping: float) -> Tensor:
-    """Return moments, a matrix or its diagonal, in float64, with a share of their mean added."""
     wide = moments.double()  # a copy unless it is float64 already
     if not bool(torch.isfinite(wide).all()):
         raise ValueError(

@@ -364,7 +364,6 @@ def _pandas() -> Any:
 
 
 def codes_of_text(values: Sequence[Any]) -> np.ndarray:
-    """Return 64-bit hashes of values."""
     array = np.empty(len(values), object)
     array[:] = values
     return _pandas().util.hash_array(array, categorize=True)

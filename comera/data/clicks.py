@@ -81,7 +81,6 @@ class ClickData:
         vocabulary.find_file(self.file, click_files.EXPECTED)
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of the file."""
         path = vocabulary.find_file(self.file, click_files.EXPECTED)
         return {self.file: vocabulary.content_digest(path)}
 

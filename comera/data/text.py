@@ -173,7 +173,6 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
 
     @functools.cache  # most files share their folders
     def is_of_a_run(inner: Path) -> bool:
-        """Return whether a folder is in a run or sweep, whose folder has a lock file."""
         return inner != folder and ((inner / ".lock").is_file() or is_of_a_run(inner.parent))
 
     files = [
@@ -241,7 +240,6 @@ class MaskedText:
     streams: TextStreams
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
-        """Draw training batch number ``step``."""
         return self._masked(self.streams.train, batch_size, generator_of(seed, step))
 
     def held_out(self, split: str, batch_size: int, count: int) -> list[dict[str, Tensor]]:
@@ -277,7 +275,6 @@ class CausalText:
     streams: TextStreams
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
-        """Draw training batch number ``step``."""
         length = self.streams.settings.length + 1
         return _shifted(windows(self.streams.train, batch_size, length, generator_of(seed, step)))
 

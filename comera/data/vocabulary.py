@@ -48,7 +48,6 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a lower-casing WordPiece tokenizer like BERT's."""
     tokenizer = _word_piece(models.WordPiece(unk_token=SPECIAL[UNKNOWN]))
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=SPECIAL, show_progress=False
@@ -117,12 +116,10 @@ def renumbered(tokenizer: Tokenizer, number: np.ndarray) -> Tokenizer:
 
 
 def as_array(tokenizer: Tokenizer) -> np.ndarray:
-    """Serialize a tokenizer, to be saved beside arrays of tokens."""
     return np.frombuffer(tokenizer.to_str().encode(), np.uint8)
 
 
 def from_array(kept: np.ndarray) -> Tokenizer:
-    """Restore a tokenizer from :func:`as_array`."""
     return Tokenizer.from_str(kept.tobytes().decode())
 
 
@@ -171,7 +168,6 @@ def content_digest(path: Path) -> str:
 
 
 def array_digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 of the names, types, shapes and values of arrays."""
     running = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         running.update(f"{name} {array.dtype.str} {array.shape}\n".encode())

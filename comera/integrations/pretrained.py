@@ -23,7 +23,7 @@ from comera.nn.swap import rename_tied_weights_
 from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig
 from comera.nn.tied import TableHead, TiedTTLinear
-from comera.saved.description import Entry, check_description, describe, rebuild_
+from comera.saved.description import Entry, check_description, describe, rebuild_, tie_
 from comera.serving.freeze import refuse_training_
 from comera.serving.layers import FactoredTable
 from comera.surgery.rows import append_rows_
@@ -176,6 +176,7 @@ class TensorTrainQuantizer(HfQuantizer):
                     layers[name] = {**entry, "dtype": dtype}
                 layers[name] = _in_size_of(model.get_submodule(name), layers[name])
             rebuild_(model, layers)
+            _tie_(model, described["tied"])
             of_head = r"\.embedding\.(_extra_state|row_order)$"  # those of its table under its name
             model._keys_to_ignore_on_load_unexpected.add(of_head)
             for name in _names_in(model, described["served"]).values():
@@ -213,6 +214,15 @@ def _set_methods_(model: Any) -> None:
     layers = [m for m in model.modules() if isinstance(m, (TensorTrainModule, TableHead))]
     whole = {type(layer).__name__ for layer in layers}
     model._no_split_modules = whole.union(model._no_split_modules or ())
+
+
+def _tie_(model: Any, tied: Mapping[str, str]) -> None:
+    """Tie those parameters that are in this model as they were saved: files hold them once."""
+    owner = {name: name.rpartition(".")[0] for name in (*tied.values(), *tied)}
+    here = _names_in(model, owner.values())
+    new = {name: here[of] + name.removeprefix(of) for name, of in owner.items() if of in here}
+    tie_(model, {new[name]: new[of] for name, of in tied.items() if name in new and of in new})
+    rename_tied_weights_(model)
 
 
 def _keys_of(files: Sequence[str] | None) -> set[str]:

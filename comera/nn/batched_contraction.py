@@ -89,7 +89,6 @@ class BatchedContraction:
         return self
 
     def _share(self) -> None:
-        """Concatenate the gates and contract the cores of all layers; set both on the layers."""
         for train, params in zip(self._trains, self._params, strict=True):
             vars(train)["shared"] = Shared(params, versions_of(params), self._share)
         gates = [gate for train in self._trains for gate in train.gates]

@@ -1,6 +1,5 @@
 """Replace layers of an existing model by tensor-train layers, and back."""
 
-import functools
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from comera.extras import listed
+from comera.extras import listed, say_once
 from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import (
@@ -55,7 +54,6 @@ _ON_A_CARD = (
     "on a GPU compressed layers are many small calls: train by comera.TrainStep, which replays a "
     'step as one CUDA graph, or compile the model, by torch.compile(mode="reduce-overhead")'
 )
-_say_once = functools.cache(log.warning)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -81,8 +79,8 @@ def tensorize_(
     """Replace the targeted linear and embedding layers by tensor trains, in place.
 
     Build the optimizer afterwards: the parameters are new. Cores are random unless ``init="svd"``
-    approximates the present weights. The ``comera`` logger names layers that stay dense
-    (unsupported, frozen or not smaller) and layers predicted to be slower or larger than dense.
+    approximates the present weights. The ``comera`` logger names, once in a process,
+    layers that stay dense (unsupported, frozen or not smaller) or may be slower or larger than it.
     Registered feed-forward parts are fused, see :mod:`comera.nn.feed_forward_parts`. If experts of
     transformers in one parameter are converted, each gets a layer, such as ``experts.up.0``.
 
@@ -172,7 +170,7 @@ def _tensorized(
     converted = swap_layers_(model, replacements)
     renew_wrappers_(converted.modules())
     if any(new.cores[0].is_cuda for new in made.values() if isinstance(new, TensorTrainModule)):
-        _say_once(_ON_A_CARD)
+        say_once(log, logging.WARNING, _ON_A_CARD)
     return cast(Model, converted)  # or the layer in its place
 
 
@@ -223,7 +221,6 @@ def plans_of(
 
 
 def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], tokens: int) -> None:
-    """Log in one line which kinds of layers are predicted to be slower or larger than dense."""
     shares = expert_shares(model)
     plans = plans_of(made, shares, tokens)
     losing = [(names, plan) for names, plan in plans if plan.worst_ratio > _WORST_RATIO]
@@ -239,10 +236,10 @@ def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], token
         slower = any(max(plan.time_ratio, plan.eager_ratio or 0.0) > 1 for _, plan in losing)
         guess = "" if losing[0][1].machine.measured else _GUESS
         level = logging.WARNING if slower else logging.INFO
-        log.log(level, _LOSES, "; ".join(texts), tokens, guess)
+        say_once(log, level, _LOSES, "; ".join(texts), tokens, guess)
     for held, share in shares.items():
         if share is None and any(name.startswith(f"{held}.") for name in made):
-            log.warning(_ALL_ROWS, held, tokens, PER_TOKEN[0])
+            say_once(log, logging.WARNING, _ALL_ROWS, held, tokens, PER_TOKEN[0])
 
 
 def _holds_numbers(layer: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from comera.extras import listed
+from comera.extras import listed, say_once
 from comera.nn.block_linear import BTTLinear
 from comera.nn.fused import feed_forward, gated_feed_forward, is_plain
 from comera.nn.linear import TTLinear
@@ -138,7 +138,8 @@ def fuse_feed_forwards_(model: nn.Module) -> list[str]:
             _bind(module, method)
             names.append(name or "the model")
     if names:
-        log.info("keep nothing of their hidden width, as one operation each: %s", listed(names))
+        said = "keep nothing of their hidden width, as one operation each: %s"
+        say_once(log, logging.INFO, said, listed(names))
     return names
 
 
@@ -180,7 +181,7 @@ class _OneOperation(_Bound):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        part = _part_of(module) if len(args) == 1 and not kwargs and _may_fuse(*args) else None
+        part = _part_of(module) if len(args) == 1 and not kwargs and may_fuse(*args) else None
         if part is None or any(dropout.training and dropout.p for dropout in part.between):
             return getattr(type(module), self._method)(module, *args, **kwargs)
         x = y = args[0]
@@ -206,7 +207,7 @@ class _Replicate(_Bound):
         return replica
 
 
-def _may_fuse(x: Any) -> bool:
+def may_fuse(x: Any) -> bool:
     if not is_eager() or is_traced() or not is_concrete(x) or not isinstance(x, Tensor):
         return False
     if x.dim() == 0 or x.numel() < _FEWEST_ROWS * x.shape[-1]:

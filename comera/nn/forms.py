@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from comera.nn.feed_forward_parts import path_of
+from comera.nn.feed_forward_parts import may_fuse, path_of
+from comera.nn.fused import factors_together, grouped_linear
 from comera.nn.swap import swap_layers_
+from comera.ops.context import is_ordinary
 
 
 class Form(NamedTuple):
@@ -174,6 +176,9 @@ for _spatial, _conv in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):
     )
 
 
+_GROUPED_TO = 1 << 15
+"""Numbers of an expert's rows up to which grouped products beat a loop, by a thread of an EPYC."""
+
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
 
 
@@ -209,11 +214,18 @@ class SplitExperts(nn.Module):
         tokens = order // top_k_index.shape[1]
         # With gradients, an expert without tokens gets zeros; a graph has no branches.
         may_skip = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        parts = hidden_states.index_select(0, tokens).split(sizes)
-        found = [
-            part if may_skip and not len(part) else down(between(up(part)))
-            for part, up, down in zip(parts, self.up, self.down, strict=True)
-        ]
+        rows = hidden_states.index_select(0, tokens)
+        few = may_fuse(rows) and rows.numel() <= _GROUPED_TO * self.num_experts
+        ups = factors_together(rows, self.up) if few and rows.is_cpu and is_ordinary(rows) else None
+        downs = factors_together(rows, self.down) if ups else None
+        if ups and downs:
+            until = torch.tensor(ends, dtype=torch.int32) - first
+            found = [grouped_linear(between(grouped_linear(rows, until, *ups)), until, *downs)]
+        else:
+            found = [
+                part if may_skip and not len(part) else down(between(up(part)))
+                for part, up, down in zip(rows.split(sizes), self.up, self.down, strict=True)
+            ]
         weighted = torch.cat(found) * top_k_weights.flatten()[order, None]
         output = torch.zeros_like(hidden_states)
         return output.index_add(0, tokens, weighted.to(output.dtype))
@@ -327,7 +339,6 @@ def fuse_experts_(model: nn.Module) -> nn.Module:
 
 
 def split_names(model: nn.Module) -> list[str]:
-    """Return the names of experts that are split."""
     return [name for name, module in model.named_modules() if isinstance(module, SplitExperts)]
 
 

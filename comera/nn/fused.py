@@ -12,13 +12,15 @@ from torch.nn import functional as F
 
 from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
+from comera.nn.module import params_of
 from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
+from comera.ops.contract_cores import contract_cores
 from comera.ops.dispatch import Case, Way, Ways
 from comera.ops.linear.blocks import BlockFactors, block_feed_forward, block_linears
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
-from comera.ops.linear.tt_linear import factorized_linears, times_left
+from comera.ops.linear.tt_linear import check_width, factorized_linears, set_ones_, times_left
 from comera.ops.product import affine
 
 _CALL = nn.Module.__call__
@@ -39,7 +41,7 @@ def is_plain(module: nn.Module, forward: Any) -> bool:
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     """Compute ``[layer(x) for layer in layers]``, if possible in one pass over x."""
     layers = list(layers)
-    of_blocks = _block_factors(layers)
+    of_blocks = _block_factors(x, layers, len(layers))
     if of_blocks is not None:
         return block_linears(x, of_blocks)
     trains = _factorized_layers(x, layers)
@@ -47,6 +49,37 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         return [layer(x) for layer in layers]
     lefts, rights, has_bias = zip(*(layer.factors() for layer in trains), strict=True)
     return factorized_linears(x, lefts, rights, has_bias[0])
+
+
+def factors_together(x: Tensor, layers: nn.ModuleList) -> tuple[Tensor, Tensor, bool] | None:
+    """Stack the factors of equal layers; None if they differ or ``F.grouped_mm`` refuses them."""
+    trains = [layer for layer in layers if type(layer) is TTLinear and is_plain(layer, _FORWARD)]
+    chains = [params_of(train.cores) for train in trains]
+    kinds = {  # kind() takes five times as long
+        (train._split, train.prune_below, train.bias is None, *[(c.shape, c.dtype) for c in cores])
+        for train, cores in zip(trains, chains, strict=True)
+    }
+    first: Any = layers[0]
+    if len(trains) < len(layers) or len(kinds) > 1 or not first.factor_width:
+        return None
+    dtypes, widths = {x.dtype, autocast_dtype(x), chains[0][0].dtype}, first._weight_size()
+    if len(dtypes) > 1 or torch.float64 in dtypes or any(width % 8 for width in widths):
+        return None
+    if first.shared_factors is not None:
+        lefts, rights, _ = zip(*(train.factors() for train in trains), strict=True)
+        return torch.stack(lefts), torch.stack(rights), first.bias is not None
+    cores, gates = [c for of in chains for c in of], [g for t in trains for g in t.bond_gates()]
+    biases = [train.bias for train in trains if train.bias is not None]
+    left, right = contract_cores(cores, gates, biases, len(trains), first._split, first.prune_below)
+    return left[:, : first.in_features], right[..., : first.out_features].contiguous(), bool(biases)
+
+
+def grouped_linear(x: Tensor, ends: Tensor, left: Tensor, right: Tensor, has_bias: bool) -> Tensor:
+    """Multiply each group of rows by its factors; group g ends before row ``ends[g]``."""
+    check_width(x, left.shape[1])
+    t = F.grouped_mm(x, left, offs=ends)
+    set_ones_(t, has_bias)
+    return F.grouped_mm(t, right, offs=ends)
 
 
 def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str) -> Tensor:
@@ -57,7 +90,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
-    of_blocks = _block_factors([first, second])
+    of_blocks = _block_factors(x, [first, second], 1)
     y = block_feed_forward(x, of_blocks, activation) if of_blocks else None
     if y is not None:
         return y
@@ -69,7 +102,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
 
 def gated_feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """Compute ``down(silu(gate(x)) * up(x))``; tensor trains recompute both hidden activations."""
-    of_blocks = _block_factors([gate, up, down])
+    of_blocks = _block_factors(x, [gate, up, down], 2)
     y = block_feed_forward(x, of_blocks, "silu") if of_blocks else None
     if y is not None:
         return y
@@ -183,10 +216,17 @@ _SPACE = Ways(
 )  # fmt: skip
 
 
-def _block_factors(layers: Sequence[nn.Module]) -> list[BlockFactors] | None:
-    """Return the factors of layers that are all plain block tensor trains, else None."""
+def _block_factors(x: Tensor, layers: Sequence[nn.Module], first: int) -> list[BlockFactors] | None:
+    """Return the factors of layers that are all plain block tensor trains, else None.
+
+    Raises ``RuntimeError`` if x has another width than the ``first`` of them.
+    """
     blocks = [m for m in layers if type(m) is BTTLinear and is_plain(m, _BLOCKS)]
-    return [m.factors() for m in blocks] if blocks and len(blocks) == len(layers) else None
+    if not blocks or len(blocks) < len(layers):
+        return None
+    for layer in blocks[:first]:
+        check_width(x, layer.in_features)
+    return [layer.factors() for layer in blocks]
 
 
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:

@@ -471,7 +471,6 @@ class TensorTrainModule(WeightByAssignment):
             normal_(cores, std)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Load a state dict of any ranks: resize the parameters to it first."""
         saved = [state_dict.get(f"{prefix}cores.{k}") for k in range(len(self.cores))]
         if all(isinstance(core, Tensor) for core in saved):
             ranks = tuple(core.shape[-1] for core in saved[:-1])
@@ -508,7 +507,6 @@ class TensorTrainModule(WeightByAssignment):
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype, such as ``"float32"``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -96,7 +96,6 @@ def swap_layers_(
 
 
 def _is_patched_train(kind: Any) -> bool:
-    """Return whether a class derives from a tensor-train layer and overrides ``forward``."""
     return issubclass(kind, TensorTrainModule) and not kind.forward.__module__.startswith("comera.")
 
 
@@ -153,7 +152,6 @@ _OF_OTHERS = {*vars(nn.Module()), "forward", "_hf_hook", "_old_forward", "_is_hf
 
 @functools.cache
 def _own_names(kind: type) -> set[str]:
-    """Return the names of attributes that a class declares, or that its methods set."""
     names = {"weight", "bias"}
     for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         names |= {*vars(cls).get("__annotations__", ())}
@@ -215,8 +213,8 @@ def rename_tied_weights_(model: nn.Module) -> None:
         }
 
         def is_gone(name: str, layers=layers, params=params) -> bool:  # a pattern never is
-            owner = layers.get(name.removesuffix(".weight"))
-            converted = owner is not None and "weight" not in owner._parameters
+            owner = layers.get(name.removesuffix(".weight").removesuffix(".bias"))
+            converted = owner is not None and params.keys().isdisjoint((name, f"{name}.weight"))
             return converted or (name not in params and not _PARTS.isdisjoint(name.split(".")))
 
         for key, names in kept.items():

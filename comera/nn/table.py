@@ -49,7 +49,6 @@ class HotRows(TensorTrainModule):
         self._build(TTShape((rows,), (width,), (rank,)), prune_below, device, dtype)
 
     def reset_parameters(self, std: float = 1.0, init: Init = "orthogonal") -> None:
-        """Draw new rows with standard deviation ``std``."""
         self._init_cores_(std, init)
 
     @property
@@ -269,7 +268,6 @@ class TTTable(TensorTrainModule):
         self._set_rows_(kept, cores if tolerance is not None else widened(cores, self.ranks))
 
     def _set_rows_(self, weight: Tensor, cores: list[Tensor]) -> None:
-        """Set the cores to ``cores``, and the hot rows to the first rows of ``weight``."""
         self.set_cores_(cores)
         hot = weight[: self.hot_rows]
         if isinstance(self.hot, HotRows):
@@ -299,7 +297,6 @@ class TTTable(TensorTrainModule):
         self._step = known[0] if self.scatter_rows else None
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Load a state dict, even if only the state dict or the table has a ``row_order``."""
         saved = state_dict.get(f"{prefix}row_order")
         if isinstance(saved, Tensor) and saved.shape == (self.num_embeddings,):
             self.row_order = torch.empty_like(saved, device=self.cores[0].device)

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from comera.extras import check_known, listed, names_misspelt
+from comera.extras import check_known, listed, names_misspelt, say_once
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, is_sharded, tensor_trains
@@ -293,15 +293,17 @@ def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:
     kinds: Counter[str] = Counter()
     left: list[nn.Parameter] = []
     for module in model.modules():
-        params = [param for param in module.parameters(recurse=False) if not is_lazy(param)]
-        matrices = [param for param in params if param.dim() > 1]
-        if matrices and id(module) not in skip:
-            kinds[type(module).__name__] += 1
-            left += matrices
+        own = dict(module.named_parameters(recurse=False))
+        matrices = [k for k, p in own.items() if not is_lazy(p) and sum(n > 1 for n in p.shape) > 1]
+        if id(module) not in skip:
+            kind, alone = type(module).__name__, len(own) == len(list(module.parameters()))
+            kinds.update({kind if alone else f"{kind}.{key}" for key in matrices})
+            left += [own[key] for key in matrices]
     share = _share(model, left)
     if share > _LARGE_SHARE:
         found = listed([f"{count} {kind}" for kind, count in kinds.most_common()])
-        log.warning(
+        say_once(
+            log, logging.WARNING,
             "%s leaves %s dense, with %.0f %% of all parameters: they are no nn.Linear, "
             "nn.Embedding or nn.EmbeddingBag, nor known by comera.register_layer",
             caller, found, 100 * share,
@@ -313,7 +315,8 @@ def say_dense(caller: str, model: nn.Module, names: Sequence[str], reason: str) 
     ends = [name.rpartition(".")[0] if reason is _IN_ATTENTION else name for name in names]
     share = _share(model, [p for end in ends for p in model.get_submodule(end).parameters()])
     much = f"; that is {100 * share:.0f} % of all parameters" * (share > _LARGE_SHARE)
-    log.warning("%s leaves %s dense: %s%s", caller, listed(names), reason, much)
+    text = "%s leaves %s dense: %s%s"
+    say_once(log, logging.WARNING, text, caller, listed(names), reason, much)
 
 
 def _share(model: nn.Module, params: Iterable[nn.Parameter]) -> float:

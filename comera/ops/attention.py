@@ -269,7 +269,6 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
 
 
 def check_probability(p: float) -> None:
-    """Raise ``ValueError`` if ``p`` is outside of [0, 1]."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability {p} must be between 0 and 1")
 

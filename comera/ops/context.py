@@ -35,7 +35,6 @@ def autocast_dtype(like: Tensor) -> torch.dtype:
 
 
 def is_autocast_on(like: Tensor) -> bool:
-    """Return whether autocast is on for the device of a tensor."""
     if like.is_cpu:
         return torch.is_autocast_enabled("cpu")
     kind = like.device.type
@@ -88,7 +87,6 @@ def fp8_products() -> Iterator[None]:
 
 
 def products_are_fp8() -> bool:
-    """Return whether code is in :func:`fp8_products`."""
     return _fp8_depth > 0
 
 

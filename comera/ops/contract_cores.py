@@ -308,10 +308,18 @@ def _grads_by_kernel(
 ) -> tuple[list[Tensor], list[Tensor]]:
     cores, gates, _, layout, thresholds = arguments_of(groups)
     if is_eager() and is_concrete(cores[0]):
-        flat: Sequence[Tensor] = contract_kernel.contract_backward(groups, grads)
+        of_cores, of_gates = contract_kernel.contract_backward(groups, grads)
+        apart: Callable[..., Sequence[Tensor]] = _unflatten_dense_tensors
     else:
-        flat = _contract_backward(grads, cores, gates, layout, thresholds)
-    return _unflatten_dense_tensors(flat[0], cores), _unflatten_dense_tensors(flat[1], gates)
+        of_cores, of_gates = _contract_backward(grads, cores, gates, layout, thresholds)
+        apart = _apart
+    return list(apart(of_cores, cores)), list(apart(of_gates, gates))
+
+
+def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Take a vector apart; torch's own function knows no symbolic sizes."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def _grads_by_torch(

@@ -70,8 +70,6 @@ class Chains:
         return padded_rank(rank, bool(self.biases)) if self.padded else rank
 
     def layer(self, number: int) -> "Chains":
-        """Return the chains of one layer, by its number."""
-
         def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             each = len(tensors) // self.num_layers
             return tensors[number * each : (number + 1) * each]

@@ -116,7 +116,6 @@ _seen: list[tuple[str, str, Case | None]] | None = None
 
 @functools.cache
 def _times_matter() -> bool:
-    """Return whether measured times may change the order of ways on this machine."""
     return bool(_preferred) or "cpu" in ORDERED or torch.cuda.is_available()
 
 

@@ -72,7 +72,6 @@ class Operator:
 
 
 def operator(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable[..., Any]], Operator]:
-    """Return a decorator that makes a function an :class:`Operator`."""
     return lambda run: Operator(name, run, tags)
 
 

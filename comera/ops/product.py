@@ -35,7 +35,6 @@ prefers_onednn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def has_onednn() -> bool:
-    """Return whether torch was built with oneDNN."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -159,7 +158,6 @@ def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def store_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write ``a @ b`` to ``out``."""
     made = product_into(out, a, b)
     if made is not out:
         out.copy_(made)

@@ -338,7 +338,6 @@ def _all(values: Any, count: int, fits: Callable[[float], bool]) -> bool:
 
 
 def _is_packed(param: Tensor, state_dtype: str | None) -> bool:
-    """Return whether the first moment of a parameter is kept in eight bits."""
     wanted = state_dtype is not None and param.numel() >= _SMALLEST
     return wanted and param.dtype != torch.float64
 
@@ -372,7 +371,6 @@ class _Part(NamedTuple):
 
 
 def _part(param: Any) -> _Part:
-    """Return what this process holds of a parameter: all of it, or some of the rows."""
     for dim, placement in enumerate(getattr(param, "placements", ())):
         if placement.is_shard():  # the only one, see _check_shards
             mesh, (rows, *others) = param.device_mesh, param.shape
@@ -382,7 +380,6 @@ def _part(param: Any) -> _Part:
 
 
 def _local(tensor: Any, param: Any = None) -> Tensor:
-    """Return what this process holds of a tensor, or of a gradient of ``param``."""
     if is_sharded(tensor):
         places = tensor.placements if param is None else param.placements
         return tensor.redistribute(placements=places).to_local()

@@ -234,7 +234,6 @@ class GaLore(Optimizer):
                 self.state[param] = theirs | _split(self.state[param])[1]
 
     def _pass_settings(self, position: int) -> None:
-        """Copy a group's settings, which schedulers change, to the inner optimizer."""
         mine, theirs = self.param_groups[position], self.inner.param_groups[position]
         theirs |= {key: mine[key] for key in mine.keys() - _KEYS - {"params"}}
         if self._tensor_lr and not isinstance(mine["lr"], Tensor):
@@ -273,7 +272,6 @@ class GaLore(Optimizer):
         return param, stand_in, factor, grad
 
     def _end(self, begun: list[_Begun]) -> None:
-        """Add the steps of stand-ins to their parameters."""
         for param, stand_in, factor, _ in begun:
             if stand_in is not None and stand_in.grad is not None:
                 add_out_of_(param, stand_in.data * factor, self._bases(param))
@@ -537,6 +535,5 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
 
 
 def _release(stand_in: nn.Parameter) -> None:
-    """Free the memory of a stand-in's value and gradient, but keep its shape."""
     stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None

@@ -193,14 +193,12 @@ def _factors(layer: Layer) -> list[Step]:
 
 
 def _core_gradients(layer: Layer) -> list[Step]:
-    """List the steps from the gradients of A and B to the gradients of cores and gates."""
     left, right = factor_chains(layer.shape)
     steps = [*left.backward, *right.backward, gates(layer.shape, layer.operators, backward=True)]
     return [replace(step, calls=step.calls / layer.together) for step in steps]
 
 
 def _bias_gradient(layer: Layer) -> list[Step]:
-    """Return the step that sums the bias's gradient over rows, in a list; empty without a bias."""
     if not layer.bias:
         return []
     numbers = layer.tokens * layer.out_features

@@ -24,7 +24,6 @@ def show_count(number: float, digits: int = 3) -> str:
 
 
 def show_bytes(number: float) -> str:
-    """Write bytes with three digits and a unit: ``12.1 MiB``."""
     return _in_units(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
@@ -161,7 +160,6 @@ def _together(widths: Iterable[int]) -> int:
 
 
 def _broken(name: str, width: int) -> str:
-    """Break a dotted name after dots into lines of at most ``width`` where possible."""
     lines = [""]
     for part in _NAME_PART.findall(name):
         if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:

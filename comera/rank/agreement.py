@@ -79,7 +79,6 @@ def agreed(group: "ProcessGroup | None", plan: Callable[[], Any]) -> None:
 
 
 def _gathered(group: "ProcessGroup | None", mine: Any) -> dict[int, Any]:
-    """Return the object ``mine`` of every process of a group, by the process' number."""
     if group is None:
         return {0: mine}
     ranks = dist.get_process_group_ranks(group)

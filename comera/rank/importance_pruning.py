@@ -207,7 +207,6 @@ class ImportancePruning(RankLearning):
         return {id(g): part for g, part in zip(gates, mean.split(widths), strict=True)}
 
     def _stop_(self) -> None:
-        """Remove the hooks and drop all scores."""
         for _, hook in self._observed.values():
             hook.remove()
         self._observed.clear()
@@ -218,7 +217,6 @@ class ImportancePruning(RankLearning):
         """Do nothing: this method needs no gate to close in training, at any learning rate."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return the host values and tensor addresses that a CUDA graph of the objective fixes."""
         return (*super().identity(), None if self._mean is None else self._mean.data_ptr())
 
     def state_dict(self) -> dict[str, Any]:

@@ -31,7 +31,6 @@ OPEN = 0.1
 
 
 def check_target(target: Any) -> None:
-    """Raise ``ValueError`` unless ``target`` is in (0, 1]."""
     if not is_number(target) or not 0 < target <= 1:
         raise ValueError(
             f"target={target!r} must be in (0, 1]: the share of the present size to end at"
@@ -114,7 +113,6 @@ class SizeOfRanks:
         return [gate for layer in self.layers.values() for gate in layer.gates]
 
     def read(self) -> AllGates:
-        """Return the present gates as :class:`AllGates`."""
         values = gates_together(list(self.layers.values()))
         widths = tuple(gate.shape[0] for gate in self.gates)
         if (widths, values.device, values.dtype) != self._indexed:
@@ -159,7 +157,6 @@ class SizeOfRanks:
         return reached
 
     def _size_at(self, counts: Tensor) -> Tensor:
-        """Return the exact size at the given ranks of all bonds."""
         before, after = self._ends_of_cores(counts)
         least = self._most.scatter_reduce(0, self._layer_of_bond, counts, "amin")
         whole = least[self._layer_of_core] > 0
@@ -170,12 +167,10 @@ class SizeOfRanks:
         return self._outer[values.dtype].index_add(0, self._bond_of_gate, values)
 
     def _ends_of_cores(self, bonds: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rank before each core, and the rank after each core."""
         # Unlike that of indexing by brackets, its gradient needs no sorting.
         return bonds.index_select(0, self._ends).chunk(2)  # type: ignore[return-value]
 
     def _index(self, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
-        """Record the bond of each gate, and the two bonds of each core, as tensors."""
         self._indexed, self._widths = (widths, device, dtype), widths
         before: list[int] = []
         after: list[int] = []
@@ -245,7 +240,12 @@ class RankLearning(ABC):
             )  # fmt: skip
         layers = self.size.layers.values()
         self.start_size = sum(layer.shape.size_at(layer.live_ranks) for layer in layers)
-        self.target_size = target_entries(layers, target, self.start_size, min_rank)
+        try:
+            self.target_size = target_entries(layers, target, self.start_size, min_rank)
+        except ValueError:
+            if all(layer.ranks == layer.start_ranks for layer in layers):
+                raise
+            self.target_size = 0  # it was cut before: load_state_dict may say so
         self.steps_done: float = 0
         self.forced: int | None = None
         self._steps = steps
@@ -280,6 +280,8 @@ class RankLearning(ABC):
         """
         if self.stage == "done":
             return loss
+        if not self.target_size:
+            target_entries(self.size.layers.values(), self.target, self.start_size, self.min_rank)
         if any(map(is_sharded, self.size.gates)):
             check_unsharded(self.model, self.method)  # the model was sharded afterwards
         gates = self.size.read()

@@ -122,7 +122,6 @@ def _rank_bonds(
     keeps: Sequence[Tensor],
     importance: Mapping[int, Tensor] | None,
 ) -> list[_Bond]:
-    """Sort the unpruned ranks of each bond of a layer by importance."""
     if importance is None:
         values = _norms(layer)
         if not all(of_bond.isfinite().all() for of_bond in values):
@@ -167,6 +166,5 @@ def _grams(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_min_keep(min_keep: Any) -> None:
-    """Raise ``ValueError`` unless ``min_keep`` is a share from 0 to 1."""
     if not is_number(min_keep) or not 0 <= min_keep <= 1:
         raise ValueError(f"min_keep={min_keep!r} must be in [0, 1]")

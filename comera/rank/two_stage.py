@@ -240,7 +240,6 @@ class TwoStage(RankLearning):
             )  # fmt: skip
 
     def identity(self) -> tuple[object, ...]:
-        """Return the host values and tensor addresses that a CUDA graph of the objective fixes."""
         tensors = (self._running_loss, self._late_goal, self._least_loss)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return (*super().identity(), *astuple(self.settings), *addresses)

@@ -228,7 +228,6 @@ def _runs(folder: Path) -> Iterator[Path]:
 
 
 def _has_only_a_log(folder: Path) -> bool:
-    """Return whether a folder has only the log of a run that a sweep has just started."""
     return not (folder / "config.yaml").exists() and last_session(folder) is not None
 
 

@@ -110,7 +110,6 @@ def _found() -> Table:
 
 
 def _or_problem(call: Callable[[], str]) -> str:
-    """Return the result of a function or, if a library cannot be used, the error's text."""
     try:
         return call()
     except (KernelError, RuntimeError) as problem:
@@ -131,7 +130,6 @@ def _kernels() -> Table:
 
 
 def _ways(device: torch.device) -> Table:
-    """Return a table of the way that each operator runs, and why it skips earlier ways."""
     columns = ("operator", "dtype", "way", "ways before it", "ways after it")
     table = Table(*columns, title=f"which way tensors on {device} go", title_justify="left")
     for name in sorted(TABLE):
@@ -185,7 +183,6 @@ def _times(device: torch.device) -> Table:
 
 
 def _linears(device: torch.device) -> Table:
-    """Return a table of the rows from which linear layers multiply by the dense weight."""
     title = f"linear layers of {_WIDTH} x {_WIDTH} on {device}: factorized, but reconstructed from"
     table = Table(title=title, title_justify="left")
     for column in ("rank", *(str(dtype).removeprefix("torch.") for dtype in _DTYPES)):

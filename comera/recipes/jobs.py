@@ -77,7 +77,6 @@ def last_session(folder: Path) -> str | None:
 
 
 def why_failed(printed: str) -> str | None:
-    """Return the last error in the output of a run, if any."""
     errors = _ERROR.findall(printed)
     return (errors[-1][0] or errors[-1][1]) if errors else None
 
@@ -230,7 +229,6 @@ class Remote:
         return bool(self.permit) and not Path(self.permit).exists()
 
     def __call__(self) -> int:
-        """Train it, and return the exit status of ``comera train``."""
         if self.is_revoked:
             return INTERRUPTED
         self._process = start_run(self.folder, self.overwrite, self.cwd)

@@ -334,12 +334,10 @@ OptimizerConfig.choices = list(OPTIMIZERS.values())
 
 
 def default_name(compressed: bool) -> str:
-    """Return the name of the optimizer of a run that names none."""
     return "muon" if compressed else "adamw"
 
 
 def keys_of(kind: type[OptimizerConfig]) -> set[str]:
-    """Return the names of the settings of an optimizer."""
     return {field.name for field in dataclasses.fields(kind)}
 
 

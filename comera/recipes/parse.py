@@ -187,7 +187,6 @@ def choices_of(kind: type) -> list[type]:
 
 
 def hints_of(kind: type) -> dict[str, Any]:
-    """Return the types of the fields of a section's dataclass, by name."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 

@@ -132,14 +132,12 @@ def _check_settings(config: RunConfig, found: run_folder.Begun | None) -> None:
 
 
 def _check_content(config: RunConfig, record: run_folder.DataRecord) -> None:
-    """Check the data against the folder's run, and the model if data determine its sizes."""
     run_folder.check_data(config, record)
     if task_of(config).is_told_by_data:
         _planned(config)
 
 
 def _check_same_data(record: run_folder.DataRecord, processes: Processes) -> None:
-    """Raise ``ValueError`` unless every process has read the same data as the first."""
     first = processes.from_first(lambda: record)
 
     def check() -> None:
@@ -197,7 +195,6 @@ def plan(config: RunConfig) -> tuple[CompressionReport, model_plan.ModelPlan | N
 
 
 def print_plan(config: RunConfig, console: Console) -> None:
-    """Print the model of a run, its plan, its memory and its final size."""
     report, layers, target = plan(config)
     for table in (report, layers, *planned_memory(config)):
         if table is not None:

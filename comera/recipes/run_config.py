@@ -288,7 +288,6 @@ class CheckpointConfig:
     keep_last: int | None = 2
 
     def chain(self, folder: Path) -> CheckpointChain:
-        """Open the checkpoints in a folder."""
         every = 1 if self.mode == "lossless" else KEY_EVERY
         return CheckpointChain(folder, key_every=every, **asdict(self))
 
@@ -393,7 +392,6 @@ class RunConfig:
 
     @property
     def ranks(self) -> TwoStageConfig | ImportancePruningConfig | None:
-        """The section of rank learning; None if there is none."""
         return self.two_stage or self.importance_pruning
 
     @property
@@ -408,12 +406,10 @@ class RunConfig:
 
     @property
     def data(self) -> Any:
-        """The section that describes the data."""
         return getattr(self, self.task)
 
     @property
     def width(self) -> int:
-        """Width of the model's hidden states."""
         return self.model.d_model if self.clicks is None else self.dlrm.embedding_dim
 
     @property

@@ -202,7 +202,6 @@ def outcome_cells(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list
 
 
 def outcome_table(outcomes: list[Outcome]) -> Table:
-    """Return a table of the models side by side."""
     header, rows = outcome_cells([vars(outcome) for outcome in outcomes])
     table = Table(title="after training")
     for name in header:
@@ -451,7 +450,6 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _in_late_stage(folder: Path) -> bool:
-    """Return whether the log says that a run was interrupted in the late stage."""
     saved = max(Archive(folder / "checkpoints").steps(), default=0)
     lines = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
     stages = [line["stage"] for line in lines if line["step"] <= saved and "stage" in line]
@@ -459,7 +457,6 @@ def _in_late_stage(folder: Path) -> bool:
 
 
 def _differences(there: Any, here: Any, within: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the dotted name of each setting that differs, with its old and new value."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in dict.fromkeys([*there, *here]):
             path = f"{within}.{key}" if within else str(key)

@@ -138,7 +138,6 @@ class Search:
         return [job for number in sorted(self._of) for job in self._of[number]]
 
     def begin_anew(self) -> None:
-        """Discard all trials, to begin the search anew."""
         self._path.unlink()
         self._open()
         self._study.set_user_attr("asked", self._asked)
@@ -214,7 +213,6 @@ class Search:
             self._study.sampler = samplers.TPESampler(seed=int(seed), constant_liar=True)
 
     def _add(self, frozen: Any) -> None:
-        """Make the jobs of a trial, after sampling settings that it lacks."""
         self._seed_sampler(frozen.number)
         params = frozen.params
         if frozen.state.name == "RUNNING":  # what was drawn before is only read
@@ -234,5 +232,4 @@ class Search:
 
 
 def trial_name(number: int) -> str:
-    """Return the name of the variant that a trial is."""
     return f"trial-{number:03d}"

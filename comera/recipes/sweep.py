@@ -323,7 +323,6 @@ def _check_data(jobs: Sequence[Job]) -> None:
 
 
 def make_jobs(sweep: Sweep) -> list[Job]:
-    """List all runs of a sweep, seed by seed."""
     jobs = []
     for seed in sweep.seeds:
         for name, variant in sweep.variants.items():
@@ -350,7 +349,6 @@ def _check_model(name: str, config: RunConfig) -> None:
 
 
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
-    """Print and write the comparison if a run has ended, then print which runs failed."""
     finished = [job for job in jobs if job.state == "finished"]
     runs = [sweep_report.read_trained(job.variant, job.seed, job.folder) for job in finished]
     failed = [

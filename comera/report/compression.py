@@ -117,7 +117,6 @@ class CompressionReport(Report):
         return data_frame(map(vars, self.layers))
 
     def summary(self) -> str:
-        """Return lines with the totals of the model."""
         layers = f"{len(self.layers)} tensor-train layer{'s' * (len(self.layers) != 1)}"
         return (
             f"whole model: {self.params:,} parameters ({show_bytes(self.bytes)}), "
@@ -130,7 +129,6 @@ class CompressionReport(Report):
         )
 
     def tables(self) -> list[Table]:
-        """Return a table with a row for each layer."""
         rows = []
         for layer in self.layers:
             start, live = (" ".join(map(str, ranks)) for ranks in (layer.start_ranks, layer.ranks))

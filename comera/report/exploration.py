@@ -1,5 +1,6 @@
 """Show the points of an explored model: their table, Pareto front and plot."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -41,7 +42,7 @@ class Point:
     Attributes:
         setting: ``budget=0.8``, ``order=1, compression=4``, or ``dense``.
         layer: The only layer that was made smaller, as in ``named_modules``, or ``whole model``.
-        order: Modes that each side of a weight is split into.
+        order: Modes that each side of a weight is split into, if that is the same in all layers.
         ranks: Ranks of the layers if all have the same; else the smallest and the largest of all,
             or one number if these are equal.
         ratio: How many times fewer parameters the whole model has than the dense one.
@@ -79,8 +80,8 @@ class Point:
         """Kind of point in the plot: dense, by budget, tensor trains of an order, or blocks."""
         if self.setting == "dense":
             return "dense"
-        how = "blocks" if self.order is None else f"order {self.order}"
-        how = "budget" if self.setting.startswith("budget=") else how
+        first, _, number = self.setting.partition(",")[0].partition("=")
+        how = {"budget": "budget", "order": f"order {number}"}.get(first, "blocks")
         return how if self.layer == WHOLE else f"{how}, one layer"
 
 
@@ -209,7 +210,7 @@ def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any
     for point in every:
         if point.setting == "dense" or (point.layer != WHOLE and point not in best):
             continue
-        name = point.setting.replace(f"order={point.order}, ", "").removeprefix("budget=")
+        name = re.sub(r"^(order=\d+, |budget=)", "", point.setting)
         name += "" if point.layer == WHOLE else f", {point.layer}"
         for far, across, up in _AROUND:  # the first free place; where there is none, no name
             text = axes.annotate(

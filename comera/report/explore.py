@@ -278,7 +278,6 @@ def _error(model: nn.Module, layers: Mapping[str, CompressedLinear | TTTable]) -
 
 
 def _targets_of(model: nn.Module, found: Sensitivity) -> str | list[str]:
-    """Return ``target_modules`` that select just the layers in ``found``."""
     names = [layer.name for layer in found.layers]
     for targets in ("all-linear", "all"):
         with suppress(ValueError):  # there are none of this kind
@@ -330,7 +329,6 @@ def _converted(config: TTConfig, model: nn.Module) -> None:
 
 
 def _in_words(config: TTConfig) -> str:
-    """Return the text that identifies a point: the order, and settings unlike the defaults."""
     if config.linear_format == "btt":  # which has no order
         return _settings(config).removeprefix(", ")
     return f"order={config.order}{_settings(dataclasses.replace(config, order=3))}"

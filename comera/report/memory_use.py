@@ -113,7 +113,6 @@ class MemoryReport(Report):
         return GroupMemory("total", *sums)
 
     def tables(self) -> list[Table]:
-        """Return a table of bytes with a row for each group and the total."""
         header = ("parameters", "entries", "weights", "gradients", "optimizer state", "together")
         rows = [
             (one.name, *(f"{n:,}" for n in (one.entries, one.weights, one.gradients, one.state)),
@@ -123,7 +122,6 @@ class MemoryReport(Report):
         return [Table(f"{self.title}, bytes", header, rows, total=True)]
 
     def summary(self) -> str:
-        """Return a line with the total."""
         total = self.total
         share = f", {total.state / total.weights:.2f}x the weights" if total.weights else ""
         return (

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -35,11 +36,6 @@ class LayerPlan:
     names: tuple[str, ...]
     plan: Plan
     suggestion: str
-
-    @property
-    def shown_names(self) -> str:
-        first = self.names[0] or "(model)"
-        return first if len(self.names) == 1 else f"{first} and {len(self.names) - 1} more"
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,21 +83,31 @@ class ModelPlan(Report):
         return sum(len(layer.names) * layer.plan.dense.saved_bytes for layer in self.layers)
 
     def tables(self) -> list[Table]:
-        """Return a table of times, without empty columns, and a table of bytes kept."""
-        rows = [
-            (
-                layer.shown_names,
-                str(layer.plan.layer)
-                + f", {layer.plan.layer.tokens} rows" * (layer.plan.layer.tokens != self.tokens),
-                layer.plan.chosen.name,
-                show_seconds(layer.plan.chosen.seconds),
-                f"{layer.plan.time_ratio:.2f}x",
-                f"{layer.plan.eager.time_ratio:.2f}x" if layer.plan.eager else "",
-                f"{layer.plan.memory_ratio:.2f}x",
-                layer.suggestion,
-            )
-            for layer in self.layers
-        ]
+        """Return a table of times, without empty columns, and a table of bytes kept.
+
+        Kinds that read alike, as with and without a bias, share a row, which has their means.
+        """
+        alike: dict[tuple[str, ...], list[LayerPlan]] = {}
+        for layer in self.layers:
+            at = layer.plan.layer.tokens
+            shape = str(layer.plan.layer) + f", {at} rows" * (at != self.tokens)
+            alike.setdefault((shape, layer.plan.chosen.name, layer.suggestion), []).append(layer)
+        rows, kept = [], []
+        for (shape, runs, instead), kinds in alike.items():
+            plans = [layer.plan for layer in kinds for _ in layer.names]
+            more = f" and {len(plans) - 1} more" * (len(plans) > 1)
+            name = (kinds[0].names[0] or "(model)") + more
+            rows.append((
+                name, shape, runs,
+                show_seconds(fmean(plan.chosen.seconds for plan in plans)),
+                f"{fmean(plan.time_ratio for plan in plans):.2f}x",
+                f"{fmean(plan.eager_ratio or 0 for plan in plans):.2f}x" if self.eager else "",
+                f"{fmean(plan.memory_ratio for plan in plans):.2f}x",
+                instead,
+            ))  # fmt: skip
+            sizes = [(plan.chosen.saved_bytes, plan.dense.saved_bytes) for plan in plans]
+            both = list(zip(*sizes, strict=True))
+            kept.append((name, *(show_bytes(of(each)) for of in (fmean, sum) for each in both)))
         shown = [
             k for k, name in enumerate(_HEADER)
             if name not in ("eager / dense", "instead") or any(row[k] for row in rows)
@@ -115,16 +121,6 @@ class ModelPlan(Report):
             names=0,
             spare=("runs", "peak / dense", "time"),
         )
-        kept = [
-            (
-                layer.shown_names,
-                show_bytes(ours := layer.plan.chosen.saved_bytes),
-                show_bytes(dense := layer.plan.dense.saved_bytes),
-                show_bytes(len(layer.names) * ours),
-                show_bytes(len(layer.names) * dense),
-            )
-            for layer in self.layers
-        ]
         kept.append(("total", "", "", show_bytes(self.kept_bytes), show_bytes(self.dense_kept)))
         title = f"kept for the backward pass at {self.tokens} tokens"
         return [times, Table(title, _KEPT_HEADER, kept, names=0, total=True)]

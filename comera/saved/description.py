@@ -203,7 +203,6 @@ def rebuild_(
 
 
 def _build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
-    """Make all layers of a description by name, on the ``meta`` device."""
     made: dict[str, nn.Module] = {}
 
     def build(name: str, above: tuple[str, ...] = ()) -> nn.Module:
@@ -233,7 +232,6 @@ def _build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
 
 
 def _check_places(modules: Mapping[str, nn.Module], made: Mapping[str, nn.Module]) -> None:
-    """Raise ``ValueError`` unless the model has a layer of equal size for each new layer."""
     taken: dict[int, str] = {}
     for name, new in made.items():
         old = modules.get(name)
@@ -277,7 +275,6 @@ def _check_tensors(
     replacements: Mapping[int, nn.Module],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise ``ValueError`` unless the model with the new layers has tensors of these shapes."""
     inside = {
         f"{name}.".lstrip("."): replacements[id(old)]
         for name, old in modules.items()
@@ -303,6 +300,16 @@ def _check_tensors(
         raise ValueError(f"the model given is not made as the saved one: {'; '.join(parts[:4])}")
 
 
+def tie_(model: nn.Module, tied: Mapping[str, str]) -> None:
+    """Make each tensor named in ``tied`` the one of its first name there, in place."""
+    for name, first in tied.items():
+        (owner, _, key), (source, _, source_key) = (n.rpartition(".") for n in (name, first))
+        for kind in ("_parameters", "_buffers"):
+            mine, known = (getattr(model.get_submodule(of), kind) for of in (owner, source))
+            if key in mine and source_key in known:
+                mine[key] = known[source_key]
+
+
 @torch.no_grad()
 def fill_(
     model: nn.Module, tensors: Mapping[str, Tensor], tied: Mapping[str, str], frozen: Iterable[str]
@@ -313,13 +320,7 @@ def fill_(
     named in ``frozen`` get ``requires_grad``.
     """
     model.load_state_dict(dict(tensors), strict=True, assign=True)
-    for name, first in tied.items():
-        (owner, _, key), (source, _, source_key) = (n.rpartition(".") for n in (name, first))
-        module, other = model.get_submodule(owner), model.get_submodule(source)
-        for kind in ("_parameters", "_buffers"):
-            known = getattr(other, kind)
-            if source_key in known and key in getattr(module, kind):
-                getattr(module, kind)[key] = known[source_key]
+    tie_(model, tied)
     still = set(frozen)
     for name, param in model.named_parameters():
         trains = param.is_floating_point() or param.is_complex()

@@ -57,11 +57,9 @@ class Shards:
 
     @property
     def files(self) -> set[str]:
-        """Names of the files that hold tensors."""
         return set(self.file_of.values())
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor; errors are those of :func:`read_tensor`."""
         return read_tensor(self.folder / self.file_of[name], name)
 
 
@@ -82,7 +80,6 @@ def _opened(path: Path) -> Any:
 
 
 def bytes_of(tensor: Tensor) -> Any:
-    """Return the bytes of a tensor on the CPU."""
     if not tensor.numel():
         return b""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

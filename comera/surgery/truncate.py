@@ -208,7 +208,6 @@ def kept_ranks(layer: TensorTrainModule, min_rank: int) -> list[Tensor]:
 def _truncate_layer(
     layer: TensorTrainModule, optimizer: Optimizer | None, min_rank: int, absorb: bool
 ) -> None:
-    """Cut a layer's cores along both bonds, and its gates, with gradients and optimizer state."""
     keeps = kept_ranks(layer, min_rank)
     gates = list(layer.gates)
     open_gates = [torch.where(is_open(gate, layer.prune_below), gate, 0) for gate in gates]
@@ -257,7 +256,6 @@ def check_finite(named: Mapping[str, TensorTrainModule]) -> None:
 
 
 def not_finite(name: str, what: str) -> ValueError:
-    """Return the error for a layer whose cores or gates are not finite."""
     return ValueError(
         f"the {what} of {name or 'the layer'} hold numbers that are not finite: there is no "
         "telling its ranks apart. Go back to a checkpoint from before"

@@ -179,7 +179,6 @@ class Capture:
             log.warning("the training step is not captured as a CUDA graph: %s", self.why_not)
 
     def free(self, number: int | None = None) -> None:
-        """Free the memory of the oldest recordings, by default of all."""
         for kept in self._kept[:number]:
             kept.recording.free()
         del self._kept[:number]
@@ -188,7 +187,6 @@ class Capture:
         return next((kept for kept in self._kept if kept.static.signature == like), None)
 
     def describe(self) -> StepDescription:
-        """Return how the update runs now, and how many graphs were recorded."""
         counts = self._captures, self._replays
         if self.why_not is not None:
             return StepDescription(False, self.why_not, *counts)

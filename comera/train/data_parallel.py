@@ -26,7 +26,6 @@ class DataParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Return the group of the processes that train the model."""
         return self._model.process_group
 
     def prepare_(self) -> None:

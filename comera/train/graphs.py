@@ -100,7 +100,6 @@ class CudaRecording:
         self._graph.replay()
 
     def free(self) -> None:
-        """Free the memory of the recording; it cannot be replayed afterwards."""
         torch.cuda.synchronize(self._device)  # a replay may still be under way
         self._graph.reset()
         del self.output

@@ -173,7 +173,6 @@ def host_random_state() -> dict[str, Any]:
 
 
 def set_host_random_state(state: dict[str, Any]) -> None:
-    """Restore the result of :func:`host_random_state`."""
     torch.set_rng_state(state["torch"])
     version, inner, gauss = state["python"]
     random.setstate((version, tuple(inner), gauss))
@@ -182,7 +181,6 @@ def set_host_random_state(state: dict[str, Any]) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the random states of the host and of all GPUs, as tensors and plain values."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {**host_random_state(), "cuda": cuda}
 

@@ -41,7 +41,6 @@ class StepClock:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Add the seconds that the context takes, unless it raises an error."""
         if self._device.type != "cuda":
             began = time.perf_counter()
             yield
@@ -211,7 +210,6 @@ class RunLog(SilentLog):
             self._board = SummaryWriter(board, purge_step=resume_step + 1, flush_secs=_NEVER)
 
     def write(self, step: int, **values: Any) -> None:
-        """Append a line to ``metrics.jsonl``, and write its numbers to TensorBoard."""
         if not self.path.is_file():
             if not self.path.parent.is_dir():
                 raise FileNotFoundError(
@@ -306,7 +304,6 @@ class PlainLines:
         self._title, self._total, self._last = title, total, time.monotonic()
 
     def show(self, done: int, figures: str) -> None:
-        """Print the figures of a step, unless a line was just printed."""
         now = time.monotonic()
         if self._shown and now - self._last >= self.EVERY:
             self._last = now

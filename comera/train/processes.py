@@ -41,7 +41,6 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process is the one that writes and logs."""
         return self.rank == 0
 
     def share_of(self, batch: Any) -> Any:
@@ -63,7 +62,6 @@ class Processes:
             torch.manual_seed(int(words[0]) >> 1)
 
     def any(self, flag: bool) -> bool:
-        """Return whether a flag is set in any process."""
         if self.count == 1:
             return flag
         value = torch.tensor(int(flag))
@@ -119,7 +117,6 @@ class Processes:
         return outcome if leads else others  # type: ignore[return-value]
 
     def wait(self) -> None:
-        """Wait until every process has called this."""
         self.any(False)
 
     def _all_gathered(self, mine: _T) -> list[_T]:

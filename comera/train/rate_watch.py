@@ -24,6 +24,9 @@ _FIRST = (1, 5, 10, 20)
 """Not the second: it doubles weights that were zero before the first."""
 _LARGEST_CHANGE = 1.0
 """Share of a weight that one step may change; those that learn have some hundredths."""
+_SHORT_ROW = 0.1
+"""Norm that a row of a dense matrix counts as at least. Rows have norms near one at any width; of
+those that start near zero, as of a table before a norm, a share of their own size says nothing."""
 _USUAL_CHANGE = 0.03
 """Change of a weight in a step for which the advised rate is computed."""
 _LARGEST_SCORE = 30.0
@@ -121,7 +124,6 @@ class RateWatch:
         return Seen(change, weight, score, attention)
 
     def _weights(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
-        """Yield the cores of each layer, and each dense matrix, in the optimizer, by name."""
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         cores: set[int] = set()
         for name, layer in tensor_trains(self.model).items():
@@ -152,7 +154,9 @@ def _changed(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
         if _some(param).shape != before.shape:  # cut meanwhile
             continue
         size = before.norm()
-        total = total + torch.where(size > 0, (_some(param) - before).norm() / size, 0.0)
+        least = _SHORT_ROW * before.shape[0] ** 0.5 if len(pairs) == 1 else 0.0  # cores are no rows
+        share = (_some(param) - before).norm() / size.clamp_min(least)
+        total = total + torch.where(size > 0, share, 0.0)
     return total
 
 

@@ -113,7 +113,6 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
 
 
 def _layout(model: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of a model's tensors, without ranks and row orders, which may change."""
     layers = tensor_trains(model)
     bonds = {
         f"{layer}.{part}.{k}".lstrip(".")
@@ -186,8 +185,6 @@ def load_parts(folder: Path, step: TrainStep) -> dict[str, Any]:
     pickle, which can run code: load only what you trust. Raises ``FileNotFoundError`` if there is
     no whole checkpoint, and ``ValueError`` if it is not from :func:`save_parts` or this model.
     """
-    from torch.distributed import tensor as dtensor
-
     if not (folder / _METADATA).is_file():
         raise FileNotFoundError(f"{folder} holds no checkpoint that was written to its end")
     alone = not dist.is_initialized()
@@ -201,14 +198,12 @@ def load_parts(folder: Path, step: TrainStep) -> dict[str, Any]:
         likes |= {f"optimizer.state.{number}.{key}": param for key in _MOMENTS}
     tensors: dict[str, Tensor] = {}
     for name, entry in found.items():  # room to read into, sharded as a parameter of its shape is
-        size, dtype, like = entry.size, entry.properties.dtype, likes.get(name)
-        if isinstance(like, dtensor.DTensor) and like.shape == size:
-            mesh, placements = like.device_mesh, like.placements
-            tensors[name] = dtensor.zeros(
-                *size, dtype=dtype, device_mesh=mesh, placements=placements
-            )
-        else:
-            tensors[name] = torch.empty(size, dtype=dtype)
+        size, dtype = entry.size, entry.properties.dtype
+        like: Any = likes.get(name)
+        fits = like is not None and is_sharded(like) and like.shape == size
+        tensors[name] = (
+            torch.zeros_like(like, dtype=dtype) if fits else torch.empty(size, dtype=dtype)
+        )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, checkpoint_id=folder, no_dist=alone)

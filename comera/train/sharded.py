@@ -231,13 +231,11 @@ def whole_state(state: Any) -> Any:
 
 
 def shared_model_state(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard a whole model state like the tensors of a model."""
     mine = model.state_dict()
     return {name: _shared_like(mine.get(name), value) for name, value in saved.items()}
 
 
 def shared_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard a whole optimizer state like the parameters of an optimizer."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     like = dict(zip(numbers, params, strict=True))

@@ -151,17 +151,14 @@ class TrainStep:
         self._unreduced = False  # whether averages over processes are under way
         # DistributedDataParallel averages gradients itself, OptimizerInBackward by its own group;
         # either way losses and rank learning take the mean over the same processes.
-        self.parallel: DataParallel | None = None
-        self._group: ProcessGroup | None = None
+        is_copied = isinstance(model, nn.parallel.DistributedDataParallel)
+        self.parallel = DataParallel(model) if is_copied else None  # type: ignore[arg-type]
         # None, or for a model whose dense matrices are shared out by fully_shard.
         shared = any(map(is_sharded, model.parameters()))
         self._sharded = Sharded(model, optimizer) if shared else None
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            self.parallel = DataParallel(model)
-            self._group = self.parallel.group
-        elif self._sharded is not None:
-            self._group = self._sharded.group
-        elif isinstance(optimizer, OptimizerInBackward):
+        averaging = self.parallel or self._sharded
+        self._group: ProcessGroup | None = None if averaging is None else averaging.group
+        if averaging is None and isinstance(optimizer, OptimizerInBackward):
             self._group = optimizer.process_group
         if ranks is not None:
             if not isinstance(ranks, RankLearning):
@@ -292,7 +289,6 @@ class TrainStep:
         return loss
 
     def _updates(self, last: bool) -> AbstractContextManager[None]:
-        """Postpone per-layer updates and averages to the last part of a batch."""
         if not last and isinstance(self.optimizer, OptimizerInBackward):
             return self.optimizer.accumulate()
         if last or not isinstance(self.model, nn.parallel.DistributedDataParallel):

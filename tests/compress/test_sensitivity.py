@@ -75,7 +75,9 @@ def test_a_picture_has_a_row_for_each_layer_by_kind_and_depth(seen, count, plot,
     assert [label.get_text() for label in labels] == named[:: 1 if count < 100 else 2]
     boxes = [label.get_window_extent() for label in labels]
     assert not any(one.overlaps(other) for one, other in pairwise(boxes))
-    assert all(figure.bbox.contains(*box.p0) for box in boxes)
+    bar = figure.axes[-1].yaxis.label.get_window_extent()
+    assert all(figure.bbox.contains(*box.p0) for box in [*boxes, bar])
+    assert figure.bbox.contains(*bar.p1)
 
 
 def test_colours_span_what_is_there(seen):

@@ -323,12 +323,6 @@ CANNOT = [
     ("Mixtral, dense", other_dtypes, "matrix, got Double", "torch's grouped product is narrow"),
     (".*TT", the_table_shrinks, SHARED, SHARED),
     (".*dense", answers_stay_when_it_is_served, "need to first quantize", "nothing to undo"),
-    (
-        "T5.*TT",
-        answers_stay_when_it_is_served,
-        "missing_keys",
-        "its plain tables are reported",
-    ),
     (".*TT", the_table_is_an_embedding, "no nn.Embedding", "it holds cores, not a weight"),
     (".*TT", is_read_from_disk_as_it_runs, "preload_module", "accelerate is not told of the class"),
     ("[BLMGT].*TT", other_sizes_are_drawn, r"of size \(99, 32\)", SHARED),

@@ -19,7 +19,12 @@ WORDS = torch.arange(8)[None]
 
 def settings(targets, **more):
     made = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, **more)
-    made._register_custom_module({comera.TTLinear: peft.tuners.lora.Linear})
+    return told(made)
+
+
+def told(made):
+    layers = comera.TTLinear, comera.BTTLinear
+    made._register_custom_module(dict.fromkeys(layers, peft.tuners.lora.Linear))
     return made
 
 
@@ -62,6 +67,20 @@ def test_an_adapter_is_saved_alone_and_fits_a_base_that_is_loaded(tmp_path):
     again = peft.get_peft_model(small, settings(["q_proj"], task_type="CAUSAL_LM"))
     peft.set_peft_model_state_dict(again, peft.utils.load_peft_weights(str(tmp_path / "adapter")))
     assert torch.equal(again.eval()(WORDS).logits, adapted(WORDS).logits)
+
+
+@pytest.mark.parametrize("layer", [comera.TTLinear, comera.BTTLinear])
+def test_an_adapter_is_loaded_by_settings_that_are_told_of_the_layers(layer, tmp_path):
+    base = torch.nn.Sequential(layer(32, 32, rank=2))
+    adapted = peft.get_peft_model(copy.deepcopy(base), settings(["0"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(
+        base, tmp_path, config=told(peft.LoraConfig.from_pretrained(tmp_path))
+    )
+    x = torch.randn(3, 32)
+    assert torch.equal(again.eval()(x), adapted.eval()(x))
+    comera.densify_(again)
+    torch.testing.assert_close(again.merge_and_unload()(x), adapted(x))
 
 
 @pytest.mark.parametrize("safe", [False, True])

@@ -1,5 +1,6 @@
 """Mixtures of experts of transformers, whose matrices are parts of one parameter."""
 
+import contextlib
 import copy
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import comera
+from comera.nn import forms
 from comera.nn.forms import SplitExperts, is_fused
 from tests.integrations.tiny import hf, transformers
 
@@ -61,12 +63,12 @@ def experts_of(model):
     )
 
 
-def routed(experts, width=32):
+def routed(dtype=torch.float64, width=32):
     """States, and which experts see them with what weight; no state goes to the first expert."""
     torch.manual_seed(1)
-    states = torch.randn(7, width, dtype=torch.float64, requires_grad=True)
-    index = torch.stack([1 + torch.randperm(3)[:2] for _ in range(7)])
-    weights = torch.rand(7, 2, dtype=torch.float64, requires_grad=True)
+    states = torch.randn(9, width, dtype=dtype, requires_grad=True)
+    index = torch.stack([1 + torch.randperm(3)[:2] for _ in range(9)])
+    weights = torch.rand(9, 2, dtype=dtype, requires_grad=True)
     return states, index, weights
 
 
@@ -81,12 +83,16 @@ def test_experts_may_be_blocks():
 
 
 @each
-def test_outputs_and_gradients_are_those_of_the_dense_experts(name):
-    """The dense experts are given the weights that the cores stand for, as functions of them."""
-    model = comera.tensorize_(MODELS[name]().double(), ONLY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_outputs_and_gradients_are_those_of_the_dense_experts(name, dtype):
+    """The dense experts are given the weights that the cores stand for, as functions of them.
+
+    Products are grouped in float32 only.
+    """
+    model = comera.tensorize_(MODELS[name]().to(dtype), ONLY)
     _, split = experts_of(model)
     assert all(type(k) is comera.TTLinear for k in (*split.up, *split.down))
-    states, index, weights = routed(split)
+    states, index, weights = routed(dtype)
     found = split(states, index, weights)
     asked = [states, weights, *split.parameters()]
     wanted_of = torch.randn_like(found)
@@ -108,13 +114,62 @@ def test_outputs_and_gradients_are_those_of_the_dense_experts(name):
     torch.testing.assert_close(found, wanted)
     expected = torch.autograd.grad((wanted * wanted_of).sum(), asked)
     for mine, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-10)
+        rounding = {torch.float32: 2e-5, torch.float64: 1e-10}[dtype]
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=rounding)
     with torch.no_grad():  # experts that nobody asks are passed over
         torch.testing.assert_close(split(states, index, weights), wanted)
         index[:, 1], none = -1, torch.full_like(index, split.num_experts)  # these are no expert's
         one = split(states, index[:, :1], weights[:, :1])
         assert torch.equal(split(states, index, weights), one)
         assert not split(states, none, weights).any()
+
+
+@each
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_do_what_the_loop_does(name, dtype, shared, monkeypatch):
+    model = comera.tensorize_(MODELS[name]().to(dtype), ONLY)
+    _, split = experts_of(model)
+    inputs, calls = routed(dtype), []
+    grouped = forms.grouped_linear
+    monkeypatch.setattr(forms, "grouped_linear", lambda *a: calls.append(a) or grouped(*a))
+
+    def run(most):
+        monkeypatch.setattr(forms, "_GROUPED_TO", most)
+        split.zero_grad()
+        with comera.BatchedContraction(model) if shared else contextlib.nullcontext():
+            found = split(*inputs)
+            found.square().sum().backward()
+        return found, [param.grad for param in split.parameters()]
+
+    (found, grads), (wanted, expected) = run(1 << 15), run(0)
+    assert len(calls) == 2  # up and down, of one run
+    near = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.02}
+    torch.testing.assert_close(found, wanted, **near)
+    torch.testing.assert_close(grads, expected, **near)
+    assert not any(grad.any() for grad in (p.grad for p in split.up[0].parameters()))
+
+
+def test_what_grouped_products_would_pass_over_is_seen():
+    """Hooks are called; experts of other ranks and widths of no multiple of eight run as well."""
+    _, split = experts_of(comera.tensorize_(mixtral(), ONLY))
+    inputs, rows = routed(torch.float32), []
+    wanted = split(*inputs)
+    hook = split.up[1].register_forward_hook(lambda *call: rows.append(len(call[2])))
+    torch.testing.assert_close(split(*inputs), wanted)
+    assert rows == [int((inputs[1] == 1).sum())]
+    hook.remove()
+    split.down[1].resize_ranks_([0] * len(split.down[1].ranks))
+    assert not torch.equal(split(*inputs), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert split(*inputs).dtype == torch.float32
+    padded = comera.TTLinear(40, 40, shape=((7, 6), (7, 6)), rank=3)
+    alike, x, ends = nn.ModuleList([padded]), torch.randn(5, 40), torch.tensor([5]).int()
+    found = forms.grouped_linear(x, ends, *forms.factors_together(x, alike))
+    torch.testing.assert_close(found, padded(x))
+    for layer in (*split.up, *split.down):
+        layer.resize_ranks_([0] * len(layer.ranks))
+    assert not split(*inputs).any()
 
 
 @each
@@ -235,7 +290,7 @@ def test_some_of_them_may_be_converted():
 def test_plain_experts_are_exported(caplog):
     model = comera.tensorize_(mixtral().double(), ONLY).eval()
     name, split = experts_of(model)
-    states, index, weights = (tensor.detach() for tensor in routed(split))
+    states, index, weights = (tensor.detach() for tensor in routed())
     comera.to_plain_(model)
     assert f"the layers of {name} are torch's now" in caplog.text
     assert not any(isinstance(layer, comera.TTLinear) for layer in model.modules())

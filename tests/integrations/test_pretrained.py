@@ -89,6 +89,51 @@ def test_what_is_loaded_is_what_was_saved(make, tmp_path):
     assert len({id(param) for param in again.parameters()}) == len(params)  # as many are tied
 
 
+_WIDTHS = {"vocab_size": 96, "d_model": 32, "pad_token_id": 0, "decoder_start_token_id": 0}
+_T5 = _WIDTHS | {"d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+_BART = _WIDTHS | {
+    f"{part}_{key}": size
+    for part in ("encoder", "decoder")
+    for key, size in {"layers": 1, "ffn_dim": 64, "attention_heads": 2}.items()
+}
+TWO_TABLES = {
+    "MT5ForConditionalGeneration": _T5 | {"tie_word_embeddings": False},
+    "BartForConditionalGeneration": _BART | {"scale_embedding": False},
+    "MarianMTModel": _BART | {"scale_embedding": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("convert", "options"),
+    [(comera.to_plain_, {"tied": "share", "hot_rows": 4}), (comera.freeze_, {"tied": "untie"})],
+    ids=["to_plain_", "freeze_"],
+)
+@pytest.mark.parametrize("name", TWO_TABLES)
+def test_tables_of_an_encoder_and_a_decoder_stay_tied(name, convert, options, tmp_path):
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**TWO_TABLES[name])).eval()
+    convert(comera.tensorize_(model, comera.TTConfig(rank=2, init="svd", **options)))
+    model.save_pretrained(tmp_path)
+    again, said = model_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(said.values()), said
+    assert same(model, again)
+    assert len([*again.parameters()]) == len([*model.parameters()])
+    given = {"input_ids": WORDS, "decoder_input_ids": WORDS}
+    torch.testing.assert_close(again(**given).logits, model(**given).logits)
+
+
+def test_a_plain_output_layer_whose_bias_was_tied(tmp_path):
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**sizes, num_attention_heads=2)
+    model = transformers.BertForMaskedLM(config)
+    comera.to_plain_(comera.tensorize_(model, comera.TTConfig(rank=2, tied="untie"))).eval()
+    model.save_pretrained(tmp_path)
+    again, said = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(said.values()), said
+    assert torch.equal(again(WORDS).logits, model(WORDS).logits)
+
+
 def test_auto_classes_load_it_with_and_without_its_head(tmp_path):
     model = hf.attach_(truncated(bert()))
     model.save_pretrained(tmp_path / "head")

@@ -139,19 +139,13 @@ def test_blocks_of_zeros_can_learn():
     assert layer.cores[1].grad.any()
 
 
-def test_truncation_leaves_the_function(layer):
+def test_truncation_and_canonical_form_leave_the_function(layer):
     x = torch.randn(5, layer.in_features, dtype=torch.float64, device=layer.cores[0].device)
-    before, live = layer(x), layer.live_ranks
-    comera.truncate_(layer)
-    assert layer.ranks == live
-    torch.testing.assert_close(layer(x), before)
-
-
-def test_canonical_ranks_are_sorted_and_leave_the_function(layer):
-    x = torch.randn(5, layer.in_features, dtype=torch.float64, device=layer.cores[0].device)
-    before = layer(x)
+    before, live, cut = layer(x), layer.live_ranks, copy.deepcopy(layer)
+    comera.truncate_(cut)
     comera.canonicalize_(layer)
-    torch.testing.assert_close(layer(x), before)
+    torch.testing.assert_close((cut(x), layer(x)), (before, before))
+    assert cut.ranks == live
     norms = layer.rank_norms().tolist()
     assert norms == sorted(norms, reverse=True)
 

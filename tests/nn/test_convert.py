@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import comera
-from comera.nn.convert import _say_once, densify_, tensorize_
+from comera.nn.convert import densify_, tensorize_
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
@@ -429,7 +429,6 @@ def test_experts_are_planned_with_the_rows_that_they_get(said, rows, caplog):
 
 @pytest.mark.gpu
 def test_on_a_card_the_way_to_go_is_named_once(caplog):
-    _say_once.cache_clear()
     for _ in range(2):
         tensorize_(nn.Linear(64, 64, device="cuda"), TTConfig(rank=2, init="orthogonal"))
     assert caplog.text.count('torch.compile(mode="reduce-overhead")') == 1

@@ -46,19 +46,12 @@ def low_rank(rows, width, rank=4, dtype=torch.float32, **settings):
 
 
 def test_equals_torchs_embedding_of_its_weight(layer, device):
-    x = torch.arange(50, device=device).reshape(2, 25)
-    want = nn.functional.embedding(x, layer.weight)
-    torch.testing.assert_close(layer(x), want)
-    torch.testing.assert_close(layer.to_dense()(x), want)
-
-
-def test_gradients_equal_those_through_the_dense_table(layer, device):
-    x = torch.tensor([[0, 3, 3], [49, 8, 0]], device=device)
     params = list(layer.parameters())
-    got = torch.autograd.grad(layer(x).square().sum(), params)
-    dense = nn.functional.embedding(x, layer.weight)
-    want = torch.autograd.grad(dense.square().sum(), params)
-    torch.testing.assert_close(got, want)
+    for x in (torch.arange(50).reshape(2, 25), torch.tensor([[0, 3, 3], [49, 8, 0]])):
+        ys = [layer(x.to(device)), nn.functional.embedding(x.to(device), layer.weight)]
+        torch.testing.assert_close(*ys)
+        torch.testing.assert_close(layer.to_dense()(x.to(device)), ys[1])
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), params) for y in ys))
 
 
 @pytest.mark.parametrize("padding_idx", [0, 49, -1, -50])

@@ -81,6 +81,18 @@ def test_gated_feed_forward_equals_its_layers(kind):
     assert_equal(gated_feed_forward(x, gate, up, down), want, inputs_of(x, [gate, up, down]))
 
 
+@pytest.mark.parametrize("kind", ["tt", "blocks"])
+def test_an_input_of_another_width(kind):
+    x, made = torch.randn(3, 23, dtype=torch.float64), layers(3, kind=kind)
+    for run in (
+        lambda: linears(x, made),
+        lambda: feed_forward(x, *made[:2], "gelu"),
+        lambda: gated_feed_forward(x, *made),
+    ):
+        with pytest.raises(RuntimeError, match="23"):
+            run()
+
+
 def test_an_unknown_activation_is_named():
     with pytest.raises(ValueError, match="activation='swish' must be one of gelu, relu, silu"):
         feed_forward(torch.zeros(1, 24), *layers(2), "swish")

@@ -51,21 +51,15 @@ def error(got, want):
 
 
 def test_equals_its_dense_twin(layer, device):
-    x = torch.randn(2, 5, layer.in_features, device=device, dtype=torch.float64)
-    want = nn.functional.linear(x, layer.weight, layer.bias)
-    torch.testing.assert_close(layer(x), want)
+    x = torch.randn(2, 5, layer.in_features, device=device, dtype=torch.float64, requires_grad=True)
+    got, want = layer(x), nn.functional.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(got, want)
     torch.testing.assert_close(layer.to_dense()(x), want)
     torch.testing.assert_close(layer(x[:0]), want[:0])
     torch.testing.assert_close(layer(x[0, 0]), want[0, 0])
-
-
-def test_gradients_equal_those_through_the_dense_weight(layer, device):
-    x = torch.randn(5, layer.in_features, device=device, dtype=torch.float64, requires_grad=True)
     params = [x, *layer.parameters()]
-    got = torch.autograd.grad(layer(x).square().sum(), params)
-    dense = nn.functional.linear(x, layer.weight, layer.bias)
-    want = torch.autograd.grad(dense.square().sum(), params)
-    torch.testing.assert_close(got, want)
+    grads = (torch.autograd.grad(y.square().sum(), params) for y in (got, want))
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.usefixtures("tensorly_on_numpy")

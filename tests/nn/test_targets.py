@@ -1,9 +1,11 @@
 """What is said of layers that are not converted."""
 
+import copy
 import logging
 import re
 
 import pytest
+import torch
 from torch import nn
 
 import comera
@@ -19,6 +21,41 @@ def test_other_kinds_of_layers_are_named_where_they_are_much_of_the_model(caplog
     caplog.clear()
     comera.tensorize_(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(64, 64)), comera.TTConfig(rank=4))
     assert "Conv2d" not in caplog.text
+
+
+class Composite(nn.Module):
+    """Layers, a table of its own, and one row that is no matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.conv = nn.Linear(64, 64), nn.Conv2d(64, 64, 1)
+        self.bias_table = nn.Parameter(torch.zeros(90, 64))
+        self.first = nn.Parameter(torch.zeros(1, 1, 64))
+
+
+def test_of_modules_with_layers_inside_only_their_own_matrices_are_named(caplog):
+    model = nn.Sequential(Composite(), Composite(), nn.GRU(64, 64))
+    comera.tensorize_(model, comera.TTConfig(rank=4, exclude_modules=["conv"], init="normal"))
+    assert "tensorize_ leaves 2 Composite.bias_table, 1 GRU dense, with" in caplog.text
+
+
+def test_what_a_conversion_says_is_said_once(caplog):
+    model = nn.Sequential(
+        nn.GRU(64, 64), nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    )
+    config, caught = comera.TTConfig(rank=2, init="normal"), []
+    with caplog.at_level(logging.INFO, "comera"):
+        comera.plan(model, config, tokens=4096)
+        said = len(caplog.records)
+        comera.tensorize_(copy.deepcopy(model), config)
+        assert [said, len(caplog.records)] == [3, 3]
+        assert "hidden width" in caplog.text
+        logging.getLogger("comera").addFilter(caught.append)  # whoever gathers it misses nothing
+        try:
+            comera.tensorize_(model, config)
+        finally:
+            logging.getLogger("comera").removeFilter(caught.append)
+    assert len(caught) == 3
 
 
 class Scaled(nn.Embedding):

@@ -90,13 +90,15 @@ def test_distributed_checkpoints_bring_it_back(name):
 
 
 MAKERS = {
-    "CAME": lambda param: comera.CAME([param]),
-    "MuonAdamW": lambda param: comera.MuonAdamW([{"params": [param], "muon": param.dim() > 1}]),
-    "GaLore": lambda param: comera.GaLoreAdamW(
-        [{"params": [param], **({"rank": 2} if param.dim() > 1 else {})}]
+    "CAME": lambda *params: comera.CAME([{"params": [p]} for p in params], weight_decay=0.5),
+    "MuonAdamW": lambda *params: comera.MuonAdamW(
+        [{"params": [p], "muon": p.dim() > 1} for p in params]
+    ),
+    "GaLore": lambda *params: comera.GaLoreAdamW(
+        [{"params": [p], **({"rank": 2} if p.dim() > 1 else {})} for p in params], weight_decay=0.5
     ),
 }
-"""Optimizers of one parameter."""
+"""Optimizers of a group for each parameter."""
 
 REFUSED = {
     ("CAME", "sparse"): r"sparse gradient .* shape \(8, 9\): .*sparse=False",
@@ -108,13 +110,19 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("shape", [(3,), (9, 8)], ids=str)
 @pytest.mark.parametrize(("name", "kind"), REFUSED)
-def test_gradients_that_cannot_be_used_are_refused(name, kind):
+def test_gradients_that_cannot_be_used_are_refused_before_anything_changes(name, kind, shape):
     dtype = torch.complex64 if kind == "complex" else None
     param = nn.Parameter(torch.randn(8, 9, dtype=dtype))
     param.grad = torch.ones_like(param).to_sparse() if kind == "sparse" else torch.ones_like(param)
+    other = nn.Parameter(torch.ones(shape))
+    other.grad = torch.ones(shape)
+    optimizer = MAKERS[name](other, param)
     with pytest.raises(RuntimeError, match=REFUSED[name, kind]):
-        MAKERS[name](param).step()
+        optimizer.step()
+    assert torch.equal(other, torch.ones(shape))
+    assert not (optimizer.state and name == "GaLore")
 
 
 @pytest.mark.parametrize("shape", [(8, 9), (8,)], ids=str)
@@ -132,3 +140,21 @@ def test_maximize_is_descent_of_the_negative(name, shape):
         descend.step()
     assert torch.equal(up, down)
     assert not torch.equal(up, torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("name", ["CAME", "MuonAdamW"])
+def test_a_tensor_as_learning_rate_steps_as_a_number(name, shape):
+    ends = []
+    for lr in (0.25, torch.full(shape, 0.25)):
+        params = [nn.Parameter(torch.ones(8, 9)), nn.Parameter(torch.ones(8))]
+        groups = MAKERS[name](*params).param_groups
+        optimizer = getattr(comera, name)(
+            [group | {"lr": lr, "weight_decay": 0.5} for group in groups], lr
+        )
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.arange(1.0, param.numel() + 1).view(param.shape)
+            optimizer.step()
+        ends.append(torch.cat([param.detach().flatten() for param in params]))
+    torch.testing.assert_close(ends[1], ends[0])

@@ -349,6 +349,43 @@ def test_a_target_below_the_smallest_model_is_refused_at_once(model):
     comera.TwoStage(make_model(), 0.001, 1, 1, min_rank=0)
 
 
+@pytest.mark.parametrize("weights_first", [True, False])
+@BOTH
+def test_after_the_cut_weights_and_rank_learning_resume_in_either_order(
+    model, batch, method, weights_first
+):
+    ranks = method(model)
+    with torch.no_grad():  # one rank of each bond is left, and no smaller target is in reach
+        for layer in tensor_trains(model).values():
+            for gate in layer.gates:
+                gate[1:] = 0
+    ranks.finish_()
+    again = make_model()
+    if weights_first:
+        again.load_state_dict(model.state_dict())
+    resumed = method(again)
+    if weights_first:
+        with pytest.raises(ValueError, match="the smallest target is 1"):
+            resumed.objective(torch.ones(()))
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(ranks.state_dict())
+    assert (resumed.stage, resumed.objective(torch.ones(()))) == ("done", 1)
+    assert resumed.target_size == ranks.target_size
+
+
+def test_an_average_of_weights_begins_again_from_the_small_model(model, batch):
+    how = torch.optim.swa_utils.get_ema_multi_avg_fn(0.75)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=how)
+    average.update_parameters(model)
+    comera.ImportancePruning(model, 0.4, 3).finish_()
+    average.module.load_state_dict(model.state_dict())
+    torch.testing.assert_close(average(batch), model(batch))
+    with torch.no_grad():
+        model[4].bias += 1
+    average.update_parameters(model)
+    torch.testing.assert_close(average(batch), model(batch) - 0.75)
+
+
 @BOTH
 def test_what_is_frozen_keeps_its_ranks_and_is_not_counted(model, batch, method, caplog):
     model[1].requires_grad_(False)

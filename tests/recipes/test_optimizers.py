@@ -182,11 +182,12 @@ def test_the_twin_has_the_optimizer_of_its_run_or_of_dense_ones(config):
 
 
 @pytest.mark.slow
-def test_adamw_is_what_it_always_was(config):
+def test_adamw_is_torchs(config):
     config.optimizer = AdamWConfig()
     model = planned_model(config)
     chosen = config.optimizer_for(10)
-    groups = comera.param_groups(model, 5e-4, gate_lr=1.25 / 4, weight_decay=0.01)
+    rates = {"gate_lr": 1.25 / 4, "core_lr": 1.25 / 40}
+    groups = comera.param_groups(model, 5e-4, **rates, weight_decay=0.01)
     plain = torch.optim.AdamW(groups, betas=(0.9, 0.999))
     made = chosen.build(model)
     assert type(made) is torch.optim.AdamW

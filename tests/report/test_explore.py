@@ -107,6 +107,14 @@ def test_blocks_are_a_configuration_without_an_order(trained, evaluate):
     assert 0 < point.error < 1
 
 
+def test_tensor_trains_are_no_blocks_where_orders_differ_between_layers():
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64))
+    configs = [comera.TTConfig(order=2, rank=4), comera.TTConfig(linear_format="btt", rank=1)]
+    explored = comera.explore(model, lambda small: 1.0, configs=configs)
+    assert [point.order for point in explored.points] == [None] * 3
+    assert [point.kind for point in explored.points] == ["dense", "order 2", "blocks"]
+
+
 @pytest.mark.parametrize(
     ("order", "rank", "ranks"), [(1, 4, "4"), (1, [3], "3 to 4"), (2, [4, 4, 4], "4")]
 )
@@ -295,8 +303,8 @@ def test_a_still_picture_names_settings_and_nothing_touches(explored, times, tmp
     figure = dataclasses.replace(explored, points=tuple(points)).plot()
     (axes,), (legend,) = figure.axes, figure.legends
     labels = [line.get_label() for line in axes.lines]
-    assert labels == ["dense", "budget", "order 1", "order 1, one layer", "Pareto front"]
-    assert {text.get_text() for text in axes.texts} == {"0.5", "0.4", "order=2, compression=2"}
+    assert labels == ["dense", "budget", "order 2", "order 2, one layer", "Pareto front"]
+    assert {text.get_text() for text in axes.texts} == {"0.5", "0.4", "compression=2"}
     figure.canvas.draw()
     assert not legend.get_window_extent().overlaps(axes.bbox)
     assert not axes.yaxis.get_offset_text().get_text()  # ticks say the whole loss

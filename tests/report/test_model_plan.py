@@ -39,6 +39,16 @@ def test_a_model_gets_one_line_for_layers_that_are_alike():
     assert "<td>1 and 1 more</td>" in plan._repr_html_()
 
 
+def test_kinds_that_read_alike_share_a_row():
+    layers = [nn.Linear(256, 256, bias=k > 0) for k in range(3)]
+    plan = comera.plan(comera.tensorize_(nn.Sequential(*layers), comera.TTConfig(rank=8)))
+    assert [layer.names for layer in plan.layers] == [("0",), ("1", "2")]
+    times, kept = plan.tables()
+    (name, shape, *_), (_, _, _, total, dense) = *times.rows, kept.rows[0]
+    assert (name, shape.split(",")[0]) == ("0 and 2 more", "linear 256 -> 256")
+    assert (total, dense) == kept.rows[1][3:]
+
+
 def test_a_plan_of_an_embedding_alone_names_its_size():
     assert "embedding 5000 x 256" in str(comera.plan(model()[0], tokens=64))
 

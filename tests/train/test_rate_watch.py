@@ -154,6 +154,14 @@ def test_weights_that_start_at_zero_are_no_alarm(caplog):
     assert not warnings_of(caplog)
 
 
+@pytest.mark.parametrize(("rate", "named"), [(3e-3, False), (0.3, True)])
+def test_rows_that_start_near_zero_are_judged_by_what_rows_usually_are(rate, named, caplog):
+    model = classifier()
+    nn.init.uniform_(model.encoder.tokens.weight, -1e-4, 1e-4)
+    train(step_of(model, rate, torch.optim.AdamW), 1)
+    assert any("encoder.tokens.weight" in text for text in warnings_of(caplog)) == named
+
+
 def test_looks_are_few_and_can_be_left_out(monkeypatch):
     seen = []
     looked = RateWatch._look

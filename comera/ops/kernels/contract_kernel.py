@@ -118,7 +118,6 @@ class Walk:
 
 
 def walks(chains: Chains) -> tuple[Walk, Walk]:
-    """Return the :class:`Walk` of the left and of the right factor."""
     return _walks(tuple(chains.modes), tuple(chains.bonds), chains.split)
 
 

@@ -173,7 +173,6 @@ _alone = threading.Lock()
 
 
 def find_gxx() -> str | None:
-    """Return the path of g++, or None if it is not installed."""
     return shutil.which("g++")
 
 

@@ -112,7 +112,6 @@ def folder() -> Path:
 
 
 def files() -> list[str]:
-    """List the names of the sources, without their suffix."""
     return sorted(path.stem for path in folder().glob("*.cu"))
 
 
@@ -135,5 +134,4 @@ def text(file: str) -> str:
 
 
 def entries(file: str) -> list[str]:
-    """List the functions of a source that can be launched."""
     return _ENTRY.findall(text(file))

@@ -83,7 +83,7 @@ def block_linears(x_TI: Tensor, layers: Sequence[BlockFactors]) -> list[Tensor]:
     with without_autocast(x):
         # What is compiled, traced or transformed has to see all operations.
         multiply = _Multiply.apply if is_eager() and not is_traced() else _multiply
-        ys = multiply(len(layers), x, *factors)
+        ys = multiply(x, *factors)
     widths = [layer.out_features for layer in layers]
     ys = [y[:, :n] if n < y.shape[1] else y for y, n in zip(ys, widths, strict=True)]
     return ys if x_TI.dim() == 2 else [y.reshape(*x_TI.shape[:-1], y.shape[1]) for y in ys]
@@ -109,7 +109,7 @@ def block_feed_forward(
     _, last = _together(x_BI, [second])
     with without_autocast(x):
         run = _FeedForward.apply if is_eager() and not is_traced() else _feed_forward
-        y = run(activation, len(firsts), x, *first, *last)
+        y = run(activation, len(first), x, *first, *last)
     return y if x_BI.dim() == 2 else y.view(*x_BI.shape[:-1], y.shape[1])
 
 
@@ -137,12 +137,9 @@ def _together(x: Tensor, layers: Sequence[BlockFactors]) -> tuple[Tensor, list[T
     return x, [left, *rights, *biases]
 
 
-def _multiply(layers: int, x_TI: Tensor, left_aKb: Tensor, *rest: Tensor) -> list[Tensor]:
-    """Compute ``(T, c d)`` of each layer, the reference of :class:`_Multiply`.
-
-    The left factor has the output blocks of all; then come right factors and biases.
-    """
-    rights, biases = rest[:layers], rest[layers:]
+def _multiply(x_TI: Tensor, left_aKb: Tensor, *rest: Tensor) -> list[Tensor]:
+    """Compute ``(T, c d)`` of each layer of :func:`_together`, the reference of _Multiply."""
+    rights, biases = _rights_and_biases(rest)
     blocks, rank = [len(right) for right in rights], rights[0].shape[1] // len(left_aKb)
     first_aKT = torch.bmm(left_aKb, x_TI.t().unflatten(0, (len(left_aKb), left_aKb.shape[2])))
     hidden_SCT = first_aKT.unflatten(1, (rank, sum(blocks))).flatten(0, 1)
@@ -153,11 +150,16 @@ def _multiply(layers: int, x_TI: Tensor, left_aKb: Tensor, *rest: Tensor) -> lis
     return [y + bias for y, bias in zip(ys, biases, strict=True)] if biases else ys
 
 
+def _rights_and_biases(rest: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    number = sum(each.dim() == 3 for each in rest)
+    return rest[:number], rest[number:]
+
+
 class _Layers:
     """Layers that are multiplied as one, and sums of their gradients over pieces of rows."""
 
-    def __init__(self, number: int, left_aKb: Tensor, *rest: Tensor) -> None:
-        self.left_aKb, self.rights, self.biases = left_aKb, rest[:number], rest[number:]
+    def __init__(self, left_aKb: Tensor, *rest: Tensor) -> None:
+        self.left_aKb, (self.rights, self.biases) = left_aKb, _rights_and_biases(rest)
         self.grads: list[Tensor | None] = [None] * (1 + len(rest))
         self.a, self.hidden_blocks, self.b = left_aKb.shape
         self.blocks = [right.shape[0] for right in self.rights]
@@ -170,11 +172,15 @@ class _Layers:
     def _parts(self, hidden_SCT: Tensor) -> Sequence[Tensor]:
         return [hidden_SCT] if len(self.blocks) == 1 else hidden_SCT.split(self.blocks, 1)
 
-    def outputs(self, hidden_SCT: Tensor, ys: Sequence[Tensor]) -> None:
-        """Write the products ``(T, c, d)``."""
+    def new(self, x_TI: Tensor) -> list[Tensor]:
+        """Return memory for the products ``(T, c d)``."""
+        return [x_TI.new_empty(x_TI.shape[0], len(r) * r.shape[2]) for r in self.rights]
+
+    def outputs(self, hidden_SCT: Tensor, ys: Sequence[Tensor]) -> Sequence[Tensor]:
         for k, (y, hidden_ScT) in enumerate(zip(ys, self._parts(hidden_SCT), strict=True)):
             right, bias = self.rights[k], self.biases[k] if self.biases else None
-            _product_into(y.transpose(0, 1), hidden_ScT.permute(1, 2, 0), right, bias)
+            _product_into(_by_block(y, len(right)), hidden_ScT.permute(1, 2, 0), right, bias)
+        return ys
 
     def backward(
         self,
@@ -184,13 +190,13 @@ class _Layers:
         needs: Sequence[bool],
         grad_x: Tensor | None,
     ) -> None:
-        """Add to the gradients that are needed, and write that of x to ``(T, a, b)``."""
+        """Add to the gradients that are needed, and write that of x to ``grad_x``."""
         inner, number = grad_x is not None or needs[0], len(self.rights)
         grads_SCT = torch.empty_like(hidden_SCT) if inner else hidden_SCT
         parts = zip(self._parts(hidden_SCT), self._parts(grads_SCT), strict=True)
         for k, (hidden_ScT, grads_ScT) in enumerate(parts):
             right, grad = self.rights[k], grads[k]
-            grad_cTd = grad.view(-1, right.shape[0], right.shape[2]).transpose(0, 1)
+            grad_cTd = _by_block(grad, len(right))
             if needs[1 + k]:
                 self._add(1 + k, hidden_ScT.transpose(0, 1), grad_cTd)
             if self.biases and needs[1 + number + k]:
@@ -198,13 +204,11 @@ class _Layers:
                 self.grads[1 + number + k] = of_piece if total is None else total.add_(of_piece)
             if inner:
                 _product_into(grads_ScT.transpose(0, 1), right, grad_cTd.transpose(1, 2))
-        if not inner:
-            return
         first_aKT = grads_SCT.view(self.a, self.hidden_blocks, grads_SCT.shape[2])
         if needs[0]:
-            self._add(0, first_aKT, x_TI.view(-1, self.a, self.b).transpose(0, 1))
+            self._add(0, first_aKT, _by_block(x_TI, self.a))
         if grad_x is not None:
-            _product_into(grad_x.transpose(0, 1), first_aKT.transpose(1, 2), self.left_aKb)
+            _product_into(_by_block(grad_x, self.a), first_aKT.transpose(1, 2), self.left_aKb)
 
     def _add(self, k: int, one: Tensor, other: Tensor) -> None:
         total = self.grads[k]
@@ -215,98 +219,82 @@ class _Multiply(torch.autograd.Function):
     """:func:`_multiply` with results written where they belong."""
 
     @staticmethod
-    def forward(ctx: Any, number: int, x_TI, *factors):  # type: ignore[override]
-        layers, tokens = _Layers(number, *factors), x_TI.shape[0]
-        ys = [x_TI.new_empty(tokens, *right.shape[::2]) for right in layers.rights]
-        ctx.number, ctx.pieces = number, _pieces(x_TI, layers.a * layers.hidden_blocks)
-        saved = []
+    def forward(ctx: Any, x_TI, *factors):  # type: ignore[override]
+        layers, saved = _Layers(*factors), []
+        ys = layers.new(x_TI)
+        ctx.pieces = _pieces(x_TI, layers.a * layers.hidden_blocks)
         for x, *outs in _each(ctx.pieces, x_TI, *ys):
             saved.append(layers.hidden(x))
             layers.outputs(saved[-1], outs)
         ctx.save_for_backward(x_TI, *factors, *saved)
-        return tuple(y.flatten(1) for y in ys)
+        return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_TI, *rest = ctx.saved_tensors
         factors, saved = rest[: -ctx.pieces], rest[-ctx.pieces :]
         if torch.is_grad_enabled() or is_legacy_batchedtensor(grads[0]):
-            again = lambda *given: torch.cat(_multiply(ctx.number, *given), 1)  # noqa: E731
-            return None, *gradients_again(again, [x_TI, *factors], torch.cat(grads, 1))
-        _, needs_x, *needs = ctx.needs_input_grad
-        layers = _Layers(ctx.number, *factors)
-        grad_x = x_TI.new_empty(x_TI.shape[0], layers.a, layers.b) if needs_x else None
+            again = lambda *given: torch.cat(_multiply(*given), 1)  # noqa: E731
+            return (*gradients_again(again, [x_TI, *factors], torch.cat(grads, 1)),)
+        needs_x, *needs = ctx.needs_input_grad
+        layers, grad_x = _Layers(*factors), x_TI.new_empty(x_TI.shape) if needs_x else None
         pieces = _each(ctx.pieces, x_TI, grad_x, *grads)
         for hidden, (x, into, *given) in zip(saved, pieces, strict=True):
             layers.backward(x, hidden, given, needs, into)
-        return None, None if grad_x is None else grad_x.view(x_TI.shape), *layers.grads
+        return grad_x, *layers.grads
 
 
 class _FeedForward(torch.autograd.Function):
     """:func:`_feed_forward` that keeps nothing for the backward pass but its input."""
 
     @staticmethod
-    def forward(ctx: Any, activation: str, number: int, x_TI, *factors):  # type: ignore[override]
-        ctx.activation, ctx.number = activation, number
+    def forward(ctx: Any, activation: str, size: int, x_TI, *factors):  # type: ignore[override]
+        ctx.activation, ctx.size = activation, size
         ctx.save_for_backward(x_TI, *factors)
-        given = _split(number, factors)
-        first, second = _Layers(number, *given[0]), _Layers(1, *given[1])
-        y_Tcd = x_TI.new_empty(x_TI.shape[0], *second.rights[0].shape[::2])
+        first, second = _Layers(*factors[:size]), _Layers(*factors[size:])
+        (y_TO,) = second.new(x_TI)
         ctx.pieces = _pieces(x_TI, second.a * second.b)
-        for x, y in _each(ctx.pieces, x_TI, y_Tcd):
-            _, inner, *up = _inner(first, x)
+        for x, y in _each(ctx.pieces, x_TI, y_TO):
+            inner, *up = first.outputs(first.hidden(x), first.new(x))
             active = ACTIVATIONS[activation][0](inner, out=inner)
             active = active.mul_(up[0]) if up else active
             second.outputs(second.hidden(active), [y])
-        return y_Tcd.flatten(1)
+        return y_TO
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_TI, *factors = ctx.saved_tensors
         if torch.is_grad_enabled() or is_legacy_batchedtensor(grad_TO):
-            again = functools.partial(_feed_forward, ctx.activation, ctx.number)
+            again = functools.partial(_feed_forward, ctx.activation, ctx.size)
             return None, None, *gradients_again(again, [x_TI, *factors], grad_TO)
         _, _, needs_x, *needs = ctx.needs_input_grad
-        given = _split(ctx.number, factors)
-        first, second = _Layers(ctx.number, *given[0]), _Layers(1, *given[1])
+        first, second = _Layers(*factors[: ctx.size]), _Layers(*factors[ctx.size :])
         value, grad_of = ACTIVATIONS[ctx.activation]
-        grad_x = x_TI.new_empty(x_TI.shape[0], first.a, first.b) if needs_x else None
+        grad_x = x_TI.new_empty(x_TI.shape) if needs_x else None
         for x, into, grad_y in _each(ctx.pieces, x_TI, grad_x, grad_TO):
-            hidden, inner, *up = _inner(first, x)
+            hidden = first.hidden(x)
+            inner, *up = first.outputs(hidden, first.new(x))
             active = value(inner, out=torch.empty_like(inner))
             made = active * up[0] if up else active
             grad = torch.empty_like(made)
-            of_made = grad.view(-1, second.a, second.b)
-            of_second = needs[len(first.grads) :]
-            second.backward(made, second.hidden(made), [grad_y], of_second, of_made)
+            second.backward(made, second.hidden(made), [grad_y], needs[ctx.size :], grad)
             of_up = [active.mul_(grad)] if up else []
             grad = grad.mul_(up[0]) if up else grad
-            grads = [grad_of(grad, inner, grad_input=grad), *of_up]
-            first.backward(x, hidden, grads, needs, into)
-        of_x = None if grad_x is None else grad_x.view(x_TI.shape)
-        return None, None, of_x, *first.grads, *second.grads
+            grad = grad_of(grad, inner, grad_input=grad)
+            first.backward(x, hidden, [grad, *of_up], needs, into)
+        return None, None, grad_x, *first.grads, *second.grads
 
 
-def _feed_forward(activation: str, number: int, x_TI: Tensor, *factors: Tensor) -> Tensor:
-    """Compute :func:`block_feed_forward` in operations of torch."""
-    first, second = _split(number, factors)
-    inner, *up = _multiply(number, x_TI, *first)
+def _feed_forward(activation: str, size: int, x_TI: Tensor, *factors: Tensor) -> Tensor:
+    """Compute :func:`block_feed_forward`; the first layers have ``size`` factors and biases."""
+    inner, *up = _multiply(x_TI, *factors[:size])
     active = getattr(F, activation)(inner)
-    return _multiply(1, active * up[0] if up else active, *second)[0]
+    return _multiply(active * up[0] if up else active, *factors[size:])[0]
 
 
-def _split(number: int, factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return factors and biases of the first layers, of which there are ``number``, and second."""
-    size = 1 + number * (2 if len(factors) > number + 3 else 1)
-    return factors[:size], factors[size:]
-
-
-def _inner(layers: _Layers, x_TI: Tensor) -> tuple[Tensor, ...]:
-    """Return the hidden tensor of the first layers, and the output of each."""
-    hidden = layers.hidden(x_TI)
-    ys = [x_TI.new_empty(x_TI.shape[0], *right.shape[::2]) for right in layers.rights]
-    layers.outputs(hidden, ys)
-    return hidden, *(y.flatten(1) for y in ys)
+def _by_block(x_Tn: Tensor, blocks: int) -> Tensor:
+    rows, width = x_Tn.shape
+    return x_Tn.view(rows, blocks, width // blocks).transpose(0, 1)
 
 
 def _product_into(out: Tensor, one: Tensor, other: Tensor, row: Tensor | None = None) -> None:
@@ -339,7 +327,6 @@ def _each(pieces: int, *tensors: Tensor | None) -> Iterable[Sequence[Any]]:
 
 
 def blocks_to_dense(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:
-    """Return the dense ``(c d, a b)`` weight."""
     weight = torch.einsum("abcr,rcad->cdab", left_1abcR.squeeze(0), right_Rcad1.squeeze(4))
     return weight.flatten(2).flatten(0, 1)
 

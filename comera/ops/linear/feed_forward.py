@@ -40,7 +40,6 @@ _HIDDEN_NUMBERS = 1 << 21
 def factorized_feed_forward_reference(
     x_BI: Tensor, factors1: Factors, factors2: Factors, activation: str
 ) -> Tensor:
-    """Compute :func:`factorized_feed_forward` in plain products."""
     return _plainly(getattr(F, activation)(_plainly(x_BI, factors1)), factors2)
 
 
@@ -181,11 +180,6 @@ def _backward(ctx, grad_y: Tensor | None, *_):
 
 
 _feed_forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-def gated_feed_forward_reference(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
-    """Compute :func:`gated_feed_forward` in plain products."""
-    return _plainly(F.silu(_plainly(x_BI, gate)) * _plainly(x_BI, up), down)
 
 
 def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:

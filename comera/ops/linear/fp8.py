@@ -36,7 +36,6 @@ class Fp8Matrix(NamedTuple):
 
 
 def padded_to_step(size: int) -> int:
-    """Round a size up to a multiple of 16."""
     return -(-size // _STEP) * _STEP
 
 
@@ -60,12 +59,6 @@ def fp8_product(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Ten
     return torch._scaled_mm(
         a_MK.values, b_NK.values.T, scale_a=a_MK.scale, scale_b=b_NK.scale, out_dtype=out_dtype
     )
-
-
-def fp8_product_reference(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Tensor:
-    """Compute :func:`fp8_product` by an ordinary product in a wider dtype."""
-    a, b = (x.values.double() * x.scale for x in (a_MK, b_NK))
-    return (a @ b.T).to(out_dtype)
 
 
 @functools.cache

@@ -50,7 +50,6 @@ class Lookup(NamedTuple):
     def of(
         cls, tensors: Sequence[Tensor], present: Sequence[int], num_embeddings: int, width: int
     ) -> "Lookup":
-        """Rebuild a lookup from :meth:`arguments`."""
         rest = iter(tensors)
         given = [next(rest) if there else None for there in present]
         return cls._make([*given, num_embeddings, width])

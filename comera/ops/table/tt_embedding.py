@@ -49,20 +49,6 @@ class Request(NamedTuple):
     checked: bool = False
 
 
-def tt_embedding_reference(
-    indices: Tensor,
-    cores: Sequence[Tensor],
-    embedding_dim: int,
-    hot_HK: Tensor | None = None,
-    basis_KD: Tensor | None = None,
-) -> Tensor:
-    """Read rows as :func:`tt_embedding` does, but from the dense table; differentiable."""
-    table = ttm_to_dense(cores)[:, :embedding_dim]
-    if hot_HK is not None:
-        table = torch.cat([hot_HK if basis_KD is None else hot_HK @ basis_KD, table])
-    return F.embedding(indices, table)
-
-
 def tt_embedding(request: Request) -> Tensor:
     """Read rows, or weighted sums of rows over bags; each distinct row is computed once.
 
@@ -262,7 +248,6 @@ def places(tables: Sequence[Lookup]) -> list[list[int]]:
 def _rows_of_the_whole(
     indices: Sequence[Tensor], places_5T: Tensor, num_hot: int, all_W: int
 ) -> Tensor:
-    """Return the row of each entry in the joined table, int64 ``(N,)``."""
     indices_N = torch.cat([each.long() for each in indices])
     pairs = zip(places_5T.split(1, 1), indices, strict=True)
     of_each = [column.expand(-1, each.shape[0]) for column, each in pairs]

@@ -39,7 +39,6 @@ class History:
     target_share: float | None = None  # of rank learning, of the size at the start
 
     def series(self, key: str) -> Series:
-        """Return the values logged under ``key``, with their steps."""
         found = [line for line in self.lines if isinstance(line.get(key), int | float)]
         return [(line["step"], line[key]) for line in found]
 
@@ -49,7 +48,6 @@ class History:
 
     @property
     def failure(self) -> str | None:
-        """Why training failed; None if it did not fail."""
         return next((line["failed"] for line in self.lines if "failed" in line), None)
 
     @property
@@ -276,7 +274,6 @@ def _points(name: str, series: Series, form: str) -> list[page.Point]:
 
 
 def _moved(line: page.Line, places: Sequence[float], form: str) -> page.Line:
-    """Return a line with new x-values, which are also appended to its points' texts."""
     points = [
         dataclasses.replace(point, x=x, text=f"{point.text}, {form.format(x)}")
         for point, x in zip(line.points, places, strict=True)

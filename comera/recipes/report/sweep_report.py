@@ -98,7 +98,6 @@ class Comparison:
 
     @property
     def note(self) -> str:
-        """A text that explains the columns of the table."""
         note = (
             f"Seeds {', '.join(map(str, self.seeds))}. {self.metric}: mean ± sample standard "
             f"deviation over the finished seeds. Difference: to {self.reference}, paired by seed, "
@@ -289,7 +288,6 @@ def write_sweep_report(folder: Path) -> Path:
 
 
 def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
-    """Return the content of ``sweep.html``."""
     finite = tuple(row for row in comparison.rows if math.isfinite(row.mean))
     others = [
         row

@@ -125,7 +125,6 @@ class ClicksTask(Task):
 
 
 def _check_fields(given: Mapping[str, int], fields: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless table sizes name exactly the fields of the data."""
     for name in given:
         check_known(name, fields, f"dlrm.table_sizes has {name}, which is no field of the data")
     for name in fields:

@@ -98,7 +98,6 @@ class Task(ABC):
         """Return the dense model of these sizes, on torch's default device."""
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the logits of a batch in float32."""
         return model(*(batch[name] for name in self.inputs)).float()
 
     def spread(self, model: nn.Module) -> dict[str, float]:
@@ -134,13 +133,11 @@ class Task(ABC):
         """Return a prediction for a line; raise ``ValueError`` if its form is wrong."""
 
     def _own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield this process' share of evaluation batches, moved to the device."""
         if self._shares_evaluation:
             batches = islice(batches, self._processes.rank, None, self._processes.count)
         return map(self._to_device, batches)
 
     def _sums(self, *numbers: float) -> list[float]:
-        """Return the sums of numbers over all processes."""
         return self._processes.sums(*numbers) if self._shares_evaluation else list(numbers)
 
     def _to_device(self, batch: Batch) -> Batch:
