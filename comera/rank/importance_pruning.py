@@ -131,10 +131,10 @@ class ImportancePruning(RankLearning):
         before = self._lost.get(number)
         self._lost[number] = lost if before is None else before + lost
 
-    def count_(self, optimizer: AnyOptimizer | None = None) -> None:
+    def count_(self, optimizer: AnyOptimizer | None = None, steps: float = 1) -> None:
         """Count a step on the host, see :meth:`~comera.rank.learning.RankLearning.count_`."""
-        super().count_(optimizer)
-        if self.settings.canonical and self.steps_done == self._canonical_from:
+        super().count_(optimizer, steps)
+        if self.settings.canonical and 0 <= self.steps_done - self._canonical_from < steps:
             group = self._processes(min_keep=self.settings.min_keep)
             canonicalize_(self.model, optimizer, process_group=group)
             if self._mean is not None:  # of ranks that are no more

@@ -213,6 +213,7 @@ class RankLearning(ABC):
     """
 
     method: ClassVar[str]
+    pace: float = 1  # what a usual step counts for: not 1 in a run by the clock
 
     def __init__(
         self,
@@ -245,7 +246,7 @@ class RankLearning(ABC):
             if all(layer.ranks == layer.start_ranks for layer in layers):
                 raise
             self.target_size = 0  # it was cut before: load_state_dict may say so
-        self.steps_done = 0
+        self.steps_done: float = 0
         self.forced: int | None = None
         self._steps = steps
         self._target_met = torch.zeros((), dtype=torch.bool, device=self.size.gates[0].device)
@@ -269,7 +270,7 @@ class RankLearning(ABC):
     @property
     def steps_left(self) -> int:
         """Number of steps until rank learning is :attr:`due` to cut ranks."""
-        return max(0, self._steps - self.steps_done)
+        return max(0, math.ceil(self._steps - self.steps_done))
 
     def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:
         """Return the scalar to differentiate instead of the ``loss`` of a batch.
@@ -308,12 +309,12 @@ class RankLearning(ABC):
         self.follow_(loss)
         self.count_(optimizer)
 
-    def count_(self, optimizer: AnyOptimizer | None = None) -> None:
-        """Count a step: the part of :meth:`step` that runs on the host."""
+    def count_(self, optimizer: AnyOptimizer | None = None, steps: float = 1) -> None:
+        """Count a step, or one as so many: the part of :meth:`step` that runs on the host."""
         if optimizer is not None and optimizer is not self._optimizer:
             check_holds_cores(optimizer, self.model)
             check_can_be_cut(tensor_trains(self.model), optimizer)
-        self.steps_done += 1
+        self.steps_done += steps
         self._optimizer = optimizer
 
     @torch.no_grad()
@@ -355,6 +356,7 @@ class RankLearning(ABC):
         return {
             "method": self.method,
             "steps_done": self.steps_done,
+            "pace": self.pace,
             "start_size": self.start_size,
             "target_size": self.target_size,
             "forced": self.forced,
@@ -379,7 +381,7 @@ class RankLearning(ABC):
                     self.method, target_size, state["target_size"],
                 )  # fmt: skip
         self.steps_done, self.forced = state["steps_done"], state["forced"]
-        self.start_size, self.target_size = start_size, target_size
+        self.start_size, self.target_size, self.pace = start_size, target_size, state.get("pace", 1)
         self._target_met = self._own(state["target_met"])
         self.discard_()
 

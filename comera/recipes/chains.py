@@ -223,6 +223,10 @@ def evaluate(
     config = parse_settings(RunConfig, read_yaml(folder / "config.yaml"))
     device = find_device(config.device)
     task = prepare_task(config, device)
+    if train_on and config.train.seconds is not None:
+        raise ValueError(
+            f"train_on={train_on} needs a run of so many steps, and {folder} has train.seconds"
+        )
     difference = other_data(folder, task.record)
     if difference is not None:
         raise ValueError(f"{folder} was trained on other data ({difference}): restore them")

@@ -61,10 +61,10 @@ class Job:
         return Path(self.config.out)
 
     @property
-    def steps(self) -> int | None:
-        """Optimizer steps; None if the data determine them and the log does not show them yet."""
-        if self.config.train.steps is not None:
-            return self.config.train.steps
+    def length(self) -> float | None:
+        """Steps or seconds; None if the data determine them and the log does not show them yet."""
+        if (length := self.config.train.steps or self.config.train.seconds) is not None:
+            return length
         found = re.search(r"^\w+ \d+/(\d+): ", last_session(self.folder) or "", re.MULTILINE)
         return int(found[1]) if found else None
 

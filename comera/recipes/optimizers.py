@@ -50,7 +50,7 @@ class OptimizerConfig:
         weight_decay: Decay of dense matrices only.
         in_backward: Step each parameter inside backward and free its gradient at once, see
             ``comera.OptimizerInBackward``. Needs ``train.clip_norm: null``.
-        warmup_share: Share of all steps with a rising rate.
+        warmup_share: Share of the run with a rising rate.
         schedule: How the rate falls to zero afterwards; constant keeps it.
     """
 

@@ -201,9 +201,8 @@ def dry_run(config: RunConfig, most_bytes: int) -> str:
     """
     needed = planned_memory(dataclasses.replace(config, twin=False))[0].total.total
     steps = config.train.steps or _WHERE_DATA_TELL
-    train = dataclasses.replace(
-        config.train, steps=steps, epochs=None, batch_size=_ROWS, accumulate=1, compile=False
-    )
+    train = dataclasses.replace(config.train, steps=steps, epochs=None, seconds=None, compile=False)
+    train.batch_size, train.accumulate = _ROWS, 1
     small = dataclasses.replace(config, train=train, device="cpu", twin=False)
     task = task_of(small)
     task.sizes, task.steps = task.planned_sizes(), steps

@@ -386,30 +386,38 @@ def build_step(
         shard_dense_(model)  # makes other parameters, which the optimizer has to hold
     settings = config.optimizer_for(task.steps)
     optimizer = settings.build(model)
-    falling = partial(_rate, settings, task.steps)
-    gates = [each["name"] == "gates" for each in optimizer.param_groups]  # their rate is constant
-    rates = [(lambda step: 1.0) if is_gates else falling for is_gates in gates]
+    ranks = None if config.ranks is None else config.ranks.build(model, task.steps)
+
+    def rate(group: str, step: float) -> float:
+        falling = 1.0 if group == "gates" else _rate(settings, task.steps, step)
+        if ranks is None or ranks.pace == 1:
+            return falling
+        # By the clock it shows only now how many steps there are for gates to close in.
+        now = config.optimizer_for(max(1, round(task.steps / ranks.pace)))
+        key = {"gates": "gate_lr", "cores": "core_lr", "matrices": "core_lr"}.get(group, "lr")
+        return falling * (getattr(now, key) or 1.0) / (getattr(settings, key) or 1.0)
+
     in_backward = settings.in_backward  # averages gradients itself, and frees each
     replicated = group is not None and not is_sharded and not in_backward
     return TrainStep(
         nn.parallel.DistributedDataParallel(model) if replicated else model,
         task.loss,
         OptimizerInBackward(optimizer, process_group=group) if in_backward else optimizer,
-        None if config.ranks is None else config.ranks.build(model, task.steps),
+        ranks,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.train.precision,
-        scheduler=LambdaLR(optimizer, rates),
+        scheduler=LambdaLR(optimizer, [partial(rate, g["name"]) for g in optimizer.param_groups]),
         compile=config.train.compile,
         graph=config.train.graph,
     )
 
 
-def _rate(settings: OptimizerConfig, steps: int, step: int) -> float:
+def _rate(settings: OptimizerConfig, steps: int, step: float) -> float:
     """Return the learning rate at a step as a share of the peak rate, by the schedule."""
     warmup = max(1, round(settings.warmup_share * steps))
     if step < warmup:
-        return (step + 1) / warmup
+        return min(1.0, (step + 1) / warmup)
     left = max(0.0, (steps - step) / max(1, steps - warmup))
     if settings.schedule == "linear":
         return left

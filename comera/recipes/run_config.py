@@ -39,8 +39,8 @@ class TwoStageConfig(TwoStageSettings):
 
     Args:
         target: Size of the cores at the end, as a share of their size at the start.
-        early_share: Share of all steps before the late stage begins.
-        late_share: Share of all steps in the late stage; the rest trains the truncated model.
+        early_share: Share of the run before the late stage begins.
+        late_share: Share of the run in the late stage; the rest trains the truncated model.
     """
 
     target: float = 0.5
@@ -77,7 +77,7 @@ class ImportancePruningConfig(ImportanceSettings):
 
     Args:
         target: Size of the cores afterwards, as a share of their size at the start.
-        share: Share of all steps before ranks are pruned; the rest trains the truncated model.
+        share: Share of the run before ranks are pruned; the rest trains the truncated model.
     """
 
     target: float = 0.5
@@ -87,7 +87,7 @@ class ImportancePruningConfig(ImportanceSettings):
         _check("importance_pruning", self.target, super().check)
         if not 0 < self.share <= 1:
             raise ValueError(
-                f"importance_pruning.share={self.share} must be a share of all steps, in (0, 1]"
+                f"importance_pruning.share={self.share} must be a share of the run, in (0, 1]"
             )
         if steps is not None and round(self.share * steps) < 1:
             raise ValueError(
@@ -222,10 +222,9 @@ class TrainConfig:
     """Settings of the training loop.
 
     Args:
-        steps: Optimizer steps; these or ``epochs`` have to be given.
+        steps: Optimizer steps; these, ``epochs`` or ``seconds`` have to be given.
         epochs: Passes over the data, where it has an end.
-        seconds: End after so many seconds in training steps, if that comes first, at the next line
-            of the log. Learning rate and rank learning follow the number of steps.
+        seconds: Seconds in training steps, which learning rate and rank learning follow too.
         batch_size: Rows a step, of all processes together.
         accumulate: Number of parts to split a batch into; one step adds up their gradients.
         clip_norm: Largest gradient norm; null for none.
@@ -254,8 +253,12 @@ class TrainConfig:
     save_every: int = field(default=200, metadata=_NOT_IDENTITY)
 
     def check(self) -> None:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of train.steps and train.epochs")
+        given = [k for k in ("steps", "epochs", "seconds") if getattr(self, k) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "give exactly one of train.steps, train.epochs and train.seconds, a length with a "
+                f"schedule and no limit, the others as null: not {' and '.join(given) or 'none'}"
+            )
         check_least(
             self, "train.", steps=1, batch_size=1, accumulate=1, log_every=1, eval_every=0,
             eval_batches=1, save_every=0,
@@ -324,7 +327,7 @@ class RunConfig:
         checkpoints: How the state is kept every ``train.save_every`` steps and at the end.
         parallel: How the processes that ``torchrun`` starts train one model: ``ddp`` keeps it whole
             in each and averages gradients, ``fsdp`` splits dense matrices among them.
-        twin: Train the dense model too, for the same steps, and compare.
+        twin: Train the dense model too, for the same steps or seconds, and compare.
         overwrite: Start again if ``out`` holds a run already.
     """
 

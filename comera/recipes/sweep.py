@@ -394,8 +394,10 @@ def show_progress(
                     if job not in bars:
                         bars[job] = progress.add_task(name, total=None, figures="starting")
                     if (logged := last_logged(job.folder, "loss")) is not None:
-                        step, figures = logged[0], f"loss {logged[1]:.4f}"
-                        progress.update(bars[job], total=job.steps, completed=step, figures=figures)
+                        done, text = logged[0], f"loss {logged[1]:.4f}"
+                        if job.config.train.seconds is not None:
+                            done = (last_logged(job.folder, "seconds") or logged)[1]
+                        progress.update(bars[job], total=job.length, completed=done, figures=text)
                 elif job.state != "waiting" and job not in shown:
                     shown.add(job)
                     if job in bars:

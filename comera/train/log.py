@@ -36,6 +36,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._seconds = device, 0.0
+        self._latest = collections.deque[float](maxlen=9)
         self._open = collections.deque[tuple[torch.cuda.Event, torch.cuda.Event]]()
 
     @contextlib.contextmanager
@@ -43,7 +44,7 @@ class StepClock:
         if self._device.type != "cuda":
             began = time.perf_counter()
             yield
-            self._seconds += time.perf_counter() - began
+            self.add(time.perf_counter() - began)
             return
         start = self._event()
         yield
@@ -52,8 +53,9 @@ class StepClock:
             self._close()
 
     def add(self, seconds: float) -> None:
-        """Add the seconds of earlier steps, such as those before a run was resumed."""
+        """Add the seconds of a step, or of earlier ones, as those before a run was resumed."""
         self._seconds += seconds
+        self._latest.append(seconds)
 
     def seconds(self) -> float:
         """Return the seconds of all steps so far; waits until the device has finished them."""
@@ -62,6 +64,14 @@ class StepClock:
             self._close()
         return self._seconds
 
+    def reading(self) -> tuple[float, float]:
+        """Return seconds so far, the last step's as usual ones, and those, 0 until nine tell."""
+        while len(self._open) > 1:
+            self._open[0][1].synchronize()
+            self._close()
+        usual = sorted(self._latest)[4] if len(self._latest) == 9 else 0.0
+        return self._seconds + usual * len(self._open), usual
+
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
@@ -69,7 +79,7 @@ class StepClock:
 
     def _close(self) -> None:
         start, end = self._open.popleft()
-        self._seconds += start.elapsed_time(end) / 1e3
+        self.add(start.elapsed_time(end) / 1e3)
 
 
 class Pace:

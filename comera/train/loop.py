@@ -200,19 +200,19 @@ def train(
     tensorboard: bool = True,
     processes: Processes | None = None,
 ) -> LoopResult:
-    """Train for ``steps`` optimizer steps, from the start or from the last checkpoint.
+    """Train for so many steps or ``seconds``, from the start or from the last checkpoint.
 
-    When rank learning ends, ranks and optimizer state are cut, and the remaining steps train the
-    small model. Ctrl-C, SIGTERM or a closed terminal ends training after the present step and a
+    When rank learning ends, ranks and optimizer state are cut, and the rest of the run trains
+    the small model. Ctrl-C, SIGTERM or a closed terminal ends training after the present step and a
     checkpoint; a second Ctrl-C stops at once.
 
     Args:
         step: The training step.
         get_batch: Function that makes a batch from the number of the step, counted from 0, and
             nothing else, so that a resumed run sees the same batches.
-        steps: Optimizer steps in all.
-        seconds: Limit of the time in training steps, at which training ends with the next line of
-            the log; None for no limit.
+        steps: Optimizer steps in all; with ``seconds`` those that rank learning and a scheduler
+            such as ``LambdaLR`` are made for, at whose share they stand that the clock has used.
+        seconds: Length of the run instead, in training steps.
         folder: Folder for ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/``.
         evaluate: Function that returns named figures of the model, given in evaluation mode.
         spread: Function that returns, as ``spread``, how far answers differ among inputs; it is
@@ -264,34 +264,37 @@ def train(
             give_back()  # a second signal acts as usual
 
         with on_stop_signals(stop) as give_back, progress_bar(quiet) as bar:
-            task = bar.add_task(title, total=steps, completed=step.steps_done, figures="")
-            lines = PlainLines(bar, title, steps)
             step.model.train()
+            step.counts = seconds is None
 
-            def time_is_up() -> bool:
-                if seconds is None or step.steps_done % log_every:
-                    return False
-                return together.from_first(lambda: run.clock.seconds() >= seconds)
+            def place() -> float:
+                if seconds is None:
+                    return step.steps_done
+                used, usual = together.from_first(run.clock.reading)
+                if usual and step.ranks is not None and step.ranks.forced is None:
+                    step.ranks.pace = steps * usual / seconds
+                return steps * used / seconds
 
+            title += "" if seconds is None else ", seconds"
+            total, at = steps if seconds is None else round(seconds), place()
+            task = bar.add_task(title, total=total, completed=round(at * total / steps), figures="")
+            lines = PlainLines(bar, title, total)
             # A session whose time was up may have been broken off before its ranks were cut.
             uncut = step.ranks is not None and step.ranks.forced is None
-            ended = step.steps_done >= steps or (not uncut and time_is_up())
+            ended = at >= steps and (seconds is None or not uncut)
             while not ended and not together.any(stopped.is_set()):
                 batch = get_batch(step.steps_done)
                 together.draw_(seed, step.steps_done)
                 run.train_on(batch)
-                done = step.steps_done
-                ended = done == steps
+                done, at = step.steps_done, max(at, place())
+                if seconds is not None:
+                    step.stand_at_(at)
+                ended, shown = at >= steps, round(at * total / steps)
                 if ended or done % log_every == 0:
                     figures = f"loss {run.log_loss():.4f}, {pace.show(done, run.clock.seconds())}"
                     bar.update(task, figures=f"{figures},")
-                    lines.show(done, figures)
-                if not ended and time_is_up():
-                    ended = True
-                    if together.is_first:
-                        text = "%s: ends after step %d of %d, as its %g seconds are up"
-                        log.info(text, title, done, steps, seconds)
-                bar.update(task, completed=done)
+                    lines.show(shown, figures)
+                bar.update(task, completed=shown)
                 # Before the model is measured or saved: the run goes on with the small model.
                 run.cut_ranks_(at_end=ended)
                 if ended or (eval_every and done % eval_every == 0):

@@ -137,6 +137,7 @@ class TrainStep:
         self.scheduler = scheduler
         self.contracted = BatchedContraction(model, self.autocast)
         self.steps_done = 0
+        self.counts = True  # else the caller moves schedule and rank learning on, by stand_at_
         self._compiled = compile
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
         self._device = next(model.parameters()).device
@@ -213,12 +214,20 @@ class TrainStep:
                 self.parallel.forget()  # its buffers wait for the gradients that did not come
             raise
         self.watch.after(self.steps_done + 1)
-        if self.scheduler is not None:
+        if self.scheduler is not None and self.counts:
             self.scheduler.step()
-        if self.ranks is not None:
+        if self.ranks is not None and self.counts:
             self.ranks.count_(self.optimizer)
         self.steps_done += 1
         return total
+
+    def stand_at_(self, place: float) -> None:
+        """Put schedule and rank learning where they are after ``place`` steps, whole or not."""
+        if self.scheduler is not None:
+            self.scheduler.last_epoch = place - 1  # type: ignore[assignment]
+            self.scheduler.step()
+        if self.ranks is not None:
+            self.ranks.count_(self.optimizer, place - self.ranks.steps_done)
 
     def describe(self) -> StepDescription:
         """Return how the step runs: eagerly, and why, or as which CUDA graph."""

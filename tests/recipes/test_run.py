@@ -1,6 +1,8 @@
 import dataclasses
 import inspect
+import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
 from comera.nn.targets import TTConfig
 from comera.ops.linear.fp8 import why_not_fp8
+from comera.recipes import chains
 from comera.recipes.cli import main
 from comera.recipes.optimizers import OPTIMIZERS, MuonConfig
 from comera.recipes.parse import choices_of, hints_of, read_yaml, section_of, wanted
@@ -197,7 +200,11 @@ def test_a_dense_run_needs_no_other_section(config):
             _ONE_SECTION,
         ),
         ({"tensorize": None}, "section two_stage needs a section tensorize"),
-        ({"train": TrainConfig()}, "exactly one of train.steps and train.epochs"),
+        ({"train": TrainConfig()}, "exactly one of train.steps, .* as null: not none"),
+        (
+            {"train": TrainConfig(steps=9, seconds=60)},
+            "train.seconds, a length with .* no limit, .*: not steps and seconds",
+        ),
         ({"train": TrainConfig(epochs=1)}, "train.epochs needs data with an end"),
         (
             {"two_stage": TwoStageConfig(early_share=0.8, late_share=0.3)},
@@ -399,6 +406,50 @@ def test_a_section_makes_its_method():
 def test_stages_end_with_the_run():
     """Both rounded up they would be longer, and ranks were never cut."""
     assert TwoStageConfig(early_share=0.5, late_share=0.5).stages(7) == (4, 3)
+
+
+def clocked(config) -> RunConfig:
+    """A run of as many seconds as its training steps look at a clock that goes on by one then."""
+    return dataclasses.replace(config, train=TrainConfig(seconds=20, batch_size=8, eval_batches=4))
+
+
+def test_rates_by_the_clock_rise_and_fall_without_a_jump(config):
+    config = dataclasses.replace(clocked(config), optimizer=MuonConfig(name=None))
+    task = prepare_task(config, torch.device("cpu"))
+    step = build_step(make_model(config, task, task.device), config, task)
+    step.optimizer.step()  # else torch warns of the order
+    groups = {group["name"]: group for group in step.optimizer.param_groups}
+
+    def rates(place):
+        step.stand_at_(place)
+        return {name: group["lr"] for name, group in groups.items()}
+
+    peak = 7e-4
+    shares = [rates(0.25 * k)["dense"] / peak for k in range(4 * 1000 + 1)]
+    assert shares[0] == pytest.approx(1 / 50)
+    assert max(shares) == pytest.approx(1)
+    assert shares[2100] == pytest.approx(0.5, abs=1e-3)
+    assert shares[-1] == 0
+    assert max(abs(b - a) for a, b in itertools.pairwise(shares)) < 0.006
+    # In a run of a hundred steps gates have forty to close in, and cores have to keep up.
+    for pace, steps in ((1, 1000), (10, 100), (0.1, 10_000)):
+        step.ranks.pace = pace
+        want = config.optimizer_for(steps)
+        found = rates(525)
+        assert found["gates"] == pytest.approx(want.gate_lr)
+        assert found["cores"] == pytest.approx(want.core_lr / 2)
+        assert found["dense"] == pytest.approx(peak / 2)
+
+
+def test_a_run_of_so_many_seconds_and_its_twin(config, monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)
+    compressed, dense = quiet_run(clocked(config))
+    for outcome in (compressed, dense):
+        assert 20 <= outcome.seconds < 22
+        assert 5 < outcome.steps <= 20
+    assert compressed.ranks["size"] <= compressed.ranks["target_size"]
+    with pytest.raises(ValueError, match="train_on=4 needs a run of so many steps"):
+        chains.evaluate(config.out, Console(quiet=True), train_on=4)
 
 
 def test_epochs_of_no_step_are_refused():

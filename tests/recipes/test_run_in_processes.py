@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,10 @@ def _found(rank):
     processes.from_first(lambda: cut_back("2/stages", "2/resumed from 2"))
     outcomes["again"] = trained("stages", "2/resumed from 2", processes)
     outcomes["dropout"] = trained_with_dropout(processes)
+    with pytest.MonkeyPatch.context() as patch:  # each process has a clock of its own pace
+        patch.setattr(time, "perf_counter", itertools.count(0, 1 + rank).__next__)
+        length = TrainConfig(seconds=12, batch_size=8)
+        outcomes["by the clock"] = trained("stages", "2/clock", processes, train=length)
     lossy = CheckpointConfig("lossy", keep_last=None)
     outcomes["lossy"] = trained("shared out", "2/lossy", processes, checkpoints=lossy)
     optimizer = CAMEConfig()
@@ -259,6 +265,8 @@ def test_all_processes_return_the_same_figures(folder):
     for count in (2, 4):
         first, *others = torch.load(folder / f"{count}.pt", weights_only=False)
         assert all(other["outcomes"] == first["outcomes"] for other in others)
+        for outcome in first["outcomes"].get("by the clock", ()):
+            assert 12 <= outcome.seconds < 14  # by the clock of the first
 
 
 def test_what_one_process_finds_wrong_is_said_by_all(folder):

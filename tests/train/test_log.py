@@ -198,37 +198,71 @@ def test_a_run_that_goes_on_adds_to_its_seconds(device, slow, tmp_path):
     assert parts.seconds == pytest.approx(whole.seconds, abs=2 * LAUNCH)
 
 
-def test_a_run_ends_when_its_seconds_are_up(device, slow, tmp_path, caplog):
-    """Earlier sessions count, ranks are cut, and nothing is trained after that."""
-    caplog.set_level("INFO", "comera")
-    loop.train(slow_step(device), steps=3, folder=tmp_path, **slow)
-    limited = {"steps": 100, "seconds": 30, "log_every": 2, "folder": tmp_path, "resume": True}
-    result = loop.train(slow_step(device), **limited, **slow)
-    assert (result.steps, result.interrupted) == (8, False)
-    assert result.ranks is not None
-    assert result.seconds >= 30
-    assert "train: ends after step 8 of 100, as its 30 seconds are up" in caplog.text
-    again = loop.train(slow_step(device), **limited, **slow)
-    assert (again.steps, again.metrics) == (8, result.metrics)
+@pytest.fixture
+def by_the_clock(monkeypatch, tmp_path):
+    """Runs of 40 seconds on a CPU, made for 20 steps, whose steps take one second to four."""
+    now = SimpleNamespace(value=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.value)
+
+    def run(name, late=10, **settings):
+        step = make_step(late=late)
+        update = step._update
+
+        def slowly(batch):
+            now.value += 1 + step.steps_done % 4
+            return update(batch)
+
+        step._update = slowly
+        given = {"get_batch": get_batch, "evaluate": evaluate, "log_every": 1} | settings
+        fixed = {"folder": tmp_path / name, "quiet": True, "tensorboard": False}
+        return loop.train(step, steps=20, seconds=40, **fixed, **given)
+
+    return run
 
 
-def test_ranks_are_cut_where_the_seconds_were_up_before_a_run_was_broken_off(
-    device, slow, tmp_path
-):
+@pytest.mark.parametrize("late", [10, 0])
+def test_rates_and_stages_of_a_run_by_the_clock_follow_it(by_the_clock, tmp_path, late):
+    result = by_the_clock("run", late)
+    assert (result.steps, result.seconds, result.interrupted) == (16, 40, False)
+    assert result.ranks["size"] <= result.ranks["target_size"]
+    lines = [line for line in read_metrics(tmp_path / "run") if "lr" in line]
+    assert [line["seconds"] for line in lines][:5] == [1, 3, 6, 10, 11]
+    for line in lines:
+        place = 20 * line["seconds"] / 40
+        assert line["lr"] == pytest.approx(1e-2 / (1 + 0.1 * place))
+        assert line["stage"] == ("early" if place < 6 else "late" if place < 6 + late else "done")
+    (cut,) = (
+        line for line in read_metrics(tmp_path / "run") if "size" in line and "lr" not in line
+    )
+    assert cut["step"] == (14 if late else 6)  # after 33 seconds or 13, and it goes on small
+    again = by_the_clock("run", late, resume=True)
+    assert (again.steps, again.metrics) == (16, result.metrics)
+
+
+def test_a_run_by_the_clock_goes_on_from_the_seconds_it_used(by_the_clock, tmp_path):
     def broken_off(number):
-        if number == 5:
+        if number == 9:
             raise KeyError("no such batch")
-        return slow["get_batch"](number)
+        return get_batch(number)
 
+    by_the_clock("whole")
     with pytest.raises(KeyError, match="no such batch"):
-        loop.train(
-            slow_step(device), steps=100, folder=tmp_path, save_every=4,
-            **{**slow, "get_batch": broken_off},
-        )  # fmt: skip
-    limited = {"steps": 100, "seconds": 5, "log_every": 2, "folder": tmp_path, "resume": True}
-    result = loop.train(slow_step(device), **limited, **slow)
-    assert (result.steps, result.interrupted) == (6, False)
+        by_the_clock("parts", get_batch=broken_off, save_every=8)
+    by_the_clock("parts", resume=True)
+    whole, parts = (
+        [{k: v for k, v in line.items() if k != "time"} for line in read_metrics(tmp_path / name)]
+        for name in ("whole", "parts")
+    )
+    assert parts == whole
+
+
+def test_on_a_gpu_a_run_ends_within_a_step_of_its_seconds(device, slow, tmp_path):
+    """The host waits for the last step but one, so that there always is work."""
+    step = slow_step(device)
+    result = loop.train(step, steps=100, seconds=80, folder=tmp_path, log_every=100, **slow)
+    assert abs(result.seconds - 80) <= WORK + LAUNCH
     assert result.ranks is not None
+    assert step.ranks.pace == 100 * WORK / 80
 
 
 def test_speeds_are_those_since_the_last_time():

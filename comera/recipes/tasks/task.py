@@ -17,6 +17,8 @@ from comera.train.processes import Processes
 
 Batch = dict[str, Any]  # tensors by name, and plain values
 
+CLOCK_STEPS = 1000  # what a run by the clock counts as to its schedule and rank learning
+
 Digests = Mapping[str, str] | None  # digests of the data by name, if they are known already
 
 _CPU = torch.device("cpu")
@@ -30,7 +32,7 @@ class Task(ABC):
     vocabulary: Any = None  # tokenizer of text, or encoder of raw rows, for predict()
     # Set by prepare():
     sizes: Mapping[str, Any]  # of the dense model, see planned_sizes()
-    steps: int  # optimizer steps of the whole run
+    steps: int  # optimizer steps of the whole run, or CLOCK_STEPS
     record: DataRecord
     per_step: tuple[int, str]  # number and name of what all processes train on in a step
     get_batch: Callable[[int], Batch]  # by a step number, the rows of this process
@@ -67,11 +69,12 @@ class Task(ABC):
         self.test = None if test is None else lambda model: self._measure(model, test())
 
     def count_steps(self, per_epoch: int | None) -> int:
-        """Return the number of optimizer steps of a run; raise ``ValueError`` if it is zero."""
+        """Return the attribute ``steps``; raise ``ValueError`` if it is zero."""
         train = self.config.train
         if per_epoch == 0:
             raise ValueError(f"train.batch_size={train.batch_size} exceeds the training rows")
-        steps = train.steps or round((train.epochs or 0) * (per_epoch or 0))
+        passed = round((train.epochs or 0) * (per_epoch or 0))
+        steps = train.steps or (passed if train.seconds is None else CLOCK_STEPS)
         if steps < 1:
             raise ValueError(
                 f"train.epochs={train.epochs} is no step: an epoch has {per_epoch} of them"
