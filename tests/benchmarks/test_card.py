@@ -58,6 +58,7 @@ def test_tests_that_take_too_long_name_those_that_have_failed(monkeypatch, tmp_p
         "import time\ndef test_fails():\n    assert False\ndef test_hangs():\n    time.sleep(60)\n"
     )
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # else it may take seconds to start
     monkeypatch.setattr(card, "STAGES", (Stage("tests", 1),))
     monkeypatch.setattr(card, "_command", lambda *_: words)
     assert main(["--device", "cpu", "--seconds", "6", "--out", str(tmp_path / "gpu")]) == 1
