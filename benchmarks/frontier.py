@@ -57,7 +57,7 @@ Point = dict[str, Any]  # family, kind, compressed, width, depth; budget, rate, 
 
 
 def make_model(setting: Point, vocab: int) -> nn.Module:
-    """Make a model, table and head tied; raises ``ValueError`` if a layer would be no smaller."""
+    """Return a model, table and head tied; raise ``ValueError`` if a layer would be no smaller."""
     kind, width = setting["kind"], setting["width"]
     ranks = [int(word) for word in re.findall(r"\d+", setting["family"])]
     heads = next((n for n in range(width // 32, 0, -1) if width % (2 * n) == 0), 1)

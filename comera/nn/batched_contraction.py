@@ -73,10 +73,9 @@ class BatchedContraction:
             for layer in layers:
                 if "bias" in layer._parameters:  # it is not computed, as by torch.nn.utils.prune
                     alike.setdefault(layer.kind(), []).append(layer)
-            groups = list(alike.values())
-            self._key = key
-            self._calls = _calls([of for of in groups if of[0].is_chain], self._autocast)
-            self._blocks = [of for of in groups if not of[0].is_chain]
+            chains = [of for of in alike.values() if of[0].is_chain]
+            self._key, self._calls = key, _calls(chains, self._autocast)
+            self._blocks = [of for of in alike.values() if not of[0].is_chain]
             self._params = [
                 tuple(train.parameters() if isinstance(train, CompressedLinear) else train.gates)
                 for train in self._trains

@@ -85,10 +85,8 @@ class CompressedLinear(TensorTrainModule):
         )  # fmt: skip
 
     def at(self, tokens: int, *, together: int = 1) -> Layer:
-        return Layer(
-            self.shape, tokens, self.in_features, self.out_features, self.bias is not None,
-            together=together,
-        )  # fmt: skip
+        widths = self.in_features, self.out_features
+        return Layer(self.shape, tokens, *widths, self.bias is not None, together=together)
 
     def _shared_factors(self) -> tuple[Tensor, Tensor] | None:
         """Return the factors that a BatchedContraction cached, if they fit the present use."""

@@ -357,7 +357,7 @@ def _empty_state(param: Tensor, state_dtype: str | None) -> State:
 
 
 class _Part(NamedTuple):
-    """What this process holds of a tensor: entries ahead of its own and of all; who has others."""
+    """Part of a tensor in this process: entries before it and in all, and the processes."""
 
     before: int
     entries: int

@@ -222,7 +222,7 @@ class GaLore(Optimizer):
         self._end(begun)
 
     def _lend(self, params: Iterable[Tensor]) -> None:
-        """Give the inner optimizer, which keeps none, the state of parameters for a step."""
+        """Lend the state of parameters for one step to the inner optimizer, which keeps none."""
         for param in params:
             if theirs := _split(self.state.get(param, {}))[0]:
                 self.inner.state[self._stand_ins.get(param, param)] = theirs

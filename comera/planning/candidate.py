@@ -186,7 +186,7 @@ def candidate(
     backward: Sequence[Step],
     parameters: Mapping[str, int],
 ) -> Candidate:
-    """Make a candidate, and add up the time and memory of its steps; ``parameters`` are sizes."""
+    """Return a candidate with the time and memory of all its steps; ``parameters`` are sizes."""
     inputs, output = work.sizes(dtype)
     sizes = {**inputs, **{step.result: step.size for step in forward}}
     made, read_first = set[str](), set[str]()

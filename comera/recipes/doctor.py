@@ -26,7 +26,7 @@ _MOST_ROWS = 1 << 24
 
 
 def examine(*, all: bool = False, console: Console) -> None:
-    """Say what this machine computes with and why; works without a card, driver or cuda-python.
+    """Report what this machine computes with and why; works without a card, driver or cuda-python.
 
     Args:
         all: Show too what was found, and the way (implementation) that each operator runs.

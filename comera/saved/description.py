@@ -301,7 +301,7 @@ def _check_tensors(
 
 
 def tie_(model: nn.Module, tied: Mapping[str, str]) -> None:
-    """Make each tensor named in ``tied`` the one of its first name there, in place."""
+    """Tie each tensor named by a key of ``tied`` to the one named by its value, in place."""
     for name, first in tied.items():
         (owner, _, key), (source, _, source_key) = (n.rpartition(".") for n in (name, first))
         for kind in ("_parameters", "_buffers"):

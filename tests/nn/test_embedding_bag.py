@@ -87,7 +87,7 @@ def test_empty_bags_are_zero_and_train(mode, padding_idx):
 
 @pytest.mark.parametrize("length", [0, 1, 3])
 def test_the_mean_is_over_what_is_counted(length):
-    """Of nothing, of padding alone, of one entry among padding, and of several."""
+    """Bags of nothing, of padding alone, of one entry among padding, and of several."""
     bag, call = make("mean", padding_idx=2), {"input": torch.tensor([[2] * 4, [2] * 4])}
     call["input"][1, :length] = torch.tensor([5, 5, 7])[:length]
     y, grads = run(bag, call, list(bag.parameters()))

@@ -220,7 +220,7 @@ def run(layer, optimizer, first=0, last=3):
 
 
 def test_the_state_that_is_replaced_is_the_one_that_is_used():
-    """As ZeroRedundancyOptimizer loads one."""
+    """A state as ZeroRedundancyOptimizer loads it."""
     layer, twin = make_layer(), make_layer()
     optimizer, other = (comera.GaLoreAdamW(groups_of(x, rank=4), lr=0.1) for x in (layer, twin))
     run(layer, optimizer)

@@ -34,7 +34,7 @@ def train(model, optimizer, first, last):
 
 
 def came_off(folder, **settings):
-    """How far sharded weights are from whole ones, also gone on with from a checkpoint."""
+    """Return the distance of sharded from whole weights, trained at once and from a checkpoint."""
     from torch.distributed.fsdp import fully_shard
 
     def optimizer_of(model):

@@ -31,7 +31,7 @@ random = {"captured": False}
 
 
 class CaptureError(RuntimeError):
-    """What no capture of a CUDA graph allows was done in one, which breaks it."""
+    """Error of an operation that no capture of a CUDA graph allows, which breaks the capture."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

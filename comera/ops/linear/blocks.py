@@ -36,7 +36,7 @@ class BlockFactors(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What layers that are multiplied as one have in common."""
+        """Key of blocks, rank and bias: layers with equal keys are multiplied as one."""
         return (*self.left.shape[::2], self.right.shape[1], self.bias is None)
 
 
@@ -95,13 +95,13 @@ def block_feed_forward(
     """Return ``act(x @ W1) @ W2``, or of three layers ``(act(x @ W1) * (x @ W2)) @ W3``.
 
     The hidden activation is computed again in backward, a piece of rows at a time. Returns None
-    where that is not possible: blocks are padded, the first layers differ in rank, or some have a
-    bias.
+    where that is not possible: blocks are padded, the first layers differ in rank, or only some
+    have a bias.
     """
     *firsts, second = layers
     wide, hidden = (each.left.shape[0] * each.left.shape[2] for each in (firsts[0], second))
     padded = any(each.right.shape[0] * each.right.shape[2] > each.out_features for each in layers)
-    if padded or wide > x_BI.shape[-1] or hidden > firsts[0].out_features:
+    if padded or wide != x_BI.shape[-1] or {each.out_features for each in firsts} != {hidden}:
         return None
     if len({first.kind for first in firsts}) > 1 or len({each.bias is None for each in layers}) > 1:
         return None
@@ -234,8 +234,11 @@ class _Multiply(torch.autograd.Function):
         x_TI, *rest = ctx.saved_tensors
         factors, saved = rest[: -ctx.pieces], rest[-ctx.pieces :]
         if torch.is_grad_enabled() or is_legacy_batchedtensor(grads[0]):
-            again = lambda *given: torch.cat(_multiply(*given), 1)  # noqa: E731
-            return (*gradients_again(again, [x_TI, *factors], torch.cat(grads, 1)),)
+
+            def side_by_side(*given: Tensor) -> Tensor:
+                return torch.cat(_multiply(*given), 1)
+
+            return (*gradients_again(side_by_side, [x_TI, *factors], torch.cat(grads, 1)),)
         needs_x, *needs = ctx.needs_input_grad
         layers, grad_x = _Layers(*factors), x_TI.new_empty(x_TI.shape) if needs_x else None
         pieces = _each(ctx.pieces, x_TI, grad_x, *grads)
