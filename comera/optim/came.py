@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 
 from comera.nn.module import check_unflattened, is_sharded
 from comera.ops.dispatch import is_eager
-from comera.optim.state_layout import COMMON_KEYS, check_whole, group_of, load_hooks, made_for
+from comera.optim.state_layout import (
+    COMMON_KEYS,
+    check_gradient,
+    check_whole,
+    group_of,
+    load_hooks,
+    made_for,
+)
 
 State = dict[str, Tensor]
 
@@ -139,8 +146,7 @@ class CAME(Optimizer):
         Raises ``RuntimeError``, with no parameter changed, if a gradient is sparse or complex.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        lists = [self._alike(group) for group in self.param_groups]
-        for group, alike in zip(self.param_groups, lists, strict=True):
+        for group, alike in [(group, self._alike(group)) for group in self.param_groups]:
             lr = group["lr"]
             settings = {**group, "lr": lr.reshape(()) if isinstance(lr, Tensor) else lr}
             for params in alike:
@@ -154,16 +160,7 @@ class CAME(Optimizer):
             grad = param.grad
             if grad is None:
                 continue
-            if grad.layout != torch.strided or grad.is_complex():
-                kind, remedy = (
-                    ("complex", "train its real and imaginary parts (torch.view_as_real)")
-                    if grad.layout == torch.strided
-                    else ("sparse", "make the embedding with sparse=False")
-                )
-                raise RuntimeError(
-                    f"CAME cannot use the {kind} gradient of a parameter of shape "
-                    f"{tuple(param.shape)}: {remedy}, or give it to another optimizer"
-                )
+            check_gradient(grad, "CAME")
             if param.numel() == 0:
                 continue
             state = self.state[param]

@@ -25,6 +25,7 @@ from comera.optim.projection import (
 )
 from comera.optim.state_layout import (
     COMMON_KEYS,
+    check_gradient,
     check_keeps_no_count,
     check_whole,
     made_for,
@@ -183,7 +184,8 @@ class GaLore(Optimizer):
         """Give stand-ins the projected gradients; return what :meth:`_end_all` needs."""
         live = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
         projected = [(param, group) for param, group in live if "rank" in group]
-        _check_gradients(param for param, _ in projected)
+        for param, _ in projected:
+            check_gradient(param.grad, "GaLore")
         for position in range(len(self.param_groups)):
             self._pass_settings(position)
         begun = [self._begin(param, group) for param, group in projected]
@@ -210,9 +212,10 @@ class GaLore(Optimizer):
         """Step one parameter, of group number ``position``; raises the errors of :meth:`step`."""
         self._pass_settings(position)
         group, grad = self.param_groups[position], param.grad
-        projected = [param] if "rank" in group else []
-        _check_gradients(projected)
-        begun = [self._begin(each, group) for each in projected]
+        begun = []
+        if "rank" in group and grad is not None:
+            check_gradient(grad, "GaLore")
+            begun.append(self._begin(param, group))
         self._lend([param])
         try:
             step_param(self.inner, self._stand_ins.get(param, param), position)
@@ -461,16 +464,6 @@ class GaLoreAdamW8bit(GaLore):
                 "optimizer as inner="
             ) from None
         super().__init__(params, AdamW8bit, lr=lr, **settings)
-
-
-def _check_gradients(params: Iterable[Tensor]) -> None:
-    for grad in (param.grad for param in params if param.grad is not None):
-        if grad.is_sparse or grad.is_complex():
-            kind = "sparse" if grad.is_sparse else "complex"
-            raise RuntimeError(
-                f"a {kind} gradient of shape {tuple(grad.shape)} cannot be projected: leave its "
-                "parameter out of the groups with a rank"
-            )
 
 
 def _split(entries: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

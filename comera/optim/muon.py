@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import without_autocast
-from comera.optim.state_layout import check_whole, plain_step
+from comera.optim.state_layout import check_gradient, check_whole, plain_step
 
 log = logging.getLogger("comera")
 
@@ -126,9 +126,7 @@ class MuonAdamW(torch.optim.AdamW):
         loss = None if closure is None else torch.enable_grad()(closure)()
         groups = self.param_groups
         for param in (p for g in groups if g["muon"] for p in g["params"] if p.grad is not None):
-            if param.grad.is_sparse or param.is_complex():
-                kind = "sparse" if param.grad.is_sparse else "complex"
-                raise RuntimeError(f"MuonAdamW does not support {kind} gradients")
+            check_gradient(param.grad, "MuonAdamW")
         self.param_groups = [group for group in groups if not group["muon"]]
         try:
             plain_step(torch.optim.AdamW)(self)

@@ -128,6 +128,19 @@ def check_whole(param: Tensor, who: str, instead: str = "torch.optim.AdamW") -> 
         )
 
 
+def check_gradient(grad: Tensor, who: str) -> None:
+    """Raise ``RuntimeError`` if a gradient is sparse or complex; ``who`` begins the error's text."""
+    is_sparse = grad.layout != torch.strided
+    if is_sparse or grad.is_complex():
+        remedy = "train its real and imaginary parts (torch.view_as_real)"
+        raise RuntimeError(
+            f"{who} cannot use the {'sparse' if is_sparse else 'complex'} gradient of a parameter "
+            f"of shape {tuple(grad.shape)}: "
+            f"{'make the embedding with sparse=False' if is_sparse else remedy}, or give it to "
+            "another optimizer"
+        )
+
+
 def packs_state(optimizer: Optimizer) -> bool:
     """Return whether :func:`unpack_state_` does anything for this optimizer."""
     return hasattr(optimizer, "unpack_state_") or hasattr(optimizer, "_new_buffer")

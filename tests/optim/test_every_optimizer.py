@@ -101,17 +101,14 @@ MAKERS = {
 """Optimizers of a group for each parameter."""
 
 REFUSED = {
-    ("CAME", "sparse"): r"sparse gradient .* shape \(8, 9\): .*sparse=False",
-    ("CAME", "complex"): r"complex gradient .* shape \(8, 9\)",
-    ("MuonAdamW", "sparse"): "MuonAdamW does not support sparse",
-    ("MuonAdamW", "complex"): "MuonAdamW does not support complex",
-    ("GaLore", "sparse"): r"a sparse gradient of shape \(8, 9\)",
-    ("GaLore", "complex"): r"a complex gradient of shape \(8, 9\)",
+    "sparse": r"sparse gradient .* shape \(8, 9\): .*sparse=False",
+    "complex": r"complex gradient .* shape \(8, 9\): .*view_as_real",
 }
 
 
 @pytest.mark.parametrize("shape", [(3,), (9, 8)], ids=str)
-@pytest.mark.parametrize(("name", "kind"), REFUSED)
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("kind", REFUSED)
 def test_gradients_that_cannot_be_used_are_refused_before_anything_changes(name, kind, shape):
     dtype = torch.complex64 if kind == "complex" else None
     param = nn.Parameter(torch.randn(8, 9, dtype=dtype))
@@ -119,7 +116,7 @@ def test_gradients_that_cannot_be_used_are_refused_before_anything_changes(name,
     other = nn.Parameter(torch.ones(shape))
     other.grad = torch.ones(shape)
     optimizer = MAKERS[name](other, param)
-    with pytest.raises(RuntimeError, match=REFUSED[name, kind]):
+    with pytest.raises(RuntimeError, match=f"{name} cannot use the {REFUSED[kind]}"):
         optimizer.step()
     assert torch.equal(other, torch.ones(shape))
     assert not (optimizer.state and name == "GaLore")
