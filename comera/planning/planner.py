@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
-from comera.planning.contraction import Search, best_tree
 from comera.planning.linear_ways import Layer, first_where
 from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine
@@ -84,19 +83,6 @@ class Plan(Report):
             return None
         return suggest(self.layer, machine=self.machine, dtype=self.dtype)
 
-    @functools.cached_property
-    def search(self) -> Search | None:
-        """The contraction tree with the fewest operations; None for blocks or a rank of zero."""
-        return best_tree(self.layer)
-
-    @property
-    def excess(self) -> float:
-        """Operations of the chosen candidate beyond the best tree's, as a share of the latter.
-
-        Negative if modes are padded, which costs the tree more, or if table rows share factors.
-        """
-        return 0.0 if self.search is None else self.chosen.operations / self.search.operations - 1
-
     def candidate(self, name: str) -> Candidate:
         """Return the candidate of that name; raise ValueError if there is none."""
         for one in self.candidates:
@@ -152,7 +138,7 @@ class Plan(Report):
         ]  # fmt: skip
 
     def summary(self) -> str:
-        """Return lines that compare the chosen candidate with the dense layer and the best tree."""
+        """Return lines that compare the chosen candidate with the dense layer."""
         memory = show_bytes(self.chosen.peak_bytes), show_bytes(self.dense.peak_bytes)
         lines = [
             f"against {self.dense.name}{' in a captured step' if self.eager else ''}: "
@@ -161,17 +147,6 @@ class Plan(Report):
         if self.eager is not None:
             lines.append(f"in eager mode: {self.eager._times()}")
             lines.append(f"the fastest: captured {self.winner}, eager {self.eager.winner}")
-        if self.search is not None:
-            side = "more" if self.excess >= 0 else "fewer"
-            lines.append(
-                f"best tree by operations: {show_count(self.search.operations)}; "
-                f"{self.chosen.name} takes {abs(self.excess):.1%} {side}"
-            )
-            if self.search.separate > self.search.forward:
-                lines.append(
-                    f"each gradient planned by itself: {show_count(self.search.separate)}, "
-                    f"{self.search.separate / self.search.operations:.2f}x"
-                )
         return "\n".join(lines)
 
     def sentence(self) -> str:
@@ -228,7 +203,7 @@ def suggest(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Sugges
     assert isinstance(shape, TTShape), "there are two formats"
     target = linear_ways.torch_linear(layer, machine, dtype).seconds
 
-    def ratio(shape: TTShape) -> float:  # no search of a tree: only the faster way counts
+    def ratio(shape: TTShape) -> float:
         ways = linear_ways.factorized, linear_ways.reconstructed
         here = replace(layer, shape=shape)
         return min(way(here, machine, dtype).seconds for way in ways) / target

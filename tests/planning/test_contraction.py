@@ -1,19 +1,41 @@
+"""The products that the planner lists, beside the cheapest order there is."""
+
 import math
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comera.planning.contraction import Network, linear_network, lookup_network, search
-from comera.shapes import TTMShape, TTShape
+from comera.planning.candidate import chain_indices
+from comera.planning.linear_ways import Layer
+from comera.planning.machine import default_machine
+from comera.planning.planner import plan_layer
+from comera.shapes import TTShape
 
-PAPER = TTShape((12, 8, 8), (8, 8, 12), (12, 30, 30, 30, 12))
+ATTENTION = TTShape((12, 8, 8), (8, 8, 12), (12, 30, 30, 30, 12))
+FEED_FORWARD = TTShape((12, 8, 8), (12, 16, 16), (12, 30, 30, 30, 16))
+
+
+class Network(NamedTuple):
+    """Indices of tensors and of the output, with sizes; a product sums over all other indices."""
+
+    tensors: dict
+    sizes: dict
+    output: tuple
+
+
+def linear_network(shape, tokens) -> Network:
+    """The network of a linear layer: ``x`` of ``(batch, *input modes)``, and its cores."""
+    modes, cores, sizes = chain_indices(shape.slice_sizes, shape.ranks)
+    tensors = {"x": ("b", *modes[: shape.split]), **cores}
+    return Network(tensors, {"b": tokens, **sizes}, ("b", *modes[shape.split :]))
 
 
 @st.composite
-def shapes(draw, most=8):
-    """Any split of up to ``most`` cores, modes and ranks of one included."""
-    cores = draw(st.integers(2, most))
+def shapes(draw):
+    """Any split of up to five cores, modes and ranks of one included."""
+    cores = draw(st.integers(2, 5))
     split = draw(st.integers(1, cores - 1))
     modes = tuple(draw(st.lists(st.integers(1, 9), min_size=cores, max_size=cores)))
     ranks = draw(st.lists(st.integers(1, 20), min_size=cores - 1, max_size=cores - 1))
@@ -53,48 +75,22 @@ def leaving_out(network, name):
     return Network({**rest, "gy": network.output}, network.sizes, network.tensors[name])
 
 
-@given(shapes(), st.sampled_from([1, 2, 7, 64, 4096]))
-@settings(deadline=None, derandomize=True, max_examples=60)
-def test_no_tree_takes_fewer_operations(shape, tokens):
-    network = linear_network(shape, tokens)
-    found = search(network)
-    assert found.forward == cheapest(network)
-    assert found.operations == 3 * found.forward
+@pytest.mark.parametrize("shape", [ATTENTION, FEED_FORWARD], ids=["attention", "feed-forward"])
+@pytest.mark.parametrize("tokens", [512, 4096])
+def test_no_order_takes_much_fewer_operations(shape, tokens):
+    """Each of the two gradients of a product costs what the product does."""
+    chosen = plan_layer(Layer(shape, tokens), machine=default_machine("cpu")).chosen
+    fewest = 3 * cheapest(linear_network(shape, tokens))
+    assert 1 <= chosen.operations / fewest < 1.07  # the bond of 30 is padded to 32
 
 
-@pytest.mark.parametrize("tokens", [1, 100])
-@pytest.mark.parametrize(
-    "shape", [TTMShape((3, 2), (2, 4), (5,)), TTMShape((2, 3, 2, 2), (2, 2, 1, 2), (4, 5, 3))]
-)
-def test_no_tree_of_a_look_up_takes_fewer_operations(shape, tokens):
-    network = lookup_network(shape, tokens)
-    assert search(network).forward == cheapest(network)
-
-
-@given(shapes(most=5), st.sampled_from([1, 3, 50]))
+@given(shapes(), st.sampled_from([1, 3, 50]))
 @settings(deadline=None, derandomize=True, max_examples=40)
 def test_every_gradient_by_itself_costs_what_the_forward_pass_does(shape, tokens):
-    """Why the best tree of the forward pass is the best for all gradients together."""
+    """Why the best order of the forward pass is the best for all gradients together."""
     network = linear_network(shape, tokens)
     each = {cheapest(leaving_out(network, name)) for name in network.tensors}
-    assert each == {search(network).forward}
-
-
-def test_each_gradient_by_itself_is_one_more_pass():
-    found = search(linear_network(PAPER, 4096))
-    assert found.separate == 8 * found.forward
-
-
-def test_outer_products_are_considered():
-    """Two vectors and a matrix between them: joining the vectors first is cheaper here."""
-    network = linear_network(TTShape((1, 2, 9), (9,), (1, 2, 9)), 1)
-    assert search(network).forward == cheapest(network)
-
-
-def test_long_trains_are_searched_too():
-    shape = TTShape((2,) * 8, (2,) * 8, (1,) * 15).with_rank(6)
-    halves = 64 * 6 * (256 + 256) + 2 * 256 * 6 * 6 * 2
-    assert search(linear_network(shape, 64)).forward <= halves
+    assert each == {cheapest(network)}
 
 
 def test_the_network_of_a_linear_layer():
@@ -107,13 +103,6 @@ def test_the_network_of_a_linear_layer():
     }
     assert network.sizes == {"b": 7, "a": 2, "c": 3, "d": 4, "A": 5, "B": 6}
     assert network.output == ("b", "d")
-
-
-def test_every_tensor_of_a_look_up_carries_the_batch():
-    network = lookup_network(TTMShape((3, 2, 4), (2, 1, 3), (4, 3)), 9)
-    assert network.tensors["slice1"] == ("b", "A", "c", "B")
-    assert math.prod(network.sizes[i] for i in network.tensors["slice1"]) == 9 * 4 * 1 * 3
-    assert network.output == ("b", "a", "c", "d")
 
 
 def test_many_modes_still_have_distinct_indices():

@@ -22,18 +22,9 @@ def test_the_papers_layers_run_thin_and_win(shape, tokens):
     assert plan.chosen.name == "factorized"
     assert plan.time_ratio < 0.3
     assert plan.memory_ratio < 1
-    assert 0 <= plan.excess < 0.07  # the bond of 30 is padded to 32
     seconds = [one.seconds for one in plan.candidates]
     assert seconds == sorted(seconds)
     assert {one.name for one in plan.candidates} == {"factorized", "reconstructed"}
-
-
-def test_sharing_saves_what_it_should():
-    search = plan_layer(Layer(ATTENTION, 4096), machine=CPU).search
-    assert search.forward == 2 * (4096 * 768 * 30 + 12 * 12 * 8 * 30 + 96 * 30 * 8 * 30)
-    assert search.separate == 8 * search.forward  # seven tensors get a gradient
-    # Seven gradients by themselves against two forward passes' worth.
-    assert search.operations == 3 * search.forward
 
 
 def test_a_wide_bond_at_a_large_batch_is_cheaper_dense():
@@ -74,8 +65,6 @@ def test_a_plan_prints_what_it_will_do():
         "factorized", "(chosen)", "reconstructed", "nn.Linear",
         f"against nn.Linear: {plan.time_ratio:.2f}x the time",
         "0.92x the memory (37.2 MiB for 40.5 MiB)",
-        "best tree by operations: 571M; factorized takes 6.6% more",
-        "each gradient planned by itself: 1.52G, 2.67x",
     ]:  # fmt: skip
         assert part in text, text
     assert repr(plan) == text
@@ -100,7 +89,7 @@ def test_a_vanished_layer_plans_to_its_bias():
     for bias in (True, False):
         plan = plan_layer(Layer(shape, 100, bias=bias), machine=CPU)
         assert [one.name for one in plan.candidates] == ["only the bias"]
-        assert plan.chosen.operations == plan.excess == 0
+        assert plan.chosen.operations == 0
         assert "only the bias" in str(plan)
     table = plan_layer(Lookup(TTMShape((4, 3), (2, 3), (0,)), 10), machine=CPU)
     assert table.chosen.name == "zeros"
