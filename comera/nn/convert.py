@@ -3,6 +3,7 @@
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +14,7 @@ from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import (
     PER_TOKEN,
+    are_grouped,
     as_torch,
     expert_shares,
     experts_apart,
@@ -216,7 +218,10 @@ def plans_of(
         names, (layer, *_) = zip(*members, strict=True)
         work: Any = layer.at(rows, together=len(names))
         if work is not None:
-            found.append((names, plan_layer(work, **layer.planner_setting() | setting)))
+            at = layer.planner_setting() | setting
+            if at["machine"].kind == "cpu" and are_grouped(names[0], rows, layer, shares):
+                work = replace(work, grouped=True)
+            found.append((names, plan_layer(work, **at)))
     return found
 
 

@@ -326,6 +326,13 @@ def expert_shares(model: nn.Module) -> dict[str, float | None]:
     return shares
 
 
+def are_grouped(name: str, rows: int, layer: Any, shares: Mapping[str, float | None]) -> bool:
+    """Return whether a layer is of :class:`SplitExperts`, which groups products of few rows."""
+    held, _, part = name.rpartition(".")[0].rpartition(".")
+    width = {"up": "in_features", "down": "out_features"}.get(part)
+    return held in shares and width is not None and rows * getattr(layer, width) <= _GROUPED_TO
+
+
 def rows_at(tokens: int, name: str, shares: Mapping[str, float | None]) -> int:
     """Return how many rows of a batch a layer gets: all, or an expert's share of them."""
     share = next((of for held, of in shares.items() if name.startswith(f"{held}.")), None)

@@ -129,7 +129,7 @@ def check_whole(param: Tensor, who: str, instead: str = "torch.optim.AdamW") -> 
 
 
 def check_gradient(grad: Tensor, who: str) -> None:
-    """Raise ``RuntimeError`` if a gradient is sparse or complex; ``who`` begins the error's text."""
+    """Raise ``RuntimeError``, naming ``who`` cannot use it, if a gradient is sparse or complex."""
     is_sparse = grad.layout != torch.strided
     if is_sparse or grad.is_complex():
         remedy = "train its real and imaginary parts (torch.view_as_real)"

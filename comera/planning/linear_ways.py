@@ -39,6 +39,8 @@ class Layer(Work):
         out_features: Width of the output if the modes multiply to more.
         bias: Whether a bias is added.
         together: Number of layers of this shape that contract their cores in the same calls.
+        grouped: Whether these layers share the operator for their batches, too, as experts with few
+            rows do.
     """
 
     shape: LinearShape
@@ -47,6 +49,7 @@ class Layer(Work):
     out_features: int = None  # type: ignore[assignment]
     bias: bool = True
     together: int = 1
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         self.check_count("tokens")
@@ -75,8 +78,8 @@ class Layer(Work):
 
     @property
     def operators(self) -> float:
-        """Python operators in each pass: one for the batch, and a share of one for the cores."""
-        return 1 + 1 / self.together
+        """Python operators in each pass: for the batch and, as a share, for the cores."""
+        return (1 / self.together if self.grouped else 1) + 1 / self.together
 
     @property
     def biases(self) -> dict[str, int]:

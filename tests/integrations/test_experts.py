@@ -150,6 +150,16 @@ def test_grouped_products_do_what_the_loop_does(name, dtype, shared, monkeypatch
     assert not any(grad.any() for grad in (p.grad for p in split.up[0].parameters()))
 
 
+@pytest.mark.parametrize(("tokens", "grouped"), [(512, True), (1 << 16, False)])
+def test_grouped_experts_are_planned_as_such(tokens, grouped):
+    """Each operator takes 60 us by the default profile, as long as 64 rows of these layers."""
+    _, split = experts_of(comera.tensorize_(mixtral(), ONLY))
+    planned = comera.plan(mixtral(), ONLY, tokens=tokens).layers
+    assert {each.plan.layer.operators for each in planned} == {0.5 if grouped else 1.25}
+    alone = comera.plan(nn.ModuleDict({"experts": split.up}), tokens=tokens).layers
+    assert {each.plan.layer.operators for each in alone} == {1.25}
+
+
 def test_what_grouped_products_would_pass_over_is_seen():
     """Hooks are called; experts of other ranks and widths of no multiple of eight run as well."""
     _, split = experts_of(comera.tensorize_(mixtral(), ONLY))
