@@ -327,7 +327,7 @@ def _train_one(
             checkpoint_bytes=sum(sizes) / len(sizes) if sizes else None,
         )
         task.save_vocabulary(folder)
-        layers = report.to_pandas().to_dict("records")
+        layers = [vars(layer) for layer in report.layers]
         facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
         write_text(folder / "result.json", to_json(facts, indent=2))
         return outcome

@@ -41,8 +41,14 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
     twin.__setstate__(copy.deepcopy(full, memo))
     for group in twin.param_groups:  # the plain step: the same state without fused kernels
         group |= {key: False for key in ("fused", "foreach", "capturable") if key in group}
-    for param in fresh:
-        memo[id(param)].grad = torch.empty_like(memo[id(param)])
+    kinds = {
+        param: (number, param.shape, param.dtype, getattr(param, "placements", None))
+        for number, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+    first = {kinds[param]: memo[id(param)] for param in fresh}  # one steps for all of its kind
+    for blank in first.values():
+        blank.grad = torch.empty_like(blank)
     try:
         with _EveryNumberIsOne(), torch.compiler.set_stance("force_eager"):
             twin.step()
@@ -51,7 +57,7 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
             f"the state of {kind.__name__} cannot be counted before its first step: {problem}"
         ) from problem
     of_twin = _bytes(twin)
-    return counted | {param: of_twin[memo[id(param)]] for param in fresh}
+    return counted | {param: of_twin[first[kinds[param]]] for param in fresh}
 
 
 def _bytes(optimizer: Optimizer) -> dict[Tensor, int]:

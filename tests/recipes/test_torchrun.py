@@ -75,6 +75,11 @@ class Torchrun:
             except (OSError, IndexError, ValueError):  # not there yet, or being written
                 continue
 
+    def wait_for_words(self, words: str) -> None:
+        """Wait until the processes have said something, or the run has ended."""
+        while words not in self.said.read_text() and self.process.poll() is None:
+            time.sleep(0.02)
+
     def kill_one(self) -> None:
         """End the last of the processes that train, without a chance to save."""
         pid = self.process.pid
@@ -109,40 +114,30 @@ def _whole(rank):
     return run(config, Console(quiet=True), quiet=True, processes=this_process())
 
 
-def assert_as_whole(folder, out):
-    mine, whole = (load_file(folder / place / "model.safetensors") for place in (out, "whole"))
-    assert mine.keys() == whole.keys()
-    assert all(torch.equal(mine[name], whole[name]) for name in mine)
-
-
-def test_ctrl_c_saves_and_the_same_command_goes_on(folder):
-    """The first process speaks and writes alone."""
-    run = Torchrun(folder, "stopped")
-    run.wait_for(15)
+def test_killed_and_stopped_they_end_as_if_nothing_had_happened(folder):
+    """The first process speaks and writes alone. Killed, they start from a checkpoint at once."""
+    # The word deletes only the first time. Once is enough, but a port that torchrun has found free
+    # may be taken before it is used.
+    run = Torchrun(folder, "mine", "--overwrite=true", restarts=3)
+    run.wait_for(14)
+    run.kill_one()
+    run.wait_for_words("going on after step")
+    run.wait_for(25)
     run.process.send_signal(signal.SIGINT)
     assert run.end() != 0
-    stopped = read_metrics(folder / "stopped")[-1]["step"]
-    saved = (folder / f"stopped/checkpoints/step-{stopped:09d}").is_dir()
+    stopped = read_metrics(folder / "mine")[-1]["step"]
+    saved = (folder / f"mine/checkpoints/step-{stopped:09d}").is_dir()
     assert saved
     assert stopped < STEPS
-    assert not (folder / "stopped/result.json").exists()
-    again = Torchrun(folder, "stopped")
+    assert not (folder / "mine/result.json").exists()
+    again = Torchrun(folder, "mine")
     assert again.end() == 0
-    assert_as_whole(folder, "stopped")
+    mine, whole = (load_file(folder / out / "model.safetensors") for out in ("mine", "whole"))
+    assert mine.keys() == whole.keys()
+    assert all(torch.equal(mine[name], whole[name]) for name in mine)
     said = again.said.read_text()
     assert said.count("2 processes: preparing data") == 1
     assert said.count("after training") == 1
     assert "Traceback" not in said
-    steps = [line["step"] for line in read_metrics(folder / "stopped") if "loss" in line]
+    steps = [line["step"] for line in read_metrics(folder / "mine") if "loss" in line]
     assert steps == list(range(1, STEPS + 1))
-
-
-def test_killed_after_a_checkpoint_they_go_on_from_there(folder):
-    # The word deletes only the first time. Once is enough, but a port that torchrun has found free
-    # may be taken before it is used.
-    train = Torchrun(folder, "killed", "--overwrite=true", restarts=3)
-    train.wait_for(24)
-    train.kill_one()
-    assert train.end() == 0, train.said.read_text()[-3000:]
-    assert "compressed: going on after step 20" in train.said.read_text()
-    assert_as_whole(folder, "killed")
