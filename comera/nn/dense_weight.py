@@ -69,7 +69,7 @@ def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
 
     Returns an ordinary tensor while compiling, under ``torch.func``, and for other tensor types.
     """
-    if torch.is_inference_mode_enabled():  # where torch counts no versions
+    if is_eager() and torch.is_inference_mode_enabled():  # where torch counts no versions
         with torch.inference_mode(False), torch.no_grad():
             weight = compute().contiguous()
     else:

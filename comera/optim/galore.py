@@ -5,6 +5,7 @@ the stand-in is zero and has the projected gradient. Afterwards its value is the
 subspace, which is mapped back and added to the parameter.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera.extras import needed_by
 from comera.optim import state_layout
 from comera.optim.muon import MuonAdamW
 from comera.optim.projection import (
@@ -456,13 +458,8 @@ class GaLoreAdamW8bit(GaLore):
     """:class:`GaLore` around torchao's ``AdamW8bit``; arguments are those of both."""
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **settings: Any) -> None:
-        try:
+        with needed_by("GaLoreAdamW8bit"):
             from torchao.optim import AdamW8bit
-        except ImportError:
-            raise ImportError(
-                "GaLoreAdamW8bit needs torchao: pip install torchao; or give GaLore another 8-bit "
-                "optimizer as inner="
-            ) from None
         super().__init__(params, AdamW8bit, lr=lr, **settings)
 
 
@@ -480,14 +477,12 @@ def _as_list(params: Any) -> list[Any]:
 
 def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
     """Check a group; return the inner optimizer's group. Adds to ``stand_ins``."""
-    seen = set[int]()
-    for param in (one[1] if isinstance(one, tuple) else one for one in group["params"]):
-        if id(param) in seen:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is twice in a parameter group: give "
-                "GaLore each parameter once"
-            )
-        seen.add(id(param))
+    counts = Counter(one[1] if isinstance(one, tuple) else one for one in group["params"])
+    if twice := [tuple(param.shape) for param, count in counts.items() if count > 1]:
+        raise ValueError(
+            f"a parameter of shape {twice[0]} is twice in a parameter group: give GaLore each "
+            "parameter once"
+        )
     own = {key: value for key, value in group.items() if key not in _KEYS}
     if "rank" not in group:
         if misplaced := sorted(_KEYS & set(group)):

@@ -78,7 +78,6 @@ def product(
     equation: str,
     dims: tuple[int, int, int, int],
     copied: int = 0,
-    calls: int = 1,
 ) -> Step:
     """Return the step of a batched matrix product of ``dims = (batch, rows, depth, columns)``."""
     batch, rows, depth, columns = dims
@@ -90,7 +89,6 @@ def product(
         operations=batch * rows * depth * columns,
         moved=batch * (rows * depth + depth * columns + rows * columns),
         copied=copied,
-        calls=calls,
         product=dims,
     )
 
@@ -160,7 +158,6 @@ class Candidate:
             copies of small cores in eager mode.
         peak_bytes: The most bytes held at once: parameters, the layer's input and output, the
             gradients of all these, saved tensors and transient ones.
-        runs: Whether the layer can run this way; if not, the candidate is only for comparison.
     """
 
     name: str
@@ -169,7 +166,6 @@ class Candidate:
     seconds: float
     saved_bytes: int
     peak_bytes: int
-    runs: bool = True
 
     @property
     def operations(self) -> int:
@@ -228,8 +224,7 @@ def _peak(
     return most
 
 
-BATCH = "b"
-_MODES = string.ascii_lowercase.replace(BATCH, "")
+_MODES = string.ascii_lowercase.replace("b", "")  # of the batch
 _BONDS = string.ascii_uppercase
 
 Indices = tuple[str, ...]

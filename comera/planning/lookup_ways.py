@@ -1,7 +1,7 @@
 """Plan the ways to read rows of a tensor-train table, and of a dense table, as lists of steps.
 
-The candidate ``factors`` contracts the cores to a left and a right factor, and multiplies a slice
-of each for every row read; ``unique`` does so once for every distinct row.
+The candidate ``unique`` contracts the cores to a left and a right factor, and multiplies a slice
+of each for every distinct row read.
 """
 
 import math
@@ -61,30 +61,26 @@ class Lookup(Work):
 
 
 def candidates(lookup: Lookup, machine: Machine, dtype: str) -> list[Candidate]:
-    """Return the candidates of a table: ``unique``, and ``factors`` only for comparison."""
-    if 0 in lookup.shape.ranks:
-        return [only_zeros(lookup, machine, dtype)]
-    factors = from_factors(lookup, machine, dtype, unique=False)
-    return [from_factors(lookup, machine, dtype, unique=True), replace(factors, runs=False)]
+    """Return the one candidate of a table."""
+    vanished = 0 in lookup.shape.ranks
+    return [(only_zeros if vanished else from_factors)(lookup, machine, dtype)]
 
 
-def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) -> Candidate:
-    """Plan every row, or with ``unique`` every distinct one, as a product of slices of two factors.
+def from_factors(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
+    """Plan every distinct row as a product of slices of two factors.
 
     The plan contracts whole factors, which is too much for small batches on a CPU: these contract
     only the slices they read.
     """
     # Sizes: `rows` are made from slices (wide, rank) and (rank, high) of the two factors.
     shape, split = lookup.shape, lookup.shape.split
-    rank, rows = shape.ranks[split - 1], lookup.distinct if unique else lookup.tokens
+    rank, rows = shape.ranks[split - 1], lookup.distinct
     left, right = factor_chains(shape)
     wide, high = math.prod(shape.col_modes[:split]), math.prod(shape.col_modes[split:])
     left_size = math.prod(shape.slice_sizes[:split]) * rank
     right_size = math.prod(shape.slice_sizes[split:]) * rank
     # Distinct rows are an intermediate: they are sorted out first and gathered to y at the end.
     numbers = lookup.tokens * lookup.embedding_dim
-    made = "rows" if unique else "y"
-    gradient = "grad(rows)" if unique else OUTPUT_GRADIENT
     # The indices and their positions move log2(tokens) times.
     moved = math.ceil(4 * lookup.tokens * math.log2(max(2, lookup.tokens)))
     size = 2 * lookup.tokens * _INDEX_BYTES // item_size(dtype)
@@ -100,16 +96,17 @@ def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) 
         # The modes of rows come first afterwards, so that a slice lies in one piece.
         _permute(left.name, left_size),
         _permute(right.name, right_size),
-        *([sort] if unique else []),
+        sort,
         *gathers,
-        product(made, ("slices of A", "slices of B"), "bpr,brq->bpq", (rows, wide, rank, high)),
-        *([_gather("y", made, numbers)] if unique else []),
+        product("rows", ("slices of A", "slices of B"), "bpr,brq->bpq", (rows, wide, rank, high)),
+        _gather("y", "rows", numbers),
     ]
     # The slices are gathered again: keeping them would take a multiple of the output's memory.
     # Sorted indices and their order are kept.
+    gradient = "grad(rows)"
     by_row = _scatter(gradient, OUTPUT_GRADIENT, numbers, rows * wide * high)
     backward = [
-        *([replace(by_row, reads=(*by_row.reads, "distinct"))] if unique else []),
+        replace(by_row, reads=(*by_row.reads, "distinct")),
         *gathers,
         product(
             "grad(slices of A)", (gradient, "slices of B"), "bpq,brq->bpr", (rows, wide, high, rank)
@@ -125,8 +122,7 @@ def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) 
         *right.backward,
         gates(shape, _OPERATORS, backward=True),
     ]
-    name = "unique" if unique else "factors"
-    return candidate(name, lookup, machine, dtype, forward, backward, lookup.cores())
+    return candidate("unique", lookup, machine, dtype, forward, backward, lookup.cores())
 
 
 def torch_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:

@@ -48,8 +48,8 @@ class Plan(Report):
 
     @property
     def chosen(self) -> Candidate:
-        """The candidate predicted to be fastest, among those that the layer can run."""
-        return next(one for one in self.candidates if one.runs)
+        """The candidate predicted to be fastest."""
+        return self.candidates[0]
 
     @property
     def time_ratio(self) -> float:
@@ -110,10 +110,9 @@ class Plan(Report):
             for name in ("forward", "backward")
             for step in getattr(self.chosen, name)
         ]
-        notes = {self.chosen.name: " (chosen)"}
         candidates = [
             (
-                one.name + notes.get(one.name, "" if one.runs else " (not run)"),
+                one.name + " (chosen)" * (one is self.chosen),
                 show_count(one.operations),
                 show_seconds(one.seconds),
                 f"{one.seconds / self.dense.seconds:.2f}x",
@@ -186,37 +185,27 @@ def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32
 
 @functools.lru_cache(_CACHED)
 def suggest(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Suggestion | None:
-    """Find the largest rank at which a tensor train beats nn.Linear at a batch.
+    """Find the largest rank at which a tensor train or blocks beat nn.Linear at a batch.
 
     The search tries the modes of ``shape`` with one bound on all bonds; if no rank is fast enough,
-    balanced modes of other orders, fewest cores first. Returns None if nn.Linear is fastest.
+    balanced modes of other orders, fewest cores first; those of blocks stay. Returns None if
+    nn.Linear is fastest.
     """
     machine.rate(dtype)
     shape = layer.shape
-    if isinstance(shape, BTTShape):
-        for rank in range(shape.max_ranks[0], 0, -1):
-            other = shape.with_rank(rank)
-            found = plan_layer(replace(layer, shape=other), machine=machine, dtype=dtype)
-            if found.time_ratio < 1:
-                return Suggestion(other, f"rank={rank}", found.time_ratio)
-        return None
-    assert isinstance(shape, TTShape), "there are two formats"
-    target = linear_ways.torch_linear(layer, machine, dtype).seconds
 
-    def ratio(shape: TTShape) -> float:
-        ways = linear_ways.factorized, linear_ways.reconstructed
-        here = replace(layer, shape=shape)
-        return min(way(here, machine, dtype).seconds for way in ways) / target
+    def ratio(shape: LinearShape) -> float:
+        return plan_layer(replace(layer, shape=shape), machine=machine, dtype=dtype).time_ratio
 
     kept = replace(shape, ranks=(1,) * len(shape.ranks))
-    shapes = {"": kept}
-    for order in (1, 2, 3, 4):
+    shapes: dict[str, LinearShape] = {"": kept}
+    for order in () if isinstance(shape, BTTShape) else (1, 2, 3, 4):
         fitted = TTShape.fit(layer.in_features, layer.out_features, order=order, rank=1)
         if fitted != kept:
             shapes[f"order={order}, "] = fitted
     for change, each in shapes.items():
 
-        def slower(rank: int, each: TTShape = each) -> bool:
+        def slower(rank: int, each: LinearShape = each) -> bool:
             return ratio(each.with_rank(rank)) >= 1
 
         if not slower(1):

@@ -138,18 +138,18 @@ class Capture:
         if self.why_not is not None:
             return self._eagerly(batch)
         with static_shapes():  # in all steps, so that recorded ones do not differ from the others
-            state = self._host.identity()
+            state, like = self._host.identity(), signature(batch)
             # A reduction must be in the graph of every process or of none.
-            course, problem = self._possible(state, batch)
+            course, problem = self._possible(state, like, batch)
             course = _Course(self._together.least(course))
             if course is _Course.EAGER:
                 self._aside = True
                 return self._eagerly(batch)
             if course is _Course.RECORD:
                 problem = self._record(state, batch)
-                course = _Course.REPLAY if self._find(signature(batch)) else _Course.FALL_BACK
+                course = _Course.REPLAY if self._find(like) else _Course.FALL_BACK
             if course is _Course.REPLAY:
-                return self._replay(batch)
+                return self._replay(like, batch)
         self._fall_back(problem)
         return self._eagerly(batch)
 
@@ -157,9 +157,10 @@ class Capture:
         with self._graphs.stream() if self._aside else contextlib.nullcontext():
             return self._update(batch)
 
-    def _possible(self, state: dict[str, Any], batch: Any) -> tuple[_Course, str | None]:
+    def _possible(
+        self, state: dict[str, Any], like: Signature, batch: Any
+    ) -> tuple[_Course, str | None]:
         """Return how this process can best run the step, and the reason if it must fall back."""
-        like = signature(batch)
         if state != self._state:
             self.free()
         if self._find(like) is not None:
@@ -196,8 +197,7 @@ class Capture:
         contents = self._kept[-1].recording.contents()
         return StepDescription(True, "nothing has changed since it was captured", *counts, contents)
 
-    def _replay(self, batch: Any) -> Tensor:
-        like = signature(batch)
+    def _replay(self, like: Signature, batch: Any) -> Tensor:
         kept = self._find(like)
         assert kept is not None
         kept.static.fill_(batch)

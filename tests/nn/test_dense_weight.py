@@ -263,3 +263,13 @@ def test_a_vanished_weight_asks_for_a_tolerance():
         layer.weight = torch.randn(30, 20)
     layer.set_weight_(weight := torch.randn(30, 20), tolerance=0.01)
     assert (layer.weight - weight).norm() <= 0.01 * weight.norm()
+
+
+def test_a_compiled_model_reads_it_in_one_graph():
+    """T5 of transformers asks for the dtype of a weight in each feed-forward part."""
+    layer, x = comera.TTLinear(8, 8, rank=2), torch.randn(3, 8)
+
+    def read(x):
+        return x.to(layer.weight.dtype) @ layer.weight.T
+
+    torch.testing.assert_close(torch.compile(read, backend="eager", fullgraph=True)(x), read(x))

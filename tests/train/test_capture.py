@@ -94,7 +94,7 @@ def test_recording_is_no_step(tapes, monkeypatch):
     step = make_step(early=100)
     for k in range(FIRST - 1):
         step(get_batch(k))
-    monkeypatch.setattr(step._capture, "_replay", lambda batch: torch.zeros(()))
+    monkeypatch.setattr(step._capture, "_replay", lambda *_: torch.zeros(()))
 
     def draws(model, batch):
         return loss_fn(model, batch) * (1 + random.random() + np.random.rand())  # noqa: NPY002
