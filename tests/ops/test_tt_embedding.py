@@ -18,7 +18,7 @@ from comera.ops.table.distinct_rows import Lookup, every_row, make_slots, sorted
 from comera.ops.table.lookup import lookup, lookup_backward
 from comera.ops.table.tt_embedding import (
     Request,
-    contract_table,
+    contract_tables,
     read_factors,
     tt_embedding,
     ttm_to_dense,
@@ -43,6 +43,10 @@ HOT = {
 """Keywords of a table without rows before its train, with dense ones, with ones of low rank."""
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def contract_table(cores, gates=(), threshold=0.0):
+    return contract_tables([(cores, gates, threshold)])[0]
 
 
 class Problem:

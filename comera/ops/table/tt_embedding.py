@@ -65,26 +65,20 @@ def tt_embedding(request: Request) -> Tensor:
 
 def ttm_to_dense(cores: Sequence[Tensor]) -> Tensor:
     """Contract all cores to the ``(rows, columns)`` table, padding included; differentiable."""
-    left_VPR, right_WRQ = contract_table(cores)
+    ((left_VPR, right_WRQ),) = contract_tables([(cores, (), 0.0)])
     table_VWPQ = torch.einsum("vpr,wrq->vwpq", left_VPR, right_WRQ)
     return table_VWPQ.flatten(0, 1).flatten(1)
-
-
-def contract_table(
-    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Contract to ``left (V, P, R)`` and ``right (W, R, Q)``; row v * W + w is left[v] @ right[w].
-
-    Both have the dtype of the cores. Without a kernel, or in 16 bits, the right one lies in memory
-    as ``(W, Q, R)``; a kernel in 16 bits pads R. Arguments are those of a :class:`Request`.
-    """
-    return contract_tables([(cores, gates, threshold)])[0]
 
 
 def contract_tables(
     tables: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], float]],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Apply :func:`contract_table` to tables of one dtype and device; a kernel does all at once."""
+    """Contract to ``left (V, P, R)`` and ``right (W, R, Q)``; row v * W + w is left[v] @ right[w].
+
+    Tables are cores, gates and threshold of a :class:`Request` each, of one dtype, that of both
+    factors, and one device; a kernel contracts all at once. Without a kernel, or in 16 bits, the
+    right factor lies in memory as ``(W, Q, R)``; a kernel in 16 bits pads R.
+    """
     groups = [
         Chains([c.flatten(1, 2) for c in cores], list(gates), [], 1, len(cores) // 2, threshold)
         for cores, gates, threshold in tables
