@@ -54,8 +54,8 @@ def names(requirements: list[str]) -> set[str]:
     return {requirement.split(">")[0].split("[")[0].strip() for requirement in requirements}
 
 
-def test_six_packages_are_required_and_the_rest_is_an_extra():
-    required = {"torch", "numpy", "safetensors", "platformdirs", "rich", "zstandard"}
+def test_seven_packages_are_required_and_the_rest_is_an_extra():
+    required = {"torch", "numpy", "safetensors", "opt_einsum", "platformdirs", "rich", "zstandard"}
     assert names(PROJECT["dependencies"]) == required
     extra = names(PROJECT["optional-dependencies"]["cli"])
     asked = {name.replace("yaml", "pyyaml") for name, by in _EXTRAS.items() if by == "cli"}

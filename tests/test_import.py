@@ -78,7 +78,8 @@ def test_all_operators_are_registered_by_the_import():
 
 def test_only_operators_and_what_they_need_are_loaded():
     torch_, comera_ = run(
-        "import torch; print(*sys.modules)\nimport comera; print(*sys.modules)"
+        "import torch; print(*sys.modules)\n"  # torch itself imports opt_einsum, where it is
+        "import comera; print(*sys.modules)"
     ).splitlines()
     added = sorted(set(comera_.split()) - set(torch_.split()))
     rooms = {name.split(".")[1] for name in added if name.startswith("comera.")}
@@ -88,6 +89,12 @@ def test_only_operators_and_what_they_need_are_loaded():
     # Nor has torch loaded what only printing, planning and checkpoints need.
     unwanted = {"docstring_parser", "filelock", "matplotlib", "pandas", "rich", "zstandard"}
     assert not unwanted & set(comera_.split())
+
+
+@pytest.mark.slow
+def test_where_opt_einsum_is_missing_the_import_works():
+    without = run("sys.modules['opt_einsum'] = None; import comera; print('comera' in sys.modules)")
+    assert without.strip() == "True"
 
 
 def seconds() -> tuple[float, float]:

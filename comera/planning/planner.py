@@ -197,8 +197,8 @@ def suggest(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Sugges
     def ratio(shape: LinearShape) -> float:
         return plan_layer(replace(layer, shape=shape), machine=machine, dtype=dtype).time_ratio
 
-    kept = replace(shape, ranks=(1,) * len(shape.ranks))
-    shapes: dict[str, LinearShape] = {"": kept}
+    kept = shape.with_rank(1)
+    shapes = {"": kept}
     for order in () if isinstance(shape, BTTShape) else (1, 2, 3, 4):
         fitted = TTShape.fit(layer.in_features, layer.out_features, order=order, rank=1)
         if fitted != kept:
