@@ -1,8 +1,9 @@
 """Measure which causal language model learns most for what it costs: dense or compressed.
 
-Every point trains one model for a budget of processor time, in one thread of a process of its own,
-and is a file that is written when it ends: the same command resumes, and several may share the
-work. For each model a rate is chosen by validation loss; other seeds are tested once at it.
+First the step of each model is timed: processor time of one thread, on a machine that should have
+nothing else to do. A point then trains one model for the steps that fit a budget of such seconds,
+on any device, and is a file that is written when it ends: the same command resumes, and several may
+share the work. For each model a rate is chosen by validation loss; other seeds are tested at it.
 """
 
 import argparse
@@ -16,13 +17,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, product
 from pathlib import Path
-from statistics import fmean, variance
+from statistics import fmean, median, variance
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.memory import peak_reader
 from benchmarks.session import Session, add_several, add_sizes, count, in_new_process, machine_facts
@@ -48,12 +50,14 @@ AXES = {
     "memory": ("memory", show_bytes), "tokens": ("tokens", show_count),
 }  # fmt: skip
 BATCH, LENGTH = 16, 64  # sequences, and their tokens
-_WARM_UP, _CLIP, _EVALUATED = 0.05, 1.0, 64  # share of the budget; norm of gradients; batches
+_WARM_UP, _CLIP, _EVALUATED = 0.05, 1.0, 64  # share of the steps; norm of gradients; batches
+_TIMED, _LEAST = 6, 12  # seconds of a step's timing, and steps
 _BODY, _TABLE = r"model\.layers\..*", r"model\.embed_tokens|lm_head"
 _SIDES = {False: "dense", True: "compressed"}
 _NAME = "{family} {width}x{depth}, {budget}s"
 _FILE = "{text}-v{vocab}/{part}-{budget}s-{family}-{width}x{depth}-{rate:g}-{seed}.json"
-Point = dict[str, Any]  # family, kind, compressed, width, depth; budget, rate, ...; what was found
+_STEP = "{text}-v{vocab}/step-{family}-{width}x{depth}.json"
+Point = dict[str, Any]  # family, kind, compressed, width, depth; costs of a step; budget, rate, ...
 
 
 def make_model(setting: Point, vocab: int) -> nn.Module:
@@ -103,11 +107,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, help="Folder of Python files, or a file of text.")
     parser.add_argument("--out", type=Path, default=Path("runs/frontier"), help="Of the points.")
     add_several(parser, "--vocab", [512, 8192], "Tokens of the byte-pair vocabularies.")
-    add_several(parser, "--budgets", [60, 240, 960], "Seconds of processor time in steps.")
+    add_several(parser, "--budgets", [60, 240, 960], "Seconds of steps on a CPU.")
     parser.add_argument("--points", nargs="+", default=POINTS.split(), help="FAMILY:WIDTHSxDEPTHS.")
     parser.add_argument("--rates", nargs="+", type=float, default=[0.7, 1.4], help="Times its own.")
     add_sizes(parser, {"seeds": (3, "Seeds at the best rate."), "megabytes": (12, "Of text.")})
-    parser.add_argument("--pilot", action="store_true", help="Run the shortest budget only.")
     help = "Run nothing; print and draw the fronts by losses of the test, or of trials."
     parser.add_argument("--show", nargs="?", const="test", choices=["test", "valid"], help=help)
 
@@ -122,24 +125,30 @@ def run(session: Session, options: argparse.Namespace) -> None:
     with torch.device("meta"):  # refused now instead of after hours
         for setting in settings:
             make_model(setting, min(options.vocab))
-    text, budgets = options.text.resolve(), sorted(options.budgets)
+    text = options.text.resolve()
     files = {"folder": str(text.parent), "pattern": text.name} if text.is_file() else {}
     files = {"folder": str(text), "max_megabytes": options.megabytes} | files
-    for budget in budgets[: 1 if options.pilot else None]:
-        for vocab in options.vocab:
-            data = {**files, "vocab_size": vocab, "length": LENGTH, "heldout": 0.05, "test": 0.05}
-            name = f"{text.name}-{TextStreams.prepare(TextData(**data)).prepared[:8]}"
-            about = {"text": name, "vocab": vocab, "budget": budget}
-            for part in ("valid", "test"):
-                for setting in settings:
-                    for point in _planned(session, options, setting, about, part):
-                        _run(session, options.out, data, point)
+    steps: list[tuple[Any, list[Point]]] = []
+    for vocab in options.vocab:
+        data = {**files, "vocab_size": vocab, "length": LENGTH, "heldout": 0.05, "test": 0.05}
+        name = f"{text.name}-{TextStreams.prepare(TextData(**data)).prepared[:8]}"
+        models = [setting | {"text": name, "vocab": vocab} for setting in settings]
+        timed = [_measured(session, options.out, _STEP, data, model, "cpu") for model in models]
+        steps.append((data, [step for step in timed if step is not None]))
+    parts = ("valid", "test")
+    for budget, (data, models), part in product(sorted(options.budgets), steps, parts):
+        for model in models:
+            for point in _planned(session, options, model, budget, part):
+                _measured(session, options.out, _FILE, data, point, str(session.device))
 
 
-def _planned(session: Session, options: Any, setting: Point, about: Any, part: str) -> list[Point]:
-    """Return the trials of a setting, or its tests at the best rate once all trials have ended."""
-    rate = RATES[setting["kind"]] * 128 / setting["width"]
-    about = {**about, **setting, "part": "valid", "seed": 0}
+def _planned(session: Session, options: Any, step: Point, budget: int, part: str) -> list[Point]:
+    """Return the trials of a model, or its tests at the best rate once all trials have ended."""
+    steps = max(1, round(budget / step["seconds"]))
+    totals = {"seconds": steps * step["seconds"], "operations": steps * step["operations"]}
+    totals |= {"steps": steps, "tokens": steps * BATCH * LENGTH}
+    about = {**step, **totals, "budget": budget, "part": "valid", "seed": 0}
+    rate = RATES[step["kind"]] * 128 / step["width"]
     trials = [about | {"rate": float(f"{rate * times:.3g}")} for times in options.rates]
     if part == "valid":
         return trials
@@ -153,60 +162,89 @@ def _planned(session: Session, options: Any, setting: Point, about: Any, part: s
     return [about | best | {"seed": seed} for seed in range(1, options.seeds + 1)]
 
 
-def _run(session: Session, out: Path, data: Mapping[str, Any], point: Point) -> None:
-    """Measure a point in a new process, unless it is there or another process does."""
-    file = out / _FILE.format(**point)
+def _measured(
+    session: Session, out: Path, name: str, data: Mapping[str, Any], point: Point, device: str
+) -> Point | None:
+    """Return a point, measured in a new process if it is neither there nor another's work."""
+    file, job = out / name.format(**point), {"data": data, "point": point, "device": device}
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(file.with_suffix(".lock"), timeout=0):
-            if not file.exists():
-                found = in_new_process("benchmarks.frontier", {"data": data, "point": point})
-                write_text(file, json.dumps(point | found, indent=1) + "\n")
-                session.print(f"{file.stem}: {found['loss']}")
+            if file.exists():
+                return json.loads(file.read_text())
+            found = point | in_new_process("benchmarks.frontier", job)
+            write_text(file, json.dumps(found, indent=1) + "\n")
+            session.print(f"{file.stem}: {found.get('loss', found['seconds'])}")
+            return found
     except Timeout:
         session.print(f"{file.stem} is being measured by another process")
     except RuntimeError as problem:
         session.note(f"{file.stem}: {problem}")
         session.failed = True
+    return None
 
 
-def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Train one model by the clock and score it; the loss is None if it diverged."""
+def measure(job: Mapping[str, Any]) -> Point:
+    """Time the step of a model, or train it for a point's steps; in one thread on a CPU."""
     torch.set_num_threads(1)
-    point, device = job["point"], torch.device("cpu")
+    point, device = job["point"], torch.device(job["device"])
     data = CausalText(TextStreams.prepare(TextData(**job["data"])))
-    budget, peak_memory, neighbours = point["budget"], peak_reader(device), watch_neighbours()
-    torch.manual_seed(point["seed"])
-    model = make_model(point, point["vocab"])
-    groups = param_groups(model, point["rate"], muon_modules={"muon": _BODY}.get(point["kind"]))
-    optimizer = (torch.optim.AdamW if point["kind"] == "dense" else MuonAdamW)(groups, fused=True)
-    step = TrainStep(model, _loss, optimizer, clip_norm=_CLIP)
-    used, steps, diverged, began = 0.0, 0, False, time.monotonic()
-    while used < budget and not diverged:
-        batch, share = data.batch(steps, BATCH, point["seed"]), max(used / budget, 1e-3)
-        start = time.process_time()
-        for group in optimizer.param_groups:
-            peak = group.setdefault("peak", group["lr"])
-            group["lr"] = peak * min(share / _WARM_UP, (1 - share) / (1 - _WARM_UP))
-        try:
-            step(batch)
-        except NonFiniteLossError:
-            diverged = True
-        used, steps = used + time.process_time() - start, steps + 1
-    memory, wall, busy = peak_memory(), time.monotonic() - began, neighbours(1)
-    batches = data.held_out(point["part"], BATCH)
-    with torch.no_grad():
-        spread = batches[:: max(1, len(batches) // _EVALUATED)][:_EVALUATED]
-        loss = fmean(float(_loss(model.eval(), each)) for each in spread)
-    size, table = count(model), count(model.get_submodule("model.embed_tokens"))
     words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    facts = machine_facts(device, True)
+    facts["commit"] = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    if "steps" in point:
+        return {"loss": train(point, data, device), "trained": facts}
+    return {**time_step(point, data), "timed": facts}
+
+
+def time_step(point: Point, data: CausalText) -> Point:
+    """Return what a step of a model costs, in seconds of the processor and otherwise."""
+    peak_memory, neighbours = peak_reader(torch.device("cpu")), watch_neighbours()
+    model = make_model(point, point["vocab"])
+    step, times = _stepper(point, model, 1 << 30), list[float]()
+    while len(times) < _LEAST or sum(times) < _TIMED:
+        batch, start = data.batch(len(times), BATCH, 0), time.process_time()
+        step(batch)
+        times.append(time.process_time() - start)
+    size, table = count(model), count(model.get_submodule("model.embed_tokens"))
     return {
-        "loss": None if diverged or not math.isfinite(loss) else loss, "steps": steps,
-        "seconds": used, "wall": wall, "tokens": steps * BATCH * LENGTH, "parameters": size,
-        "body": size - table, "operations": steps * operations(point, model, point["vocab"]),
-        "memory": memory, "busy": busy, **machine_facts(device, True),
-        "commit": subprocess.run(words, capture_output=True, text=True).stdout.strip(),
+        "seconds": median(times[2:]), "operations": operations(point, model, point["vocab"]),
+        "parameters": size, "body": size - table, "memory": peak_memory(), "busy": neighbours(1),
     }  # fmt: skip
+
+
+def train(point: Point, data: CausalText, device: torch.device) -> float | None:
+    """Return the held-out loss of a trained model, None if it diverged."""
+    torch.manual_seed(point["seed"])
+    model = make_model(point, point["vocab"]).to(device)
+    step = _stepper(point, model, point["steps"])
+    for number in range(point["steps"]):
+        try:
+            step(_on(device, data.batch(number, BATCH, point["seed"])))
+        except NonFiniteLossError:
+            return None
+    batches = data.held_out(point["part"], BATCH)
+    spread = batches[:: max(1, len(batches) // _EVALUATED)][:_EVALUATED]
+    with torch.no_grad():
+        losses = [_loss(model.eval(), _on(device, batch)) for batch in spread]
+    loss = float(torch.stack(losses).mean())
+    return loss if math.isfinite(loss) else None
+
+
+def _stepper(point: Point, model: nn.Module, steps: int) -> TrainStep:
+    groups = param_groups(
+        model,
+        point.get("rate", RATES[point["kind"]]),
+        muon_modules={"muon": _BODY}.get(point["kind"]),
+    )
+    optimizer = (torch.optim.AdamW if point["kind"] == "dense" else MuonAdamW)(groups, fused=True)
+    warm = max(1, round(_WARM_UP * steps))
+    schedule = LambdaLR(optimizer, lambda k: min((k + 1) / warm, (steps - k) / (steps - warm or 1)))
+    return TrainStep(model, _loss, optimizer, clip_norm=_CLIP, scheduler=schedule)
+
+
+def _on(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: each.to(device) for key, each in batch.items()}
 
 
 def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

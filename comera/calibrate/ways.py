@@ -8,8 +8,10 @@ import contextlib
 import datetime
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -77,13 +79,13 @@ def measure_ways(device: torch.device, say: Say) -> None:
         return
     setting, today = way_setting(device), datetime.date.today().isoformat()
     path: Path | None = None
-    jobs = [(trial, *kind) for trial in TRIALS for kind in _roundings(trial, device)]
+    jobs, left_out = _jobs(device), Counter[str]()
     deadline = time.monotonic() + _ALL_SECONDS
     try:
         for number, (trial, dtype, tf32) in enumerate(jobs):
             now = time.monotonic()
             if now > deadline:
-                say(f"{trial.group}, {dtype}: not measured, {_ALL_SECONDS:.0f} s are over")
+                left_out[f"{trial.group}, {str(dtype).removeprefix('torch.')}"] += 1
                 continue
             until = now + (deadline - now) / (len(jobs) - number)
             with tf32_products(tf32):
@@ -94,7 +96,20 @@ def measure_ways(device: torch.device, say: Say) -> None:
                     say(describe(timing))
     finally:
         forget_times()
+    for name, count in left_out.items():
+        say(f"{name}: sizes not measured: {count}, {_ALL_SECONDS:.0f} s are over")
     say("no operator has two ways here" if path is None else f"saved as {path}")
+
+
+def _jobs(device: torch.device) -> list[tuple[Trial, torch.dtype, bool]]:
+    """Return trials, in turn from each operator: where time ends early, none goes without."""
+    jobs = [
+        (dtype == torch.float16, number, trial, dtype, tf32)
+        for _, trials in groupby(TRIALS, lambda trial: trial.group)
+        for number, trial in enumerate(trials)
+        for dtype, tf32 in _roundings(trial, device)
+    ]
+    return [job[2:] for job in sorted(jobs, key=lambda job: job[:2])]
 
 
 def _roundings(trial: Trial, device: torch.device) -> Iterator[tuple[torch.dtype, bool]]:

@@ -20,9 +20,10 @@ def words(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(words, 0, json.dumps(found))
 
     monkeypatch.setattr(session.subprocess, "run", run)
+    monkeypatch.setattr(frontier, "_TIMED", 0.1)
     write_functions(tmp_path / "text", 40, 60)
-    where = [f"--text={tmp_path / 'text'}", f"--out={tmp_path / 'out'}", "--vocab=270", "--pilot"]
-    models = ["--points", "dense:16x1", "blocks1:32x1", "--budgets", "1", "2"]
+    where = [f"--text={tmp_path / 'text'}", f"--out={tmp_path / 'out'}", "--vocab=270"]
+    models = ["--points", "dense:16x1", "blocks1:32x1", "--budgets", "1"]
     return ["frontier", *where, *models, "--rates", "1", "--seeds=1"]
 
 
@@ -30,12 +31,16 @@ def words(tmp_path, monkeypatch):
 def test_points_are_measured_once_and_shown(words, tmp_path, capsys):
     assert bench(*words) == 0
     files = sorted((tmp_path / "out").glob("*/*.json"))
-    assert [file.name.split("-")[0] for file in files] == ["test", "test", "valid", "valid"]
-    for point in (json.loads(file.read_text()) for file in files):
-        assert 1 <= point["seconds"] < 1.5
+    parts = [file.name.split("-")[0] for file in files]
+    assert parts == ["step", "step", "test", "test", "valid", "valid"]
+    costs = {p["family"]: p for p in (json.loads(file.read_text()) for file in files[:2])}
+    for point in (json.loads(file.read_text()) for file in files[2:]):
+        cost = costs[point["family"]]["seconds"]
+        assert point["steps"] == round(1 / cost)
+        assert point["seconds"] == pytest.approx(1, abs=cost)
         assert point["tokens"] == 1024 * point["steps"]
         assert point["loss"] < 5
-        assert point["commit"] == "abc"
+        assert point["trained"]["commit"] == point["timed"]["commit"] == "abc"
         table = 270 * point["width"]
         assert point["parameters"] - point["body"] == table
         if not point["compressed"]:

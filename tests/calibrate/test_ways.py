@@ -99,7 +99,15 @@ def test_measuring_ends_in_time_and_says_what_it_left_out(sleeping, monkeypatch)
     measure_ways(CPU, said.append)
     assert time.perf_counter() - began < 2
     assert [timing.group for timing in way_times_of(CPU).timings] == ["sleeping"]
-    assert said[-2] == "sleeping, torch.float32: not measured, 0 s are over"
+    assert said[-2] == "sleeping, float32: sizes not measured: 2, 0 s are over"
+
+
+def test_trials_come_in_turn_from_each_operator_and_float16_last():
+    jobs = way_speed._jobs(torch.device("cuda"))
+    assert {trial.group for trial, *_ in jobs[:14]} == {group for group, _ in way_speed._SIZES}
+    wide = [dtype != torch.float16 for _, dtype, _ in jobs]
+    assert wide == sorted(wide, reverse=True)
+    assert len(jobs) == len({(id(trial), *kind) for trial, *kind in jobs}) > 3 * len(TRIALS)
 
 
 @pytest.mark.gpu
