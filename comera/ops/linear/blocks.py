@@ -72,8 +72,7 @@ def block_factors(
     right = right.reshape(layers * c, a * rank, d)
     if biases:
         bias = biases[0] if layers == 1 else torch.stack(list(biases))
-        missing = c * d - bias.shape[-1]
-        bias = F.pad(bias, (0, missing)) if missing else bias
+        bias = F.pad(bias, (0, missing)) if (missing := c * d - bias.shape[-1]) else bias
         right = torch.cat((right, bias.view(layers * c, 1, d)), 1)
     return (left, right) if dtype is None else (left.to(dtype), right.to(dtype))
 
@@ -104,8 +103,7 @@ def block_feed_forward(
     """Return ``act(x @ W1) @ W2``, or of three layers ``(act(x @ W1) * (x @ W2)) @ W3``.
 
     The hidden activation is computed again in backward, a piece of rows at a time. Returns None
-    where that is not possible: blocks are padded, or the first layers differ in rank or in having a
-    bias.
+    where that is not possible: blocks are padded, or the first layers differ in rank or bias.
     """
     *firsts, second = layers
     wide, hidden = (each.left.shape[0] * each.left.shape[2] for each in (firsts[0], second))
