@@ -109,7 +109,8 @@ class BatchedContraction:
             lefts, rights = zip(*(params_of(layer.cores) for layer in layers), strict=True)
             gates = [layer.bond_gates()[0] for layer in layers]
             dtype = None if lefts[0].dtype == torch.float64 else self._autocast
-            pair = block_factors(lefts, gates, rights, layers[0].prune_below, dtype)
+            biases = [layer.bias for layer in layers if layer.bias is not None]
+            pair = block_factors(lefts, gates, rights, biases, layers[0].prune_below, dtype)
             _set_factors([layers], [each.unflatten(0, (len(layers), -1)) for each in pair])
 
     def __exit__(self, *problem: object) -> None:

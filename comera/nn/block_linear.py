@@ -60,14 +60,15 @@ class BTTLinear(CompressedLinear):
     def factors(self) -> BlockFactors:
         """Return the cores as both products read them, ``(a, R c, b)`` and ``(c, a R, d)``.
 
-        Inside a :class:`~comera.BatchedContraction` they are cached, in its dtype ``autocast`` if
-        given.
+        A bias is one more row of the right factor, ``(c, a R + 1, d)``. Inside a
+        :class:`~comera.BatchedContraction` they are cached, in its dtype ``autocast`` if given.
         """
         shared = self._shared_factors()
         if shared is None:
             left, right = params_of(self.cores)
-            shared = block_factors([left], self.bond_gates(), [right], self.prune_below)
-        return BlockFactors(*shared, self.bias, self.out_features)
+            biases = [] if self.bias is None else [self.bias]
+            shared = block_factors([left], self.bond_gates(), [right], biases, self.prune_below)
+        return BlockFactors(*shared, self.out_features)
 
     def gated_cores(self) -> list[Tensor]:
         (gate,), (left, right) = self.bond_gates(), params_of(self.cores)

@@ -90,7 +90,7 @@ def run(
                 _print(console, f"interrupted; the same command resumes the run in {folder}")
                 return []
             trained.append(outcome)
-        console.print(run_folder.outcome_table(trained))
+        _print(console, run_folder.outcome_text(trained))
         return trained
 
 
@@ -115,7 +115,7 @@ def _finished(
         return None
     with run_folder.lock(folder):  # no other process replaces it meanwhile
         _print(console, f"the run in {folder} is finished")
-        console.print(run_folder.outcome_table(outcomes))
+        _print(console, run_folder.outcome_text(outcomes))
         return outcomes
 
 
@@ -305,6 +305,8 @@ def _train_one(
     if result.interrupted:
         return None
     test = evaluated(step, task.test) if task.test else {}
+    with torch.no_grad():
+        completion = task.completion(model.eval())
     state = whole_state(model.state_dict())  # of all processes, which may hold parts of it
 
     def saved() -> run_folder.Outcome:
@@ -329,6 +331,7 @@ def _train_one(
         task.save_vocabulary(folder)
         layers = [vars(layer) for layer in report.layers]
         facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
+        facts["completion"] = completion
         write_text(folder / "result.json", to_json(facts, indent=2))
         return outcome
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 from filelock import FileLock
-from rich.table import Table
 
 from comera.checkpoint.archive import Archive, take
 from comera.data.click_files import CATEGORIES
 from comera.extras import check_known
 from comera.files import write_text
+from comera.planning.printing import Table
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig, TrainConfig
 from comera.train.log import from_json, read_metrics
@@ -201,14 +201,8 @@ def outcome_cells(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list
     return ["", *names, *(["dense / compressed"] if two else [])], rows
 
 
-def outcome_table(outcomes: list[Outcome]) -> Table:
-    header, rows = outcome_cells([vars(outcome) for outcome in outcomes])
-    table = Table(title="after training")
-    for name in header:
-        table.add_column(name, justify="right" if name else "left")
-    for cells in rows:
-        table.add_row(*cells)
-    return table
+def outcome_text(outcomes: list[Outcome]) -> str:
+    return Table("after training", *outcome_cells([vars(each) for each in outcomes])).text()
 
 
 WRITTEN_BY_A_RUN = {

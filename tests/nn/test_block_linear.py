@@ -66,6 +66,20 @@ def test_a_feed_forward_keeps_its_input_alone():
     assert [shape for shape in kept if 33 in shape] == [(33, 16)]
 
 
+@pytest.mark.parametrize("biases", [(True, False), (False, True)])
+def test_parts_of_a_feed_forward_have_biases_of_their_own(biases):
+    sizes = zip(((12, 24), (24, 12)), biases, strict=True)
+    first, second = (comera.BTTLinear(*n, bias=b, dtype=torch.float64) for n, b in sizes)
+    for param in (*first.parameters(), *second.parameters()):
+        nn.init.uniform_(param, 0.5, 1.0)
+    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+    inputs = (x, *first.parameters(), *second.parameters())
+    y, want = feed_forward(x, first, second, "gelu"), second(nn.functional.gelu(first(x)))
+    torch.testing.assert_close(y, want)
+    grads = (torch.autograd.grad(each.sin().sum(), inputs) for each in (y, want))
+    torch.testing.assert_close(*grads)
+
+
 def test_only_the_gradients_that_are_wanted():
     layer = comera.BTTLinear(12, 6)
     layer.cores[0].requires_grad_(False)

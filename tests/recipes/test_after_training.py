@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 
 import comera
 from comera.data.clicks import Clicks
+from comera.data.text import TextStreams
 from comera.planning import machine
 from comera.recipes.cli import main
+from comera.recipes.tasks.task import task_of
 from comera.train.log import read_metrics
 from tests.data.test_clicks import table
 from tests.data.test_nli import pairs, write_snli
@@ -100,11 +102,20 @@ def test_the_vocabulary_is_the_one_of_the_tokens(folder):
     text = "def f(x):\n    return x + 1\n"
     ids = run.tokenizer.encode(text).ids
     assert run.tokenizer.decode(ids) == text
-    from comera.data.text import TextStreams
-
     streams = TextStreams.prepare(run.config.causal_text)
     first = streams.train[:200].tolist()
     assert run.tokenizer.encode(run.tokenizer.decode(first)).ids == first
+
+
+def test_a_causal_run_ends_a_line_that_was_held_out(folder):
+    run = comera.load_run(folder / "runs/causal")
+    streams, task = TextStreams.prepare(run.config.causal_text), task_of(run.config)
+    task.vocabulary, given = run.tokenizer, run.tokenizer.decode(streams.valid[:16].tolist())
+    line, end = run.result["completion"]
+    assert given.rpartition("\n")[2] == line
+    whole = task.predict(run.model, given, 32)["text"] + "\n"
+    assert whole.startswith(f"{given}{end}\n")
+    assert comera.load_run(folder / "runs/pairs").result["completion"] is None
 
 
 def test_a_twin_is_loaded_if_there_is_one(folder):

@@ -17,7 +17,7 @@ from comera.checkpoint.archive import FolderInUseError
 from comera.recipes.cli import main
 from comera.recipes.jobs import Job, resolve
 from comera.recipes.parse import merged, nested
-from comera.recipes.run import run
+from comera.recipes.run import planned_model, run
 from comera.recipes.run_config import RunConfig
 from comera.recipes.run_folder import lock, settings_of
 from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, show_progress
@@ -385,6 +385,14 @@ def test_the_sweeps_that_come_along_can_be_read(path):
     metrics = {"nli": "accuracy", "lm": "perplexity", "dlrm": "auc"}
     assert sweep.metric == metrics[path.parent.name]
     assert sweep.variants[sweep.reference].tensorize is None
+
+
+def test_the_narrow_model_of_the_demo_has_as_many_parameters_as_its_blocks():
+    found = read_sweep(CONFIGS / "lm/demo-sweep.yaml").variants
+    sizes = [sum(p.numel() for p in planned_model(each).parameters()) for each in found.values()]
+    assert list(found) == ["blocks-256-wide", "dense-256-wide", "dense-128-wide"]
+    assert sizes[2] == pytest.approx(sizes[0], rel=0.02)
+    assert {each.train.seconds for each in found.values()} == {60}
 
 
 def test_a_run_is_no_sweep(tmp_path):

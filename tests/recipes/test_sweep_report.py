@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import pytest
 
@@ -17,6 +18,7 @@ from comera.recipes.report.sweep_report import (
     write_comparison,
     write_sweep_report,
 )
+from tests.recipes.test_run_report import result, write_lines
 
 
 def trained(variant: str, seed: int, accuracy: float, params: int, steps=100, seconds=50.0):
@@ -71,7 +73,8 @@ def test_the_front_goes_down_where_less_is_better():
     assert not by_loss.higher_is_better
 
 
-def test_the_table_reads_as_it_should(comparison, tmp_path):
+def test_the_table_reads_as_it_should(comparison, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     write_comparison(comparison, RUNS, tmp_path)
     table = (tmp_path / "results.md").read_text()
     assert "| dense | 3/4 | 1,000 | 1.00x | 74.00 ± 5.29 | – | 100 | 50.0 | 1.00x |" in table
@@ -121,6 +124,26 @@ def test_what_failed_is_listed_with_the_reason(tmp_path, runs):
     ]
     page = write_sweep_report(tmp_path).read_text()
     assert "small, seed 1: the loss is nan at step 3" in page
+
+
+def test_the_page_begins_with_all_figures_losses_over_seconds_and_a_line_completed(tmp_path):
+    runs = [Trained(name, 0, 500 * k, {"loss": 3.0 - k}, 4, 7.6) for k, name in enumerate("ab", 1)]
+    write_comparison(compare(runs, ["a", "b"], [0], "a", "loss"), runs, tmp_path)
+    pages = [write_sweep_report(tmp_path).read_text(encoding="utf-8")]  # of runs that have moved
+    for name in "ab":
+        write_lines(tmp_path / name / "seed-0", [{"step": 1, "loss": 9.0, "seconds": 2.0}])
+        facts = result("dense", layers=False) | {"completion": ["    f(", f"<{name}>)"]}
+        (tmp_path / name / "seed-0/result.json").write_text(json.dumps(facts))
+    pages.append(write_sweep_report(tmp_path).read_text(encoding="utf-8"))
+    first = "By loss after 8 seconds of training each, best first: b 1.0000 with 1,000, a 2.0000"
+    assert all(f'<main>\n<p class="finding">{first} with 500 parameters.' in each for each in pages)
+    without, top = (each.partition("<h2>Variants")[0] for each in pages)
+    assert "<svg" not in without
+    picture, lines = top.split("</svg>")
+    for name in "ab":
+        assert f"<title>{name}, training loss: 9.0000, step 1, 2.0 seconds</title>" in picture
+    cells = re.findall(r"<t[hd]\b[^>]*>([^<]*)", lines)[3:]
+    assert cells == ["b", "    f(", "&lt;b&gt;)", "a", "    f(", "&lt;a&gt;)"]
 
 
 def test_without_a_run_of_the_reference_nothing_is_compared(tmp_path):

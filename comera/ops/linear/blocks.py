@@ -1,10 +1,11 @@
 """Multiply by block tensor trains: two batched products, with nothing copied between them.
 
 The rank is the slow index of the first product's output, so that both products and all gradients
-read and write plain strides. On a CPU rows go in pieces, whose hidden tensor stays in the cache.
+read and write plain strides. A bias is one more row of the right factor, which meets ones in the
+hidden tensor. On a CPU rows go in pieces, whose hidden tensor stays in the cache.
 
 Letters: T = tokens, a and b = blocks of the input and the numbers in each, c and d = those of the
-output, R = rank of the blocks, K = R c, S = a R, G = layers.
+output, R = rank of the blocks, K = R c, S = a R, plus one with a bias, G = layers.
 """
 
 import functools
@@ -27,23 +28,24 @@ _HIDDEN_NUMBERS = 1 << 19  # of a piece on a CPU: two megabytes, the size of a c
 
 
 class BlockFactors(NamedTuple):
-    """The factors ``(a, K, b)`` and ``(c, S, d)`` of a layer, its bias ``(O,)`` or None, and O."""
+    """The factors ``(a, K, b)`` and ``(c, S, d)`` of a layer, and its output width."""
 
     left: Tensor
     right: Tensor
-    bias: Tensor | None
     out_features: int
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Key of blocks, rank and bias: layers with equal keys are multiplied as one."""
-        return (*self.left.shape[::2], self.right.shape[1], self.bias is None)
+        rank = self.left.shape[1] // len(self.right)
+        return (*self.left.shape[::2], rank, self.right.shape[1])
 
 
 def block_factors(
     lefts: Sequence[Tensor],
     gates: Sequence[Tensor],
     rights: Sequence[Tensor],
+    biases: Sequence[Tensor],
     threshold: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -53,6 +55,7 @@ def block_factors(
         lefts: The first cores, ``(1, a, b, c, R)``.
         gates: ``(R,)`` each.
         rights: The second cores, ``(R, c, a, d, 1)``.
+        biases: ``(O,)`` each, or none at all.
         threshold: A gate at or below it is a pruned rank.
         dtype: That of the factors; None for that of the cores.
     """
@@ -63,9 +66,14 @@ def block_factors(
         left, gate = torch.cat(list(lefts)), torch.stack(list(gates))
         right = torch.stack(list(rights)).permute(0, 2, 3, 1, 4, 5)
     gate = open_gate(gate, threshold).to(left.dtype).view(layers, 1, rank, 1, 1)
-    left = left.permute(0, 1, 4, 3, 2).contiguous() * gate
+    # Expanded, so that a gate's gradient is two short sums: one over all is slow on a GPU.
+    left = left.permute(0, 1, 4, 3, 2).contiguous() * gate.expand(-1, a, -1, 1, 1)
     left = left.view(layers * a, rank * c, b)
     right = right.reshape(layers * c, a * rank, d)
+    if biases:
+        bias = biases[0] if layers == 1 else torch.stack(list(biases))
+        bias = F.pad(bias, (0, missing)) if (missing := c * d - bias.shape[-1]) else bias
+        right = torch.cat((right, bias.view(layers * c, 1, d)), 1)
     return (left, right) if dtype is None else (left.to(dtype), right.to(dtype))
 
 
@@ -95,15 +103,14 @@ def block_feed_forward(
     """Return ``act(x @ W1) @ W2``, or of three layers ``(act(x @ W1) * (x @ W2)) @ W3``.
 
     The hidden activation is computed again in backward, a piece of rows at a time. Returns None
-    where that is not possible: blocks are padded, the first layers differ in rank, or only some
-    have a bias.
+    where that is not possible: blocks are padded, or the first layers differ in rank or bias.
     """
     *firsts, second = layers
     wide, hidden = (each.left.shape[0] * each.left.shape[2] for each in (firsts[0], second))
     padded = any(each.right.shape[0] * each.right.shape[2] > each.out_features for each in layers)
     if padded or wide != x_BI.shape[-1] or {each.out_features for each in firsts} != {hidden}:
         return None
-    if len({first.kind for first in firsts}) > 1 or len({each.bias is None for each in layers}) > 1:
+    if len({first.kind for first in firsts}) > 1:
         return None
     x, first = _together(x_BI, firsts)
     _, last = _together(x_BI, [second])
@@ -114,72 +121,63 @@ def block_feed_forward(
 
 
 def _together(x: Tensor, layers: Sequence[BlockFactors]) -> tuple[Tensor, list[Tensor]]:
-    """Return x as a matrix, and the factors of one layer that has the output blocks of all.
-
-    These are its left factor, then the right ones and the biases of all.
-    """
-    biases = [each.bias for each in layers if each.bias is not None]
-    x, factors, biases = autocast_together(
-        x, [*(each.left for each in layers), *(each.right for each in layers)], biases
+    """Return x as a matrix, and the left factor of all layers as one, then their right ones."""
+    x, lefts, rights = autocast_together(
+        x, [each.left for each in layers], [each.right for each in layers]
     )
-    lefts, rights = factors[: len(layers)], factors[len(layers) :]
-    if len(layers) == 1:
-        left = lefts[0]
-    else:
+    left = lefts[0]
+    if len(layers) > 1:
         parts = zip(lefts, rights, strict=True)
-        rank = rights[0].shape[1] // lefts[0].shape[0]
-        apart = [left.unflatten(1, (rank, len(right))) for left, right in parts]
+        apart = [left.unflatten(1, (left.shape[1] // len(right), -1)) for left, right in parts]
         left = torch.cat(apart, 2).flatten(1, 2)
-    missing = [each.right.shape[0] * each.right.shape[2] - each.out_features for each in layers]
-    if any(missing) and biases:
-        biases = [F.pad(bias, (0, n)) for bias, n in zip(biases, missing, strict=True)]
     x = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
-    return x, [left, *rights, *biases]
+    return x, [left, *rights]
 
 
-def _multiply(x_TI: Tensor, left_aKb: Tensor, *rest: Tensor) -> list[Tensor]:
+def _multiply(x_TI: Tensor, left_aKb: Tensor, *rights: Tensor) -> list[Tensor]:
     """Compute ``(T, c d)`` of each layer of :func:`_together`, the reference of _Multiply."""
-    rights, biases = _rights_and_biases(rest)
-    blocks, rank = [len(right) for right in rights], rights[0].shape[1] // len(left_aKb)
-    first_aKT = torch.bmm(left_aKb, x_TI.t().unflatten(0, (len(left_aKb), left_aKb.shape[2])))
+    (a, wide, b), blocks = left_aKb.shape, [len(right) for right in rights]
+    first_aKT = torch.bmm(left_aKb, x_TI.t().unflatten(0, (a, b)))
+    rank = wide // sum(blocks)
     hidden_SCT = first_aKT.unflatten(1, (rank, sum(blocks))).flatten(0, 1)
     ys = []
     for hidden_ScT, right_cSd in zip(hidden_SCT.split(blocks, 1), rights, strict=True):
-        y_cTd = torch.bmm(hidden_ScT.permute(1, 2, 0), right_cSd)
+        y_cTd = torch.bmm(hidden_ScT.permute(1, 2, 0), right_cSd[:, : a * rank])
+        y_cTd = y_cTd + right_cSd[:, a * rank :] if right_cSd.shape[1] > a * rank else y_cTd
         ys.append(y_cTd.transpose(0, 1).flatten(1))
-    return [y + bias for y, bias in zip(ys, biases, strict=True)] if biases else ys
-
-
-def _rights_and_biases(rest: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    number = sum(each.dim() == 3 for each in rest)
-    return rest[:number], rest[number:]
+    return ys
 
 
 class _Layers:
     """Layers that are multiplied as one, and sums of their gradients over pieces of rows."""
 
-    def __init__(self, left_aKb: Tensor, *rest: Tensor) -> None:
-        self.left_aKb, (self.rights, self.biases) = left_aKb, _rights_and_biases(rest)
-        self.grads: list[Tensor | None] = [None] * (1 + len(rest))
+    def __init__(self, left_aKb: Tensor, *rights: Tensor) -> None:
+        self.left_aKb, self.rights = left_aKb, rights
+        self.grads: list[Tensor | None] = [None] * (1 + len(rights))
         self.a, self.hidden_blocks, self.b = left_aKb.shape
-        self.blocks = [right.shape[0] for right in self.rights]
+        self.blocks = [right.shape[0] for right in rights]
+        self.inner = self.a * self.hidden_blocks // sum(self.blocks)  # S without a bias
 
     def hidden(self, x_TI: Tensor) -> Tensor:
         """Compute the hidden tensor ``(S, C, T)`` of all layers, C blocks of the output."""
-        first_aKT = torch.bmm(self.left_aKb, x_TI.t().view(self.a, self.b, x_TI.shape[0]))
-        return first_aKT.view(self.rights[0].shape[1], sum(self.blocks), x_TI.shape[0])
+        rows, number = x_TI.shape[0], self.rights[0].shape[1]
+        hidden_SCT = x_TI.new_empty(number, sum(self.blocks), rows)
+        first_aKT = hidden_SCT[: self.inner].view(self.a, self.hidden_blocks, rows)
+        torch.bmm(self.left_aKb, x_TI.t().view(self.a, self.b, rows), out=first_aKT)
+        if number > self.inner:
+            hidden_SCT[-1].fill_(1.0)
+        return hidden_SCT
 
     def _parts(self, hidden_SCT: Tensor) -> Sequence[Tensor]:
         return [hidden_SCT] if len(self.blocks) == 1 else hidden_SCT.split(self.blocks, 1)
 
     def new(self, x_TI: Tensor) -> list[Tensor]:
         """Return memory for the products ``(T, c d)``."""
-        return [x_TI.new_empty(x_TI.shape[0], len(r) * r.shape[2]) for r in self.rights]
+        return [x_TI.new_empty(x_TI.shape[0], r.shape[0] * r.shape[2]) for r in self.rights]
 
     def outputs(self, hidden_SCT: Tensor, ys: Sequence[Tensor]) -> Sequence[Tensor]:
-        for k, (y, hidden_ScT) in enumerate(zip(ys, self._parts(hidden_SCT), strict=True)):
-            right, bias = self.rights[k], self.biases[k] if self.biases else None
-            _product_into(_by_block(y, len(right)), hidden_ScT.permute(1, 2, 0), right, bias)
+        for y, hidden_ScT, right in zip(ys, self._parts(hidden_SCT), self.rights, strict=True):
+            _product_into(_by_block(y, right.shape[0]), hidden_ScT.permute(1, 2, 0), right)
         return ys
 
     def backward(
@@ -191,18 +189,17 @@ class _Layers:
         grad_x: Tensor | None,
     ) -> None:
         """Add to the gradients that are needed, and write that of x to ``grad_x``."""
-        inner, number = grad_x is not None or needs[0], len(self.rights)
-        grads_SCT = torch.empty_like(hidden_SCT) if inner else hidden_SCT
+        inner = grad_x is not None or needs[0]
+        hidden = hidden_SCT[: self.inner]
+        grads_SCT = torch.empty_like(hidden) if inner else hidden
         parts = zip(self._parts(hidden_SCT), self._parts(grads_SCT), strict=True)
         for k, (hidden_ScT, grads_ScT) in enumerate(parts):
             right, grad = self.rights[k], grads[k]
-            grad_cTd = _by_block(grad, len(right))
+            grad_cTd = _by_block(grad, right.shape[0])
             if needs[1 + k]:
                 self._add(1 + k, hidden_ScT.transpose(0, 1), grad_cTd)
-            if self.biases and needs[1 + number + k]:
-                total, of_piece = self.grads[1 + number + k], grad.sum(0)
-                self.grads[1 + number + k] = of_piece if total is None else total.add_(of_piece)
             if inner:
+                right = right[:, : self.inner]
                 _product_into(grads_ScT.transpose(0, 1), right, grad_cTd.transpose(1, 2))
         first_aKT = grads_SCT.view(self.a, self.hidden_blocks, grads_SCT.shape[2])
         if needs[0]:
@@ -222,8 +219,8 @@ class _Multiply(torch.autograd.Function):
     def forward(ctx: Any, x_TI, *factors):  # type: ignore[override]
         layers, saved = _Layers(*factors), []
         ys = layers.new(x_TI)
-        ctx.pieces = _pieces(x_TI, layers.a * layers.hidden_blocks)
-        for x, *outs in _each(ctx.pieces, x_TI, *ys):
+        ctx.rows = _rows(x_TI, layers.a * layers.hidden_blocks)
+        for x, *outs in _each(ctx.rows, x_TI, *ys):
             saved.append(layers.hidden(x))
             layers.outputs(saved[-1], outs)
         ctx.save_for_backward(x_TI, *factors, *saved)
@@ -232,16 +229,16 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_TI, *rest = ctx.saved_tensors
-        factors, saved = rest[: -ctx.pieces], rest[-ctx.pieces :]
+        needs_x, *needs = ctx.needs_input_grad
+        factors, saved = rest[: len(needs)], rest[len(needs) :]
         if torch.is_grad_enabled() or is_legacy_batchedtensor(grads[0]):
 
             def side_by_side(*given: Tensor) -> Tensor:
                 return torch.cat(_multiply(*given), 1)
 
             return (*gradients_again(side_by_side, [x_TI, *factors], torch.cat(grads, 1)),)
-        needs_x, *needs = ctx.needs_input_grad
         layers, grad_x = _Layers(*factors), x_TI.new_empty(x_TI.shape) if needs_x else None
-        pieces = _each(ctx.pieces, x_TI, grad_x, *grads)
+        pieces = _each(ctx.rows, x_TI, grad_x, *grads)
         for hidden, (x, into, *given) in zip(saved, pieces, strict=True):
             layers.backward(x, hidden, given, needs, into)
         return grad_x, *layers.grads
@@ -256,8 +253,8 @@ class _FeedForward(torch.autograd.Function):
         ctx.save_for_backward(x_TI, *factors)
         first, second = _Layers(*factors[:size]), _Layers(*factors[size:])
         (y_TO,) = second.new(x_TI)
-        ctx.pieces = _pieces(x_TI, second.a * second.b)
-        for x, y in _each(ctx.pieces, x_TI, y_TO):
+        ctx.rows = _rows(x_TI, second.a * second.b)
+        for x, y in _each(ctx.rows, x_TI, y_TO):
             inner, *up = first.outputs(first.hidden(x), first.new(x))
             active = ACTIVATIONS[activation][0](inner, out=inner)
             active = active.mul_(up[0]) if up else active
@@ -274,7 +271,7 @@ class _FeedForward(torch.autograd.Function):
         first, second = _Layers(*factors[: ctx.size]), _Layers(*factors[ctx.size :])
         value, grad_of = ACTIVATIONS[ctx.activation]
         grad_x = x_TI.new_empty(x_TI.shape) if needs_x else None
-        for x, into, grad_y in _each(ctx.pieces, x_TI, grad_x, grad_TO):
+        for x, into, grad_y in _each(ctx.rows, x_TI, grad_x, grad_TO):
             hidden = first.hidden(x)
             inner, *up = first.outputs(hidden, first.new(x))
             active = value(inner, out=torch.empty_like(inner))
@@ -289,7 +286,7 @@ class _FeedForward(torch.autograd.Function):
 
 
 def _feed_forward(activation: str, size: int, x_TI: Tensor, *factors: Tensor) -> Tensor:
-    """Compute :func:`block_feed_forward`; the first layers have ``size`` factors and biases."""
+    """Compute :func:`block_feed_forward`; the first layers have ``size`` factors."""
     inner, *up = _multiply(x_TI, *factors[:size])
     active = getattr(F, activation)(inner)
     return _multiply(active * up[0] if up else active, *factors[size:])[0]
@@ -300,32 +297,33 @@ def _by_block(x_Tn: Tensor, blocks: int) -> Tensor:
     return x_Tn.view(rows, blocks, width // blocks).transpose(0, 1)
 
 
-def _product_into(out: Tensor, one: Tensor, other: Tensor, row: Tensor | None = None) -> None:
-    """Write batched products, plus a row, to matrices that are not contiguous."""
-    into = out if out.is_cuda else None  # on a CPU torch would take them one by one
-    if row is None:
-        made = torch.bmm(one, other, out=into)
-    else:
-        made = torch.baddbmm(row.view(len(other), 1, -1), one, other, out=into)
-    if into is None:
-        out.copy_(made)
+def _product_into(out: Tensor, one: Tensor, other: Tensor) -> None:
+    """Write batched products to matrices that are not contiguous."""
+    if out.is_cuda:
+        torch.bmm(one, other, out=out)
+    else:  # torch would take them one by one
+        out.copy_(torch.bmm(one, other))
 
 
-def _pieces(x_TI: Tensor, hidden: int) -> int:
-    """Return how many pieces rows go in: on a CPU so many that a hidden tensor fits the cache.
+def _rows(x_TI: Tensor, hidden: int) -> int:
+    """Return the rows of a piece: on a CPU so few that a hidden tensor fits the cache.
 
-    Narrow dtypes have one piece: sums over several would lose digits.
+    They are a multiple of 32, for fast products. Narrow dtypes have one piece: sums over several
+    would lose digits.
     """
+    rows = x_TI.shape[0]
     if x_TI.dtype.itemsize < 4 or not is_on_cpu(x_TI):
-        return 1
-    return max(1, min(-(-x_TI.shape[0] * hidden // _HIDDEN_NUMBERS), x_TI.shape[0] // 256))
+        return rows
+    pieces = max(1, min(-(-rows * hidden // _HIDDEN_NUMBERS), rows // 256))
+    return -(-rows // pieces // 32) * 32
 
 
-def _each(pieces: int, *tensors: Tensor | None) -> Iterable[Sequence[Any]]:
+def _each(rows: int, *tensors: Tensor | None) -> Iterable[Sequence[Any]]:
     """Return the pieces of all tensors by rows; those of None are None."""
-    if pieces == 1:
+    number = tensors[0].shape[0]  # type: ignore[union-attr]
+    if rows >= number:
         return [tensors]
-    parts = ([None] * pieces if t is None else t.tensor_split(pieces) for t in tensors)
+    parts = ([None] * -(-number // rows) if t is None else t.split(rows) for t in tensors)
     return zip(*parts, strict=True)
 
 

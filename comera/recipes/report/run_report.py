@@ -37,6 +37,7 @@ class History:
     lines: list[dict[str, Any]]
     result: dict[str, Any] | None = None  # None while it is unfinished
     target_share: float | None = None  # of rank learning, of the size at the start
+    look: str = ""  # class of the style sheet; its name if not given
 
     def series(self, key: str) -> Series:
         found = [line for line in self.lines if isinstance(line.get(key), int | float)]
@@ -131,8 +132,8 @@ def loss_by_step(models: Sequence[History]) -> page.Chart | None:
 
 def loss_by_clock(models: Sequence[History]) -> page.Chart | None:
     caption = (
-        "The same by the wall clock: seconds spent in training steps, without evaluation and "
-        "saving. Further left is faster."
+        "Training loss by the seconds spent in training steps, without evaluation and saving; "
+        "dots are evaluations. Further left is faster."
     )
     lines = []
     for model in models:
@@ -263,7 +264,7 @@ def _line(
     model: History, what: str, series: Series, form: str = "{:,.4f}", **look: Any
 ) -> page.Line:
     name = f"{model.name}, {what}"
-    return page.Line(name, model.name, _points(name, series, form), **look)
+    return page.Line(name, model.look or model.name, _points(name, series, form), **look)
 
 
 def _points(name: str, series: Series, form: str) -> list[page.Point]:

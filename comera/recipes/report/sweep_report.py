@@ -1,6 +1,6 @@
 """Compare variants of a sweep: means over seeds, differences seed by seed, and an HTML page."""
 
-import io
+import contextlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,10 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
-import rich.table
-from rich.console import Console
-from rich.markup import escape
-
 from comera.files import write_text
-from comera.planning.printing import show_bytes
+from comera.planning.printing import Table, show_bytes
 from comera.recipes.report import page
+from comera.recipes.report.run_report import loss_by_clock, read_histories
 from comera.recipes.run_config import HIGHER_IS_BETTER
 from comera.recipes.run_folder import read_result
 from comera.train.log import from_json, to_json
@@ -227,16 +224,7 @@ def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Return the comparison as text for a terminal, with a line for each row."""
-    header, rows = comparison_cells(comparison)
-    table = rich.table.Table(title=comparison.title)
-    for k, name in enumerate(header):
-        table.add_column(name, justify="right" if k else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    out = io.StringIO()
-    Console(file=out, width=200, color_system=None).print(table)
-    return out.getvalue().rstrip()
+    return Table(comparison.title, *comparison_cells(comparison)).text()
 
 
 def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Path) -> None:
@@ -283,8 +271,11 @@ def read_comparison(folder: Path) -> Comparison:
 
 def write_sweep_report(folder: Path) -> Path:
     """Write ``report.html`` into the folder of a sweep, from its ``results.json``."""
-    content = gather_sweep(f"Sweep {folder.resolve().name}", read_comparison(folder))
-    return page.write_page(folder / "report.html", "sweep.html", content)
+    comparison = read_comparison(folder)
+    content = gather_sweep(f"Sweep {folder.resolve().name}", comparison)
+    return page.write_page(
+        folder / "report.html", "sweep.html", content | _first_runs(folder, comparison)
+    )
 
 
 def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
@@ -302,7 +293,7 @@ def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
     label = f"difference in {_named(comparison)} to {comparison.reference}"
     return {
         "title": title,
-        "subtitle": comparison.title,
+        "summary": _summary(comparison) if finite else "",
         "findings": [_finding(row, comparison) for row in others],
         "table": page.Table(*comparison_cells(comparison)),
         "note": comparison.note,
@@ -310,6 +301,43 @@ def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
         "charts": _charts(replace(comparison, rows=finite)) if finite else [],
         "axis": page.axis_around(label, [0.0, *ends]) if ends else None,
         "differences": differences,
+    }
+
+
+_LOOKS = ("compressed", "dense", "relaxed", "target")  # classes of the style sheet
+
+
+def _best_first(comparison: Comparison) -> list[Row]:
+    """Return the best variants, as many as lines of a chart can be told apart."""
+    rows = [row for row in comparison.rows if math.isfinite(row.mean)]
+    rows.sort(key=lambda row: row.mean, reverse=comparison.higher_is_better)
+    return rows[: len(_LOOKS)]
+
+
+def _summary(comparison: Comparison) -> str:
+    rows = _best_first(comparison)
+    figures = [
+        f"{row.variant} {page.show_metric(comparison.metric, row.mean)} with {row.params:,.0f}"
+        for row in rows
+    ]
+    seconds = {f" after {row.seconds:,.0f} seconds of training each" for row in rows}
+    after = seconds.pop() if len(seconds) == 1 else ""
+    return f"By {_named(comparison)}{after}, best first: {', '.join(figures)} parameters."
+
+
+def _first_runs(folder: Path, comparison: Comparison) -> dict[str, Any]:
+    """Return losses over seconds and completions of the best variants, of one run each."""
+    runs, completions = [], []
+    for row, look in zip(_best_first(comparison), _LOOKS, strict=False):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # moved, damaged
+            run = read_histories(folder / row.variant / f"seed-{row.seeds[0]}")[0]
+            runs.append(replace(run, name=row.variant, look=look))
+            if lines := (run.result or {}).get("completion"):
+                completions.append([row.variant, *lines])
+    header = ["variant", "the first held-out sequence ends with", "and the model goes on with"]
+    return {
+        "loss": loss_by_clock(runs),
+        "completions": page.Table(header, completions, text_columns=3) if completions else None,
     }
 
 

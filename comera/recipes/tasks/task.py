@@ -132,6 +132,10 @@ class Task(ABC):
     def predict(self, model: nn.Module, line: str, new_tokens: int) -> dict[str, Any]:
         """Return a prediction for a line; raise ``ValueError`` if its form is wrong."""
 
+    def completion(self, model: nn.Module) -> list[str] | None:
+        """Return the end of a held-out text, and how a causal model ends its last line."""
+        return None
+
     def _own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         if self._shares_evaluation:
             batches = islice(batches, self._processes.rank, None, self._processes.count)

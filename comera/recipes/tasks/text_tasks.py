@@ -96,6 +96,7 @@ class StreamTask(TextTask):
 
 _TESTED = 128  # batches that a test draws
 _EVALUATED = 32  # batches that an evaluation draws where the settings do not say
+_COMPLETED = 32  # most tokens that end a line
 _SHOWN = 5  # words that are shown for each masked one
 _DRAWN_EVERY = 7  # interval of masked words in a batch that is drawn without data
 
@@ -161,6 +162,7 @@ class CausalTextTask(StreamTask):
         data, size = CausalText(streams), self.config.train.batch_size
         valid = data.held_out("valid", size, self.config.train.eval_batches)
         test = data.held_out("test", size)
+        self._held_out = valid[0]["tokens"][0].tolist()
         self._prepared(
             streams,
             lambda step: data.batch(step, size, self.config.seed),
@@ -180,6 +182,11 @@ class CausalTextTask(StreamTask):
             seen = torch.tensor([tokens[-self.data.length :]])
             tokens.append(int(logits_of(model, seen)[0, -1].argmax()))
         return {"text": self._text(tokens)}
+
+    def completion(self, model: nn.Module) -> list[str] | None:
+        given = self._text(self._held_out)
+        text = self.predict(model, given, _COMPLETED)["text"]
+        return [given.rpartition("\n")[2], text.removeprefix(given).partition("\n")[0]]
 
 
 class NliTask(TextTask):
