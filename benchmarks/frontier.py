@@ -175,6 +175,8 @@ def _measured(
             found = point | in_new_process("benchmarks.frontier", job)
             write_text(file, json.dumps(found, indent=1) + "\n")
             session.print(f"{file.stem}: {found.get('loss', found['seconds'])}")
+            if "loss" not in found and found["busy"]:
+                session.note(f"{file.stem}: {found['busy']}")
             return found
     except Timeout:
         session.print(f"{file.stem} is being measured by another process")

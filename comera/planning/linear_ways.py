@@ -39,8 +39,8 @@ class Layer(Work):
         out_features: Width of the output if the modes multiply to more.
         bias: Whether a bias is added.
         together: Number of layers of this shape that contract their cores in the same calls.
-        grouped: Whether these layers share the operator for their batches, too, as experts with few
-            rows do.
+        grouped: Whether those layers multiply their batches in the same calls too, as experts with
+            few rows do.
     """
 
     shape: LinearShape

@@ -329,9 +329,8 @@ def _train_one(
             checkpoint_bytes=sum(sizes) / len(sizes) if sizes else None,
         )
         task.save_vocabulary(folder)
-        layers = [vars(layer) for layer in report.layers]
-        facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
-        facts["completion"] = completion
+        facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "completion": completion}
+        facts["layers"] = [vars(layer) for layer in report.layers]
         write_text(folder / "result.json", to_json(facts, indent=2))
         return outcome
 

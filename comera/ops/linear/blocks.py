@@ -308,8 +308,7 @@ def _product_into(out: Tensor, one: Tensor, other: Tensor) -> None:
 def _rows(x_TI: Tensor, hidden: int) -> int:
     """Return the rows of a piece: on a CPU so few that a hidden tensor fits the cache.
 
-    They are a multiple of 32, for fast products. Narrow dtypes have one piece: sums over several
-    would lose digits.
+    A multiple of 32, for fast products; narrow dtypes go as one: sums over pieces lose digits.
     """
     rows = x_TI.shape[0]
     if x_TI.dtype.itemsize < 4 or not is_on_cpu(x_TI):
@@ -318,12 +317,12 @@ def _rows(x_TI: Tensor, hidden: int) -> int:
     return -(-rows // pieces // 32) * 32
 
 
-def _each(rows: int, *tensors: Tensor | None) -> Iterable[Sequence[Any]]:
+def _each(rows: int, x_TI: Tensor, *others: Tensor | None) -> Iterable[Sequence[Any]]:
     """Return the pieces of all tensors by rows; those of None are None."""
-    number = tensors[0].shape[0]  # type: ignore[union-attr]
-    if rows >= number:
-        return [tensors]
-    parts = ([None] * -(-number // rows) if t is None else t.split(rows) for t in tensors)
+    if rows >= x_TI.shape[0]:
+        return [(x_TI, *others)]
+    first = x_TI.split(rows)
+    parts = (first, *([None] * len(first) if t is None else t.split(rows) for t in others))
     return zip(*parts, strict=True)
 
 

@@ -1,6 +1,6 @@
 """Compare variants of a sweep: means over seeds, differences seed by seed, and an HTML page."""
 
-import contextlib
+import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,8 @@ from comera.recipes.report.run_report import loss_by_clock, read_histories
 from comera.recipes.run_config import HIGHER_IS_BETTER
 from comera.recipes.run_folder import read_result
 from comera.train.log import from_json, to_json
+
+log = logging.getLogger("comera")
 
 _FIGURES = ("params", "metrics", "steps", "seconds", "test", "checkpoint_bytes")
 _NONE = "–"
@@ -273,9 +275,8 @@ def write_sweep_report(folder: Path) -> Path:
     """Write ``report.html`` into the folder of a sweep, from its ``results.json``."""
     comparison = read_comparison(folder)
     content = gather_sweep(f"Sweep {folder.resolve().name}", comparison)
-    return page.write_page(
-        folder / "report.html", "sweep.html", content | _first_runs(folder, comparison)
-    )
+    content |= _first_runs(folder, comparison)
+    return page.write_page(folder / "report.html", "sweep.html", content)
 
 
 def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
@@ -310,8 +311,8 @@ _LOOKS = ("compressed", "dense", "relaxed", "target")  # classes of the style sh
 def _best_first(comparison: Comparison) -> list[Row]:
     """Return the best variants, as many as lines of a chart can be told apart."""
     rows = [row for row in comparison.rows if math.isfinite(row.mean)]
-    rows.sort(key=lambda row: row.mean, reverse=comparison.higher_is_better)
-    return rows[: len(_LOOKS)]
+    best = sorted(rows, key=lambda row: row.mean, reverse=comparison.higher_is_better)
+    return best[: len(_LOOKS)]
 
 
 def _summary(comparison: Comparison) -> str:
@@ -329,16 +330,17 @@ def _first_runs(folder: Path, comparison: Comparison) -> dict[str, Any]:
     """Return losses over seconds and completions of the best variants, of one run each."""
     runs, completions = [], []
     for row, look in zip(_best_first(comparison), _LOOKS, strict=False):
-        with contextlib.suppress(FileNotFoundError, ValueError):  # moved, damaged
+        try:
             run = read_histories(folder / row.variant / f"seed-{row.seeds[0]}")[0]
-            runs.append(replace(run, name=row.variant, look=look))
-            if lines := (run.result or {}).get("completion"):
-                completions.append([row.variant, *lines])
+        except (FileNotFoundError, ValueError) as problem:  # moved, damaged
+            log.warning("%s has no line in the losses over seconds: %s", row.variant, problem)
+            continue
+        runs.append(replace(run, name=row.variant, look=look))
+        if lines := (run.result or {}).get("completion"):
+            completions.append([row.variant, *lines])
     header = ["variant", "the first held-out sequence ends with", "and the model goes on with"]
-    return {
-        "loss": loss_by_clock(runs),
-        "completions": page.Table(header, completions, text_columns=3) if completions else None,
-    }
+    table = page.Table(header, completions, text_columns=3) if completions else None
+    return {"loss": loss_by_clock(runs), "completions": table}
 
 
 def _named(comparison: Comparison) -> str:
