@@ -18,7 +18,7 @@ from comera.ops.operator import is_traced
 from comera.ops.table.distinct_rows import check_range
 from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
 from comera.planning.lookup_ways import Lookup
-from comera.shapes import TTMShape, TTShape, only_one
+from comera.shapes import TTMShape, TTShape, check_whole_numbers, only_one
 
 
 class HotRows(TensorTrainModule):
@@ -130,8 +130,7 @@ class TTTable(TensorTrainModule):
         prune_below: float = PRUNE_BELOW,
     ) -> None:
         super().__init__()
-        if num_embeddings < 1:
-            raise ValueError(f"num_embeddings={num_embeddings} must be at least 1")
+        check_whole_numbers(1, num_embeddings=num_embeddings)
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
         for name, value in refused.items():
             if value not in (None, False):

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from comera.extras import needed_by
-from comera.files import replacing
+from comera.files import replacing, write_text
 from comera.nn.forms import experts_apart
 from comera.nn.module import check_unsharded, dtype_name
 from comera.nn.targets import TTConfig
@@ -115,8 +115,7 @@ def write_folder(
     with replacing(folder / WEIGHTS) as temporary:
         write_tensors(temporary, tensors, read, {"format": "pt", _KEY: text})
         check()
-    with replacing(folder / DESCRIPTION) as temporary:
-        temporary.write_text(f"{text}\n", encoding="utf-8")
+    write_text(folder / DESCRIPTION, f"{text}\n")
 
 
 def _note_of(tensor: Tensor) -> dict[str, Any]:

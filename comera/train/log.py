@@ -28,7 +28,7 @@ from rich.table import Column
 from rich.text import Text
 
 from comera.extras import needed_by
-from comera.files import replacing
+from comera.files import write_text
 
 
 class StepClock:
@@ -198,9 +198,7 @@ class RunLog(SilentLog):
                     "%s: drops %d of %d lines, as damaged ones", self.path, damaged, len(lines)
                 )
             kept = [line for line in lines if line and line["step"] <= resume_step]
-            with replacing(self.path) as temporary:
-                text = "".join(to_json(line) + "\n" for line in kept)
-                temporary.write_text(text, encoding="utf-8")
+            write_text(self.path, "".join(to_json(line) + "\n" for line in kept))
         self._file = self.path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard:

@@ -111,11 +111,8 @@ class TrainStep:
         watch: int = EVERY,
     ) -> None:
         _check_kinds(model, loss_fn, optimizer)
-        check_whole_numbers(watch=watch, accumulate=accumulate)
-        if watch < 0:
-            raise ValueError(f"watch={watch} must be a number of steps, or 0 for no looks")
-        if accumulate < 1:
-            raise ValueError(f"accumulate={accumulate} must be at least 1")
+        check_whole_numbers(0, watch=watch)
+        check_whole_numbers(1, accumulate=accumulate)
         if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
             raise ValueError(f"clip_norm={clip_norm!r} must be above 0, or None for no clipping")
         if isinstance(optimizer, OptimizerInBackward):
