@@ -15,15 +15,13 @@ from comera.nn.module import (
     SharedGates,
     TensorTrainModule,
     check_unsharded,
-    may_share,
-    params_of,
     tensor_trains,
-    versions_of,
 )
 from comera.ops.contract_cores import contract_groups
 from comera.ops.cores import Chains
 from comera.ops.dispatch import is_eager, shapes_are_static
 from comera.ops.linear.blocks import block_factors
+from comera.params import may_share, params_of, versions_of
 
 
 class BatchedContraction:

@@ -24,7 +24,7 @@ from comera.nn.forms import (
     rows_at,
 )
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
-from comera.nn.module import TensorTrainModule, check_model, check_unsharded, is_sharded
+from comera.nn.module import TensorTrainModule, check_model, check_unsharded
 from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
@@ -37,7 +37,7 @@ from comera.nn.targets import (
     tied_groups,
 )
 from comera.nn.tied import TiedTTLinear
-from comera.params import renew_wrappers_
+from comera.params import is_sharded, renew_wrappers_
 from comera.planning.planner import Plan, plan_layer
 from comera.shapes import BTTShape
 

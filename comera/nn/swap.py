@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from comera.extras import listed
+from comera.nn.dense_weight import WeightByAssignment
 from comera.nn.feed_forward_parts import fuse_feed_forwards_
-from comera.nn.module import TensorTrainModule, WeightByAssignment, tensor_trains
+from comera.nn.module import TensorTrainModule, tensor_trains
 
 log = logging.getLogger("comera")
 

@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 from comera.extras import check_known, listed, names_misspelt, say_once
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, is_sharded, tensor_trains
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
+from comera.params import is_sharded
 from comera.shapes import check_tolerance, check_whole_numbers, is_number, only_one, whole_ranks
 
 log = logging.getLogger("comera")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.nn.module import is_sharded
+from comera.params import is_sharded
 
 
 class Wrapper(Protocol):
