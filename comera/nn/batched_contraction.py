@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import CompressedLinear, TTLinear
-from comera.nn.module import (
-    Shared,
-    SharedGates,
-    TensorTrainModule,
-    check_unsharded,
-    tensor_trains,
-)
+from comera.nn.module import Shared, SharedGates, TensorTrainModule, check_unsharded, tensor_trains
 from comera.ops.contract_cores import contract_groups
 from comera.ops.cores import Chains
 from comera.ops.dispatch import is_eager, shapes_are_static
