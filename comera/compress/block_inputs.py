@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from comera.compress.allocate import CompressedLayer
 from comera.extras import listed
 from comera.files import replacing
-from comera.saved.description import describe_layers, rebuild_
+from comera.saved.description import describe_layers
 from comera.saved.shards import Shards, read_tensor
 
 
@@ -300,16 +300,13 @@ class UnfinishedBlocks:
         with replacing(self._states) as temporary:
             save_file(states, temporary, {_KEY: json.dumps({"about": self.about, "done": k + 1})})
 
-    def put_layers_(self, k: int, block: nn.Module) -> None:
-        rebuild_(block, self._noted(k)["described"])
-
     def layers(self, k: int) -> list[CompressedLayer]:
-        return [CompressedLayer(**one) for one in self._noted(k)["layers"]]
+        return [CompressedLayer(**one) for one in self.noted(k)["layers"]]
 
     def tensor(self, k: int, name: str) -> Tensor:
         return read_tensor(self._file(k), name)
 
-    def _noted(self, k: int) -> dict[str, Any]:
+    def noted(self, k: int) -> dict[str, Any]:
         with safe_open(self._file(k), "pt") as file:
             return json.loads(file.metadata()[_KEY])
 

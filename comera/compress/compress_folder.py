@@ -31,7 +31,7 @@ from comera.files import write_text
 from comera.nn.swap import evaluation_mode, every_layer_called
 from comera.params import checksum, model_size
 from comera.planning.printing import with_bar
-from comera.saved.description import describe
+from comera.saved.description import describe, rebuild_
 from comera.saved.model_folder import DESCRIPTION, write_folder
 from comera.saved.shards import INDEX, Shards
 
@@ -150,7 +150,7 @@ def compress_folder(
         first = unfinished.resume(calls.states)
         ordered = list(parts.items())
         for k, (_, block) in enumerate(ordered[:first]):
-            unfinished.put_layers_(k, block)
+            rebuild_(block, unfinished.noted(k)["described"])
             calls.others[k].clear()
         for k in with_bar(range(first, len(parts)), "blocks", progress, len(parts), first):
             name, block = ordered[k]
