@@ -48,10 +48,13 @@ def model_size(model: nn.Module) -> ModelSize:
     return ModelSize(sum(param.numel() for param in params), sum(param.nbytes for param in params))
 
 
+def bytes_of(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
 def checksum(tensor: Tensor, start: int = 0) -> int:
     """Return a checksum of a tensor's bytes, continued from ``start``."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return zlib.crc32(data, start)
+    return zlib.crc32(bytes_of(tensor), start)
 
 
 _looked: tuple[object, Mapping[int, DistributedDataParallel]] = None, {}

@@ -351,8 +351,7 @@ class RankLearning(ABC):
         ``RuntimeError`` if another process cannot cut its ranks.
         """
 
-    @abstractmethod
-    def check_schedule(self, optimizer: AnyOptimizer) -> None:
+    def check_schedule(self, optimizer: AnyOptimizer) -> None:  # noqa: B027  not all close gates
         """Warn if the remaining steps are too few for the optimizer to close gates."""
 
     def identity(self) -> tuple[object, ...]:

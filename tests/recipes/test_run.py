@@ -216,7 +216,6 @@ def test_a_dense_run_needs_no_other_section(config):
             "two_stage.late_share=0.001 of 50 steps is no step",
         ),
         ({"two_stage": TwoStageConfig(target=30)}, "two_stage.target=30 must be in"),
-        ({"two_stage": TwoStageConfig(target=None)}, "two_stage.target=null must be a number"),
         ({"two_stage": TwoStageConfig(gamma=-1.0)}, "two_stage.gamma=-1.0 must be a number of at"),
         (
             {"two_stage": TwoStageConfig(target=0.001)},
