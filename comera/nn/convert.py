@@ -3,6 +3,7 @@
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -25,7 +26,7 @@ from comera.nn.forms import (
 )
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded
-from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
+from comera.nn.swap import call, evaluation_mode, every_layer_called, swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     TTConfig,
@@ -310,24 +311,12 @@ def _output_errors(
 
         return before
 
-    handles = [
-        old.register_forward_pre_hook(watch(name, weight, new))
-        for name, (old, weight, new) in layers.items()
-    ]
     count = 0
-    try:
-        with evaluation_mode(model), every_layer_called():
-            for batch in batches:
-                count += 1
-                if isinstance(batch, Mapping):
-                    model(**batch)
-                elif isinstance(batch, tuple | list):
-                    model(*batch)
-                else:
-                    model(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, evaluation_mode(model), every_layer_called():
+        for name, (old, weight, new) in layers.items():
+            hooks.enter_context(old.register_forward_pre_hook(watch(name, weight, new)))
+        for count, batch in enumerate(batches, start=1):  # noqa: B007
+            call(model, batch)
     idle = [name for name in layers if name not in sums]
     if not count or idle:
         what = f"reaches no {', '.join(idle[:3])}" if count else "has no batch"

@@ -33,7 +33,6 @@ from comera.allocator import reuse_freed_memory
 from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError, check_known, did_you_mean, needed_by
 from comera.recipes.parse import (
-    choices_of,
     converted,
     file_of,
     hints_of,
@@ -414,7 +413,7 @@ def settings_by_name() -> dict[str, tuple[Any, type]]:
             section, _ = section_of(hint)
             if section is not None:
                 walk(section, f"{within}{name}.")
-        for each in choices_of(kind):
+        for each in vars(kind).get("choices", []):  # from which the section is chosen
             walk(each, within)
 
     walk(RunConfig, "")

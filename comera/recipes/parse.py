@@ -168,11 +168,6 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def choices_of(kind: type) -> list[type]:
-    """Return the dataclasses from which a section's ``choose`` picks; none without a ``choose``."""
-    return vars(kind).get("choices", [])
-
-
 def hints_of(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
