@@ -26,6 +26,7 @@ from comera.recipes.report.sweep_report import (
     Comparison,
     Trained,
     comparison_cells,
+    deviation,
     read_comparison,
 )
 from comera.recipes.run import (
@@ -149,16 +150,16 @@ def _section(name: str, scale: str, path: Path, out: Path, claims: list[list[str
     published = content.get("published") or {}
     source, figures = published.get("source", "all together"), published.get("figures", {})
     reference = content.get("reference") or next(iter(content["variants"]))
-    comparison, runs = None, list[Trained]()
+    comparison = None
     command = f"comera reproduce {name} --scale={scale}"
     parts = [f"## {name}, {scale}", f"{parse.first_sentence(path)}. Published: {source}."]
     if (folder / "results.json").is_file():
-        comparison, runs = read_comparison(folder)
+        comparison = read_comparison(folder)
         with contextlib.suppress(FileNotFoundError):
             command = (folder / _COMMAND).read_text(encoding="utf-8")
     rows = []
     for claim in read_claims(published):
-        rule, ours, verdict = _judged(claim, reference, runs, comparison)
+        rule, ours, verdict = _judged(claim, reference, comparison)
         rows.append([claim.says, claim.paper, rule, ours, verdict])
         link = f"[{name}, {scale}](#{name}-{scale})"
         claims.append([source, claim.says, claim.paper, ours, verdict, link])
@@ -176,9 +177,9 @@ def _section(name: str, scale: str, path: Path, out: Path, claims: list[list[str
             for each in content["variants"]
         ]
         parts.append(page.markdown(["variant", "published", *columns[1:]], lines))
-        parts += [f"Figures are of {comparison.title}. {comparison.note}", _places(runs)]
+        parts += [f"Figures are of {comparison.title}. {comparison.note}", _places(comparison.runs)]
         parts += [f"Failed: {each}." for each in comparison.failed]
-    parts.append(f"{'Made by' if runs else 'To be made by'} `{command}`.")
+    parts.append(f"{'To be made' if comparison is None else 'Made'} by `{command}`.")
     return "\n\n".join(parts)
 
 
@@ -196,9 +197,7 @@ Differences are paired by seed, ± their standard error; other figures ± their 
 over seeds. By test data nothing was chosen."""
 
 
-def _judged(
-    claim: Claim, reference: str, runs: Sequence[Trained], comparison: Comparison | None
-) -> tuple[str, str, str]:
+def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tuple[str, str, str]:
     """Return the rule of a claim in words, our figures, and the verdict."""
     if claim.variant is None:
         return "nothing here decides", "–", "not run"
@@ -211,6 +210,7 @@ def _judged(
         change = page.show_change(figure, abs(bound), sign="")
         how = f"at least {change} better" if claim.gains else f"at most {change} worse"
         rule = f"{label} {how} than {other}"
+    runs, failed = (comparison.runs, comparison.failed) if comparison else ((), ())
     both = [run for run in runs if run.variant in (claim.variant, other)]
     tested = all(figure in run.test for run in both)
     value: dict[str, dict[int, float]] = {claim.variant: {}, other: {}}
@@ -221,24 +221,26 @@ def _judged(
     mine, theirs = value[claim.variant], value[other]
     seeds = [seed for seed in mine if seed in theirs]
     if comparison is None or not seeds:
-        failed = comparison is not None and claim.variant in {f.variant for f in comparison.failed}
-        return (rule, "failed", "does not hold") if failed and not mine else (rule, "–", "not run")
+        lost = not mine and any(each.variant == claim.variant for each in failed)
+        return (rule, "failed", "does not hold") if lost else (rule, "–", "not run")
     if claim.fewer is None:
         sign = 1 if figure in HIGHER_IS_BETTER else -1
         gains = [sign * (mine[seed] - theirs[seed]) for seed in seeds]
     else:
         gains = [math.log(theirs[seed] / mine[seed]) for seed in seeds]
-    mean, several = statistics.fmean(gains), len(seeds) > 1
-    error = statistics.stdev(gains) / math.sqrt(len(seeds)) if several else 0.0
+    mean, spread = statistics.fmean(gains), deviation(gains)
+    error = None if spread is None else spread / math.sqrt(len(seeds))
     own, its = (show(statistics.fmean(each[seed] for seed in seeds)) for each in (mine, theirs))
     if claim.fewer is not None:
         ours = f"{math.exp(mean):.3g}x less: {own} against {its}"
     else:
-        spread = f" ± {show(statistics.stdev(mine[seed] for seed in seeds))}" if several else ""
-        change = page.show_change(figure, sign * mean, error if several else None)
+        own += (
+            "" if spread is None else f" ± {show(deviation([mine[seed] for seed in seeds]) or 0)}"
+        )
         kind = "test" if tested else "development"
-        ours = f"{kind} {label} {own}{spread} against {its}: {change}"
-    near = mean + 2 * error >= bound or (bound > 0 and mean >= bound / 2)
+        ours = f"{kind} {label} {own} against {its}: "
+        ours += page.show_change(figure, sign * mean, error)
+    near = mean + 2 * (error or 0) >= bound or (bound > 0 and mean >= bound / 2)
     verdict = _VERDICTS[0 if mean >= bound - 1e-9 else 1 if near else 2]
     wanted = len(comparison.seeds)
     return rule, ours, verdict + f" ({len(seeds)} of {wanted} seeds)" * (len(seeds) < wanted)

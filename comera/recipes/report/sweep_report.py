@@ -98,6 +98,7 @@ class Comparison:
     rows: tuple[Row, ...]  # in the order of the sweep
     tested: bool = False  # figures are of test data, which all finished runs then have
     failed: tuple[Failed, ...] = ()
+    runs: tuple[Trained, ...] = field(default=(), compare=False)
 
     @property
     def higher_is_better(self) -> bool:
@@ -154,7 +155,15 @@ def compare(
         by_variant[run.variant][run.seed] = run
     base = by_variant.get(reference, {})
     rows = [_row(name, mine, base, metric, tested) for name, mine in by_variant.items() if mine]
-    return Comparison(metric, reference, tuple(seeds), tuple(rows), tested, tuple(failed))
+    of = tuple(seeds), tuple(rows), tested, tuple(failed), tuple(runs)
+    return Comparison(metric, reference, *of)
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Return the sample standard deviation; None of one value, NaN if one is not finite."""
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _row(
@@ -175,20 +184,18 @@ def _row(
     shared = [seed for seed in mine if seed in base]
     own, other = [mine[seed] for seed in shared], [base[seed] for seed in shared]
     differences = [a - b for a, b in zip(figures(own), figures(other), strict=True)]
-    error = None
-    if len(differences) > 1:
-        error = statistics.stdev(differences) / math.sqrt(len(differences))
+    spread = deviation(differences)
     return Row(
         variant=name,
         seeds=tuple(mine),
         params=params,
         fewer=mean(run.params for run in base.values()) / params if base else None,
         mean=mean(figures(runs)),
-        deviation=statistics.stdev(figures(runs)) if len(runs) > 1 else None,
+        deviation=deviation(figures(runs)),
         differences=dict(zip(shared, differences, strict=True)),
         reference_mean=mean(figures(other)) if shared else None,
         difference=mean(differences) if shared else None,
-        difference_error=error,
+        difference_error=None if spread is None else spread / math.sqrt(len(differences)),
         steps=mean(run.steps for run in runs),
         seconds=mean(run.seconds for run in runs),
         speed=seconds_a_step(other) / seconds_a_step(own) if shared else None,
@@ -273,11 +280,8 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
     write_text(folder / "results.md", "\n\n".join(parts) + "\n")
 
 
-def read_comparison(folder: Path) -> tuple[Comparison, list[Trained]]:
-    """Compare the runs of ``results.json`` in a folder, and return them too.
-
-    Raises ``ValueError`` if the file is damaged.
-    """
+def read_comparison(folder: Path) -> Comparison:
+    """Compare the runs of ``results.json`` in a folder; raises ``ValueError`` if damaged."""
     path = folder / "results.json"
     names = {each.name for each in fields(Trained)}
     try:
@@ -285,8 +289,7 @@ def read_comparison(folder: Path) -> tuple[Comparison, list[Trained]]:
         runs = [Trained(**{k: run[k] for k in names if k in run}) for run in facts["runs"]]
         variants = [row["variant"] for row in facts["summary"]]
         failed = [Failed(**run) for run in facts["failed"]]
-        given = facts["seeds"], facts["reference"], facts["metric"]
-        return compare(runs, variants, *given, failed), runs
+        return compare(runs, variants, facts["seeds"], facts["reference"], facts["metric"], failed)
     except (KeyError, TypeError, ValueError) as problem:
         raise ValueError(
             f"{path} is damaged ({problem!r}): comera sweep FILE writes it again, and trains "
@@ -296,7 +299,7 @@ def read_comparison(folder: Path) -> tuple[Comparison, list[Trained]]:
 
 def write_sweep_report(folder: Path) -> Path:
     """Write ``report.html`` into the folder of a sweep, from its ``results.json``."""
-    comparison, _ = read_comparison(folder)
+    comparison = read_comparison(folder)
     content = gather_sweep(f"Sweep {folder.resolve().name}", comparison)
     content |= _first_runs(folder, comparison)
     return page.write_page(folder / "report.html", "sweep.html", content)
