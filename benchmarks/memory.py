@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +23,8 @@ from benchmarks.session import Session, add_several, add_sizes, count, in_new_pr
 from comera.allocator import reuse_freed_memory
 from comera.nn.embedding import TTEmbedding
 from comera.train.capture import WARM_UP
+from comera.train.log import MemoryWatch
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_FORGET_PEAK = "5"  # man 5 proc_pid_clear_refs
 _STEPS = 2
 
 
@@ -46,8 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(session: Session, options: argparse.Namespace) -> None:
     """Measure a step of the model at every batch size, or of one table."""
-    if session.device.type == "cpu":
-        resident_peak()  # raises before anything starts
+    peak_reader(session.device)  # raises before anything starts
     tokens = options.tokens
     theirs = "dense"
     if options.table:
@@ -106,38 +103,18 @@ def peak(job: dict[str, Any]) -> dict[str, int]:
 
 
 def peak_reader(device: torch.device) -> Callable[[], int]:
-    """Begin to watch after a step of a tiny layer; the result returns bytes above the base."""
-    layer = nn.Linear(8, 8).to(device)
-    layer(torch.ones(8, 8, device=device)).sum().backward()
-    torch.optim.AdamW(layer.parameters(), fused=True).step()
-    if device.type == "cpu":
-        return resident_peak()
-    torch.cuda.synchronize(device)
-    base = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return lambda: torch.cuda.max_memory_allocated(device) - base
-
-
-def resident_peak() -> Callable[[], int]:
-    """Begin to watch; the result returns by how many bytes the resident size rose at most.
+    """Begin to watch after a step of a tiny layer; the result returns bytes above the base.
 
     Raises:
         ValueError: Where the system does not say.
     """
     try:
-        base = _status("VmRSS")
-        _CLEAR.write_text(_FORGET_PEAK)
+        return MemoryWatch(device).peak
     except OSError as problem:
         raise ValueError(
-            f"device='cpu' needs Linux, where peak memory is read from {_STATUS.parent}; "
+            "device='cpu' needs Linux, where peak memory is read from /proc/self; "
             f"here, on {sys.platform}: {problem}"
         ) from None
-    return lambda: _status("VmHWM") - base
-
-
-def _status(entry: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(entry))
-    return int(line.split()[1]) * 1024
 
 
 def _train_model(job: dict[str, Any], device: torch.device) -> int:

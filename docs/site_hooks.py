@@ -6,10 +6,19 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 _ROOT = Path(__file__).parents[1]
-_PAGES = ("BENCHMARKS.md", "CHANGELOG.md", "CONTRIBUTING.md")
+_NAMES = ("BENCHMARKS.md", "REPRODUCTION.md", "CHANGELOG.md", "CONTRIBUTING.md")
+_PAGES = [name for name in _NAMES if (_ROOT / name).is_file()]  # the second one is made by runs
 _TO_DOCS = re.compile(r"\]\(docs/")
-_TO_ROOT = re.compile(r"\]\((?:\.\./)+(BENCHMARKS|CONTRIBUTING)")
+_TO_ROOT = re.compile(r"\]\((?:\.\./)+(BENCHMARKS|REPRODUCTION|CONTRIBUTING)")
 _SHIM = re.compile(r"https://[\w.]+/iframe-worker/shim")
+
+
+def on_config(config):
+    """List the page of reproductions after the benchmarks, if there is one."""
+    if "REPRODUCTION.md" in _PAGES:
+        figures = next(part["Figures"] for part in config.nav if "Figures" in part)
+        figures.insert(1, "REPRODUCTION.md")
+    return config
 
 
 def on_files(files, config):

@@ -2,26 +2,33 @@
 
 import contextlib
 import dataclasses
-import datetime
-import platform
-import subprocess
+import math
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from rich.console import Console
 
-from comera import __version__
 from comera.extras import check_known
 from comera.files import write_text
 from comera.params import model_size
-from comera.planning.machine import processor_name
 from comera.planning.printing import show_bytes
 from comera.recipes import parse
 from comera.recipes.cli import changes_of
 from comera.recipes.parse import read_yaml
-from comera.recipes.report.sweep_report import comparison_cells, read_comparison
+from comera.recipes.report import page
+from comera.recipes.report.sweep_report import (
+    MEASURED,
+    Comparison,
+    Trained,
+    comparison_cells,
+    deviation,
+    read_comparison,
+)
 from comera.recipes.run import (
     build_step,
     make_model,
@@ -29,14 +36,14 @@ from comera.recipes.run import (
     planned_model,
     without_remarks,
 )
-from comera.recipes.run_config import RunConfig
-from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, unskipped
+from comera.recipes.run_config import HIGHER_IS_BETTER, RunConfig
+from comera.recipes.sweep import Claim, make_jobs, read_claims, read_sweep, run_sweep, unskipped
 from comera.recipes.tasks.task import Batch, task_of
 
 Scale = Literal["small", "paper"]
 
 _FOLDER = "reproduce"
-_FACTS = "machine.txt"
+_COMMAND = "command.txt"
 _ROWS, _STEPS = 2, 2
 _STEPPED_UP_TO = 1 << 29
 """Bytes of weights, gradients and optimizer state up to which a dry run does steps."""
@@ -115,63 +122,142 @@ def reproduce(
             f"{problem}: {source}--set='[KEY=PLACE]' sets one for all runs"
         ) from None
     if (folder / "results.json").is_file():
-        write_facts(folder, changes)
+        changed = f" --set='[{','.join(set)}]'" * bool(set)
+        write_text(folder / _COMMAND, f"comera reproduce {name} --scale={scale}{changed}")
     write_reproduction(Path(out))
     return status
 
 
 def write_reproduction(out: Path) -> Path:
-    """Write ``REPRODUCTION.md`` with the results below ``out`` beside those of the papers."""
-    parts = ["# Reproduction", "What the papers report, and what came out here."]
-    for name, scales in experiments().items():
-        parts += [_section(name, s, scales[s], out) for s in get_args(Scale) if s in scales]
+    """Write ``REPRODUCTION.md`` with the results below ``out`` beside the claims of the papers."""
+    found = experiments()
+    places = [(n, s) for s in get_args(Scale) for n in found if s in found[n]]
+    claims: list[list[str]] = []
+    sections = [_section(name, scale, found[name][scale], out, claims) for name, scale in places]
+    verdicts = Counter(row[-2].partition(" (")[0] for row in claims)
+    counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in _VERDICTS)
+    header = ["paper", "claim", "the paper", "here", "verdict", "section"]
+    table = page.markdown(header, claims, len(header))
+    text = "\n\n".join([f"{_HEAD}\n\nOf {len(claims)} claims: {counts}.", table, *sections])
     path = out / "REPRODUCTION.md"
-    write_text(path, "\n\n".join(parts) + "\n")
+    write_text(path, text + "\n")
     return path
 
 
-def _section(name: str, scale: str, path: Path, out: Path) -> str:
-    content = read_yaml(path)  # checked where it is run
-    published = content.get("published", {"source": "", "figures": {}})
-    head = f"## {name}, {scale}\n\n{parse.first_sentence(path)}."
-    if published["source"]:
-        head += f" Published: {published['source']}."
-    folder = out / path.stem
-    found: dict[str, list[str]] = {}
-    failed: set[str] = set()
-    header = ["variant", "published", "here"]
-    facts = "Not run."
+def _section(name: str, scale: str, path: Path, out: Path, claims: list[list[str]]) -> str:
+    """Return the section of an experiment, and add its claims to those of the page."""
+    content, folder = read_yaml(path), out / path.stem  # checked where it is run
+    published = content.get("published") or {}
+    source, figures = published.get("source", "all together"), published.get("figures", {})
+    reference = content.get("reference") or next(iter(content["variants"]))
+    comparison = None
+    command = f"comera reproduce {name} --scale={scale}"
+    parts = [f"## {name}, {scale}", f"{parse.first_sentence(path)}. Published: {source}."]
     if (folder / "results.json").is_file():
         comparison = read_comparison(folder)
-        failed = {run.variant for run in comparison.failed}
-        columns, rows = comparison_cells(comparison)
-        header, found = ["variant", "published", *columns[1:]], {row[0]: row[1:] for row in rows}
         with contextlib.suppress(FileNotFoundError):
-            facts = (folder / _FACTS).read_text(encoding="utf-8")
-    lines = [header, ["---"] * len(header)]
-    for variant in content["variants"]:
-        missing = "failed" if variant in failed else "not run"
-        mine = found.get(variant, [missing, *[""] * (len(header) - 3)])
-        lines.append([variant, str(published["figures"].get(variant, "")), *mine])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{head}\n\n{table}\n\n{facts}"
+            command = (folder / _COMMAND).read_text(encoding="utf-8")
+    rows = []
+    for claim in read_claims(published):
+        rule, ours, verdict = _judged(claim, reference, comparison)
+        rows.append([claim.says, claim.paper, rule, ours, verdict])
+        link = f"[{name}, {scale}](#{name}-{scale})"
+        claims.append([source, claim.says, claim.paper, ours, verdict, link])
+    header = ["claim", "the paper", "holds if here", "here", "verdict"]
+    if rows:
+        parts.append(page.markdown(header, rows, len(header)))
+    if comparison is not None:
+        columns, cells = comparison_cells(comparison)
+        by_name = {row[0]: row[1:] for row in cells}
+        for failed in comparison.failed:
+            by_name.setdefault(failed.variant, ["failed", *[""] * (len(columns) - 2)])
+        missing = ["not run", *[""] * (len(columns) - 2)]
+        lines = [
+            [each, str(figures.get(each, "")), *by_name.get(each, missing)]
+            for each in content["variants"]
+        ]
+        parts.append(page.markdown(["variant", "published", *columns[1:]], lines))
+        parts += [f"Figures are of {comparison.title}. {comparison.note}", _places(comparison.runs)]
+        parts += [f"Failed: {each}." for each in comparison.failed]
+    parts.append(f"{'To be made' if comparison is None else 'Made'} by `{command}`.")
+    return "\n\n".join(parts)
 
 
-def write_facts(folder: Path, changes: Mapping[str, Any]) -> None:
-    """Write date, machine, versions and changed settings of the results in a folder."""
-    cuda = torch.cuda.is_available()
-    machine = torch.cuda.get_device_name() if cuda else processor_name() or platform.machine()
-    root, commit = Path(__file__).parents[2], ""
-    if (root / ".git").exists():  # a checkout
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"]
-        with contextlib.suppress(OSError):
-            commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    facts = f"{datetime.date.today().isoformat()}, {machine}, comera {__version__}"
-    facts += f" at {commit}" * bool(commit) + f", torch {torch.__version__}."
-    if changes:
-        changed = ", ".join(f"{key}={value}" for key, value in changes.items())
-        facts += f" Of its settings these are others (--set): {changed}."
-    write_text(folder / _FACTS, facts)
+_VERDICTS = "holds", "holds in part", "does not hold", "not run"
+_HEAD = """# Reproduction
+
+What the papers claim, and what came out here. `comera reproduce` writes this page from the claims
+in `configs/reproduce` and the folders of finished runs; nothing in it is typed.
+
+A claim *holds* if the mean over seeds reaches the bound in its section. It *holds in part* if the
+bound is no more than two standard errors above that mean, or at least half of a claimed gain is
+there (of a ratio, half on a log scale: 9x of 81x). Otherwise, and where all runs of its variant
+failed, it *does not hold*. *Not run*: a run that it needs is missing, or the package has none.
+Differences are paired by seed, ± their standard error; other figures ± their standard deviation
+over seeds. By test data nothing was chosen."""
+
+
+def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tuple[str, str, str]:
+    """Return the rule of a claim in words, our figures, and the verdict."""
+    if claim.variant is None:
+        return "nothing here decides", "–", "not run"
+    figure, other = claim.figure, claim.beside or reference
+    label, show = MEASURED.get(figure, (figure, partial(page.show_metric, figure)))
+    if claim.fewer is not None:
+        bound, rule = math.log(claim.fewer), f"{label} at least {claim.fewer:g}x less than {other}"
+    else:
+        bound = -(claim.loses or 0.0) if claim.gains is None else claim.gains
+        change = page.show_change(figure, abs(bound), sign="")
+        how = f"at least {change} better" if claim.gains else f"at most {change} worse"
+        rule = f"{label} {how} than {other}"
+    runs, failed = (comparison.runs, comparison.failed) if comparison else ((), ())
+    both = [run for run in runs if run.variant in (claim.variant, other)]
+    tested = all(figure in run.test for run in both)
+    value: dict[str, dict[int, float]] = {claim.variant: {}, other: {}}
+    for run in both:
+        facts = vars(run) | (run.test if tested else run.metrics)
+        if facts.get(figure) is not None:
+            value[run.variant][run.seed] = facts[figure]
+    mine, theirs = value[claim.variant], value[other]
+    seeds = [seed for seed in mine if seed in theirs]
+    if comparison is None or not seeds:
+        lost = not mine and any(each.variant == claim.variant for each in failed)
+        return (rule, "failed", "does not hold") if lost else (rule, "–", "not run")
+    if claim.fewer is None:
+        sign = 1 if figure in HIGHER_IS_BETTER else -1
+        gains = [sign * (mine[seed] - theirs[seed]) for seed in seeds]
+    else:
+        gains = [math.log(theirs[seed] / mine[seed]) for seed in seeds]
+    mean, spread = statistics.fmean(gains), deviation(gains)
+    error = None if spread is None else spread / math.sqrt(len(seeds))
+    own, its = (show(statistics.fmean(each[seed] for seed in seeds)) for each in (mine, theirs))
+    if claim.fewer is not None:
+        ours = f"{math.exp(mean):.3g}x less: {own} against {its}"
+    else:
+        own += (
+            "" if spread is None else f" ± {show(deviation([mine[seed] for seed in seeds]) or 0)}"
+        )
+        kind = "test" if tested else "development"
+        ours = f"{kind} {label} {own} against {its}: "
+        ours += page.show_change(figure, sign * mean, error)
+    near = mean + 2 * (error or 0) >= bound or (bound > 0 and mean >= bound / 2)
+    verdict = _VERDICTS[0 if mean >= bound - 1e-9 else 1 if near else 2]
+    wanted = len(comparison.seeds)
+    return rule, ours, verdict + f" ({len(seeds)} of {wanted} seeds)" * (len(seeds) < wanted)
+
+
+def _places(runs: Sequence[Trained]) -> str:
+    """Return a list of dates, machines and versions, with the number of runs."""
+    dates: dict[str, list[str]] = {}
+    for run in runs:
+        ran = {"date": "date", **dict.fromkeys(("machine", "comera", "torch"), "not recorded")}
+        ran |= {"threads": "?"} | run.ran
+        place = "{machine}, threads: {threads}, comera {comera}, torch {torch}".format(**ran)
+        dates.setdefault(place, []).append(ran["date"])
+    return "\n".join(
+        f"* {len(each)} of the runs: {' to '.join(dict.fromkeys((min(each), max(each))))}, {place}"
+        for place, each in dates.items()
+    )
 
 
 def try_out(

@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import datetime
 import logging
 import math
+import subprocess
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,12 +18,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from comera import __version__
 from comera.checkpoint.archive import Archive
 from comera.files import write_text
 from comera.nn.convert import tensorize_
 from comera.nn.init import init_keys_as_queries_
 from comera.nn.module import tensor_trains
 from comera.optim.in_backward import OptimizerInBackward
+from comera.planning.machine import processor_name
 from comera.rank.learning import target_entries
 from comera.recipes import run_folder
 from comera.recipes.optimizers import OptimizerConfig
@@ -30,7 +35,7 @@ from comera.report import model_plan
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
 from comera.saved.model_folder import save_state
-from comera.train.log import to_json
+from comera.train.log import MemoryWatch, to_json
 from comera.train.loop import evaluated, train
 from comera.train.processes import Processes
 from comera.train.sharded import shard_dense_, whole_state
@@ -108,8 +113,9 @@ def _finished(
     places = [folder / place for place in _jobs(config)]
     try:
         results = [run_folder.read_result(place) for place in places]
-        outcomes = [run_folder.Outcome(**{k: facts[k] for k in names}) for facts in results]
-    except (OSError, ValueError, KeyError):  # the last step writes it again
+        found_there = [{k: facts[k] for k in names if k in facts} for facts in results]
+        outcomes = [run_folder.Outcome(**facts) for facts in found_there]
+    except (OSError, ValueError, TypeError):  # the last step writes it again
         return None
     if not all((place / "model.safetensors").is_file() for place in places):
         return None
@@ -270,11 +276,14 @@ def _train_one(
     processes: Processes,
 ) -> run_folder.Outcome | None:
     """Train one model of a run and save it with its figures; None if it was interrupted."""
+    ran, watch = where_and_when(task.device), None
+    with contextlib.suppress(OSError):  # this system does not tell
+        watch = MemoryWatch(task.device)
     torch.manual_seed(config.seed)
     model = make_model(config, task, task.device)
     step = build_step(model, config, task, processes)
-    report = memory_report(model, step.optimizer, f"memory of the {name} model at the start")
-    console.print(str(report), soft_wrap=True, highlight=False, markup=False)
+    memory = memory_report(model, step.optimizer, f"memory of the {name} model at the start")
+    console.print(str(memory), soft_wrap=True, highlight=False, markup=False)
     if step.ranks is not None:
         console.print(
             f"{name}: cores of {step.ranks.start_size:,} entries to end at "
@@ -299,6 +308,7 @@ def _train_one(
         per_step=task.per_step,
         quiet=quiet or not processes.is_first,
         processes=processes,
+        watch=watch,
     )
     if result.interrupted:
         return None
@@ -325,6 +335,10 @@ def _train_one(
             ranks=result.ranks,
             test=test,
             checkpoint_bytes=sum(sizes) / len(sizes) if sizes else None,
+            processor_seconds=result.processor_seconds,
+            peak_memory=result.peak_memory,
+            state_bytes=memory.total.state,
+            ran=ran,
         )
         task.save_vocabulary(folder)
         facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "completion": completion}
@@ -333,6 +347,22 @@ def _train_one(
         return outcome
 
     return processes.from_first(saved)
+
+
+def where_and_when(device: torch.device) -> dict[str, Any]:
+    """Return date, machine, threads and versions of a session that begins to train."""
+    gpu, root, at = device.type == "cuda", Path(__file__).parents[2], ""
+    if (root / ".git").exists():  # a checkout
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"]
+        with contextlib.suppress(OSError):
+            at = " at " + subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": torch.cuda.get_device_name(device) if gpu else processor_name(),
+        "threads": torch.get_num_threads(),
+        "comera": __version__ + at,
+        "torch": torch.__version__,
+    }
 
 
 def find_device(name: str, processes: Processes | None = None) -> torch.device:

@@ -171,6 +171,10 @@ class Outcome:
     ranks: dict[str, Any] | None = None  # report of rank learning, if it ran
     test: dict[str, float] = field(default_factory=dict)  # as metrics, on test data
     checkpoint_bytes: float | None = None  # mean of the checkpoints that are kept
+    processor_seconds: float | None = None  # of all processors, in training steps
+    peak_memory: int | None = None  # bytes of training above those before the model was made
+    state_bytes: int | None = None  # of the optimizer's state at the start
+    ran: dict[str, Any] = field(default_factory=dict)  # date, machine and versions
 
 
 def outcome_cells(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

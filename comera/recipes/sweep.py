@@ -15,7 +15,14 @@ from rich.progress import TaskID
 from comera._command import INTERRUPTED
 from comera.extras import check_known, did_you_mean
 from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
-from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
+from comera.recipes.parse import (
+    check_least,
+    file_of,
+    merged,
+    nested,
+    parse_settings,
+    read_yaml,
+)
 from comera.recipes.report import sweep_report
 from comera.recipes.report.page import show_metric
 from comera.recipes.run import planned_memory
@@ -31,6 +38,7 @@ _KEYS = (
 _OF_THE_SWEEP = ("out", "seed", "twin", "overwrite")
 """Settings of a run that a sweep makes itself: those of the base are not used."""
 
+_CLAIM = "published.claims[{}]."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 
@@ -47,6 +55,60 @@ class Sweep:
     search: SearchConfig | None
     base: dict[str, Any]  # settings that all variants share, as given
     given: Mapping[str, Any]  # what each variant changes of them, as given
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper, and the rule by which figures of two variants decide about it.
+
+    Args:
+        says: What is claimed.
+        paper: The paper's own figures, and where they are.
+        variant: The variant that it is about; without one no run here decides about it.
+        figure: What is compared: a metric, or one of ``MEASURED``.
+        beside: The variant beside it, by default the reference.
+        loses: By how much the metric is worse than the other's at most.
+        gains: By how much the metric is better than the other's at least.
+        fewer: How many times smaller the figure is than the other's at least.
+    """
+
+    says: str = ""
+    paper: str = ""
+    variant: str | None = None
+    figure: str = ""
+    beside: str | None = None
+    loses: float | None = None
+    gains: float | None = None
+    fewer: float | None = None
+
+    def __post_init__(self) -> None:
+        rules = [key for key in ("loses", "gains", "fewer") if getattr(self, key) is not None]
+        for key in ("says", "paper"):
+            if not getattr(self, key):
+                raise ValueError(f"{key}={getattr(self, key)!r} must be a text")
+        if len(rules) != (self.variant is not None) or bool(self.figure) != bool(rules):
+            raise ValueError(
+                f"variant={self.variant}: a claim has a variant, a figure and one of loses, gains "
+                f"and fewer, or none of these where no run decides; here are {rules or 'none'}"
+            )
+        check_least(self, "", loses=0, gains=0, fewer=1)
+
+    def check(self, within: str, variants: Mapping[str, RunConfig]) -> None:
+        """Raise ``ValueError`` for a name that is no variant, or a figure that is not measured."""
+        for key in ("variant", "beside"):
+            if (name := getattr(self, key)) is not None:
+                _check_named(name, variants, f"{within}{key}=")
+                better = TASKS[variants[name].task].better
+                known = [*better] if self.fewer is None else [*sweep_report.MEASURED]
+                check_known(self.figure, known, f"{within}figure={self.figure} is not measured")
+
+
+def read_claims(published: Mapping[str, Any]) -> list[Claim]:
+    """Parse the claims in the section ``published`` of a sweep file; ``ValueError`` if wrong."""
+    given = published.get("claims") or []
+    if not isinstance(given, list) or not all(isinstance(each, Mapping) for each in given):
+        raise ValueError(f"published.claims={given!r} must be a list of mappings")
+    return [parse_settings(Claim, each, _CLAIM.format(k)) for k, each in enumerate(given)]
 
 
 def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
@@ -72,8 +134,11 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     if changes:
         given = {name: {**(own or {}), **changes} for name, own in given.items()}
     variants = {name: variant_of(name, base, given) for name in given}
-    for name in (content.get("published") or {}).get("figures", ()):
+    published = content.get("published") or {}
+    for name in published.get("figures", ()):
         _check_named(name, variants, "published.figures.")
+    for number, claim in enumerate(read_claims(published)):
+        claim.check(_CLAIM.format(number), variants)
     reference = content.get("reference") or next(iter(variants))
     _check_named(reference, variants, "reference=")
     seeds = content["seeds"]

@@ -26,30 +26,37 @@ from rich.progress import (
 )
 from rich.table import Column
 from rich.text import Text
+from torch import nn
 
+from comera.allocator import return_freed_memory
 from comera.extras import needed_by
 from comera.files import write_text
 from comera.planning.printing import show_count
 
 
 class StepClock:
-    """Sums the seconds of training steps; GPU steps are timed by events, without waiting."""
+    """Sums the seconds of training steps; GPU steps are timed by events, without waiting.
+
+    ``processor`` are the seconds of all processors that this process took in them.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._seconds = device, 0.0
+        self._device, self._seconds, self.processor = device, 0.0, 0.0
         self._latest = collections.deque[float](maxlen=9)
         self._open = collections.deque[tuple[torch.cuda.Event, torch.cuda.Event]]()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
+        used = time.process_time()
         if self._device.type != "cuda":
             began = time.perf_counter()
             yield
             self.add(time.perf_counter() - began)
-            return
-        start = self._event()
-        yield
-        self._open.append((start, self._event()))
+        else:
+            start = self._event()
+            yield
+            self._open.append((start, self._event()))
+        self.processor += time.process_time() - used
         while self._open and self._open[0][1].query():
             self._close()
 
@@ -120,6 +127,43 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest << 10
+
+
+class MemoryWatch:
+    """Peak memory above what there was when the watch was made, in bytes.
+
+    That of tensors on a GPU, the resident one of this process on a CPU. A tiny layer is stepped
+    before, as libraries that its step loads belong to no model. Raises ``OSError`` on a system that
+    does not tell.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        layer = nn.Linear(8, 8).to(device)
+        layer(torch.ones(8, 8, device=device)).sum().backward()
+        torch.optim.AdamW(layer.parameters(), fused=True).step()
+        self._device, self._of_gpu = device, device.type == "cuda"
+        self.begin()
+        self._base = torch.cuda.memory_allocated(device) if self._of_gpu else _status("VmRSS")
+
+    def begin(self) -> None:
+        """Forget the peak so far."""
+        if self._of_gpu:
+            return torch.cuda.reset_peak_memory_stats(self._device)
+        return_freed_memory()  # else what comes would take that, and not count
+        (_PROCESS / "clear_refs").write_text("5")  # man 5 proc_pid_clear_refs
+
+    def peak(self) -> int:
+        of_gpu = self._of_gpu
+        now = torch.cuda.max_memory_allocated(self._device) if of_gpu else _status("VmHWM")
+        return now - self._base
+
+
+_PROCESS = Path("/proc/self")
+
+
+def _status(entry: str) -> int:
+    lines = (_PROCESS / "status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(entry)).split()[1]) << 10
 
 
 _KEY = "not_finite"

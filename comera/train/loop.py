@@ -14,7 +14,15 @@ from torch import nn
 
 from comera.checkpoint.chain import CheckpointChain
 from comera.train.data_parallel import unwrapped_model
-from comera.train.log import Pace, PlainLines, RunLog, SilentLog, StepClock, progress_bar
+from comera.train.log import (
+    MemoryWatch,
+    Pace,
+    PlainLines,
+    RunLog,
+    SilentLog,
+    StepClock,
+    progress_bar,
+)
 from comera.train.processes import Processes, on_stop_signals
 from comera.train.run_state import restore_, save_checkpoint
 from comera.train.step import NonFiniteLossError, TrainStep
@@ -33,6 +41,8 @@ class LoopResult:
     """Result of a training run, including earlier sessions.
 
     ``seconds`` is the time of training steps, without evaluation and saving; on a GPU the GPU's.
+    ``processor_seconds`` are those of all processors in them, NaN if an earlier version began the
+    run. ``peak_memory``, in bytes, is that of the steps before the first evaluation or checkpoint.
     If a signal has ``interrupted`` the run, it is saved and can be resumed. ``metrics`` are of the
     last evaluation, ``ranks`` the result of ``finish_`` of rank learning, if it ran.
     """
@@ -42,15 +52,18 @@ class LoopResult:
     interrupted: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     ranks: dict[str, Any] | None = None
+    processor_seconds: float = 0.0
+    peak_memory: int | None = None
 
 
 class RunUnderWay:
     """A session of a run: its ``result`` so far, the ``clock`` of its steps and its checkpoints.
 
-    ``log`` receives the figures; set it before training.
+    ``log`` receives the figures; set it before training. ``watch`` measures the first steps.
     """
 
     log: RunLog | SilentLog
+    watch: MemoryWatch | None = None
 
     def __init__(
         self,
@@ -78,6 +91,8 @@ class RunUnderWay:
         extra = restore_(self._step, saved, chain.folder)
         self._saved_at = self._step.steps_done
         self.clock.add(extra["seconds"])
+        self.clock.processor = extra.get("processor_seconds", math.nan)
+        self.result.peak_memory = extra.get("peak_memory")
         self.result.ranks, self.result.metrics = extra["ranks"], extra["metrics"]
         self._total, self._count = extra["unlogged"]
 
@@ -85,14 +100,22 @@ class RunUnderWay:
         """Write a checkpoint, unless this step has one already."""
         if self._step.steps_done == self._saved_at:
             return
+        self.weigh()
         extra = {
             "seconds": self.clock.seconds(),
+            "processor_seconds": self.clock.processor,
+            "peak_memory": self.result.peak_memory,
             "ranks": self.result.ranks,
             "metrics": self.result.metrics,
             "unlogged": (self._total, self._count),
         }
         save_checkpoint(self._chain, self._step, extra, writes=self._processes.is_first)
         self._saved_at = self._step.steps_done
+
+    def weigh(self) -> None:
+        """Record the peak memory of the steps so far, once, before anything else takes memory."""
+        if self.watch is not None:
+            self.result.peak_memory, self.watch = self.watch.peak(), None
 
     def train_on(self, batch: Any) -> None:
         """Train for one step; on ``NonFiniteLossError``, save the unchanged state and raise it."""
@@ -143,6 +166,7 @@ class RunUnderWay:
 
     def spread(self, when: str) -> dict[str, float]:
         """Return how far the model's answers differ among inputs; warn if they hardly do."""
+        self.weigh()
         found = {} if self._spread is None else evaluated(self._step, self._spread)
         if found.get("spread", SILENT) < SILENT and self._processes.is_first:
             log.warning(
@@ -154,6 +178,7 @@ class RunUnderWay:
 
     def measure(self, *, at_end: bool) -> None:
         """Evaluate the model; if that fails, save the state before the error is raised."""
+        self.weigh()
         if self._evaluate is None:
             return
         try:
@@ -199,6 +224,7 @@ def train(
     quiet: bool = False,
     tensorboard: bool = True,
     processes: Processes | None = None,
+    watch: MemoryWatch | None = None,
 ) -> LoopResult:
     """Train for so many steps or ``seconds``, from the start or from the last checkpoint.
 
@@ -231,6 +257,7 @@ def train(
             process. The first one writes the folder and reads its checkpoints for all; all stop
             after the same step. Random numbers, such as dropout's, then follow from torch's seed,
             the number of the step and that of the process.
+        watch: Begun before the model was made, to measure the peak memory of training.
 
     Raises:
         NonFiniteLossError: If the loss is not finite; it names the step, and the state before is
@@ -251,6 +278,9 @@ def train(
         run.restore_()
         if step.steps_done and together.is_first:
             log.info("%s: going on after step %s", title, f"{step.steps_done:,}")
+        if watch is not None and not step.steps_done:  # else an earlier session has measured it
+            watch.begin()
+            run.watch = watch
         # After loading: lines of steps beyond the checkpoint are dropped.
         run.log = RunLog(folder, step.steps_done, tensorboard) if together.is_first else SilentLog()
         at_end.callback(run.log.close)
@@ -307,4 +337,5 @@ def train(
         run.save()  # the end of the run, or the step at which it was interrupted
     together.any(False)  # one that ended early would have its launcher end the one that writes
     run.result.steps, run.result.seconds = step.steps_done, run.clock.seconds()
+    run.result.processor_seconds = run.clock.processor
     return run.result

@@ -171,7 +171,7 @@ def test_memory_is_measured_in_a_process_of_its_own():
 
 
 def test_memory_says_where_it_cannot_be_measured(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr("comera.train.log._PROCESS", tmp_path)
     assert bench("memory", *MODEL) == 1
     assert "device='cpu' needs Linux" in capsys.readouterr().err
 

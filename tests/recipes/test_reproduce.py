@@ -1,12 +1,13 @@
 import re
 
 import pytest
+import yaml
 
 from comera.recipes import reproduce as module
 from comera.recipes.cli import main
 from comera.recipes.report.sweep_report import Failed, Trained, compare, write_comparison
 from comera.recipes.reproduce import experiments, file_of, try_out, write_reproduction
-from comera.recipes.sweep import read_sweep
+from comera.recipes.sweep import Claim, read_sweep
 
 TINY = {
     "masked_text.vocab_size": 300,
@@ -93,24 +94,80 @@ def test_paper_scale_goes_together(name):
         assert "2 steps done" in line or "forward and backward fit" in line
 
 
-def test_what_is_finished_stands_beside_what_was_published(tmp_path, monkeypatch):
+RAN = {"date": "2026-01-02", "machine": "an abacus", "threads": 1, "comera": "1", "torch": "2"}
+
+
+def test_what_is_finished_stands_beside_what_was_published(tmp_path):
     folder = tmp_path / "comera-nli-paper"
     folder.mkdir()
     metrics = {"accuracy": 0.62, "loss": 1.0}
-    runs = [Trained("dense", seed, 1000, metrics, 10, 5.0) for seed in (0, 1)]
+    runs = [Trained("dense", seed, 1000, metrics, 10, 5.0, ran=RAN) for seed in (0, 1)]
+    runs.append(Trained("target-0.2", 1, 25, metrics, 10, 2.0))
     names, seeds = ["dense", "target-0.2"], [0, 1, 2]
     failed = [Failed("target-0.5", 0, "the loss is nan")]
     write_comparison(compare(runs, names, seeds, "dense", "accuracy", failed), runs, folder)
-    monkeypatch.setattr(module, "processor_name", lambda: "an abacus")
-    module.write_facts(folder, {"train.steps": 9, "nli.train": ["a.jsonl"]})
+    (folder / "command.txt").write_text("comera reproduce comera-nli --set='[train.steps=9]'")
     text = write_reproduction(tmp_path).read_text()
-    assert "Published: CoMERA, arXiv 2405.14377, table 1." in text
+    assert "Published: CoMERA, arXiv 2405.14377." in text
     assert "| dense | 62.2 % | 2/3 | 1,000 | 1.00x | 62.00 ± 0.00 |" in text
-    assert "| target-0.2 | 61.5 % | not run |" in text
+    assert "| target-0.8 | 62.2 % | not run |" in text
     assert re.search(r"\| target-0\.5 \| [\d. %]*\| failed \|", text)
-    assert re.search(r"\d{4}-\d\d-\d\d, .+, comera .*, torch ", text)
-    assert "(--set): train.steps=9, nli.train=['a.jsonl']." in text
-    assert text.count("Not run.") == sum(map(len, experiments().values())) - 1
+    assert "* 2 of the runs: 2026-01-02, an abacus, threads: 1, comera 1, torch 2\n" in text
+    assert "* 1 of the runs: date, not recorded, threads: ?," in text
+    assert "Made by `comera reproduce comera-nli --set='[train.steps=9]'`." in text
+    assert text.count("To be made by") == sum(map(len, experiments().values())) - 1
+    assert "| 40x less: 25 against 1,000 | holds in part (1 of 3 seeds) | [comera-nli, p" in text
+    assert "development accuracy 62.00 % against 62.00 %: +0.00 points | holds (1 of" in text
+    assert "| failed | does not hold |" in text
+
+
+@pytest.mark.parametrize(
+    ("rule", "of_came", "verdict"),
+    [
+        ({"figure": "loss", "loses": 0.1}, [(2.0, 1), (2.1, 1)], "holds"),
+        ({"figure": "loss", "loses": 0}, [(2.0, 1), (2.1, 1)], "holds in part"),
+        ({"figure": "loss", "loses": 0}, [(2.1, 1), (2.1, 1)], "does not hold"),
+        ({"figure": "loss", "loses": 0}, [(float("nan"), 1), (2.0, 1)], "does not hold"),
+        ({"figure": "loss", "gains": 0.2}, [(1.9, 1), (1.9, 1)], "holds in part"),
+        ({"figure": "loss", "gains": 0.2, "beside": "adafactor"}, [(1.9, 1)] * 2, "not run"),
+        ({"figure": "params", "fewer": 4}, [(2.0, 250), (2.0, 250)], "holds"),
+        ({"figure": "params", "fewer": 4}, [(2.0, 500)], "holds in part (1 of 2 seeds)"),
+        ({"figure": "params", "fewer": 4}, [(2.0, 501)] * 2, "does not hold"),
+        ({"figure": "peak_memory", "fewer": 4}, [(2.0, 1)] * 2, "not run"),
+    ],
+)
+def test_a_verdict_follows_from_the_figures(rule, of_came, verdict):
+    dev = {"loss": 9.0}
+    runs = [Trained("adamw", seed, 1000, dev, 1, 1.0, {"loss": 2.0}) for seed in (0, 1)]
+    for seed, (loss, params) in enumerate(of_came):
+        runs.append(Trained("came", seed, params, dev, 1, 1.0, {"loss": loss}))
+    comparison = compare(runs, ["adamw", "came"], [0, 1], "adamw", "loss")
+    claim = Claim("it", "figure 1", "came", **rule)
+    *_, found = module._judged(claim, "adamw", comparison)
+    assert found == verdict
+
+
+@pytest.mark.parametrize(
+    ("claim", "said"),
+    [
+        ({"says": "it"}, r"claims\[0\].paper='' must be a text"),
+        ({"fewr": 3}, r"claims\[0\].fewr is not a setting: did you mean fewer\?"),
+        ({"variant": "came", "figure": "loss"}, "a figure and one of loses, gains"),
+        ({"variant": "came", "figure": "loss", "loses": 0, "fewer": 2}, "loses', 'fewer'"),
+        ({"variant": "cme", "figure": "loss", "loses": 0}, "variant=cme is no variant: did you"),
+        ({"variant": "came", "figure": "los", "loses": 0}, "figure=los is not measured: did you"),
+        ({"variant": "came", "figure": "loss", "fewer": 2}, "figure=loss is not measured"),
+        ({"variant": "came", "figure": "params", "fewer": 0.5}, "fewer=0.5 must be at least 1"),
+    ],
+)
+def test_a_claim_that_nothing_decides_by_mistake_is_refused(tmp_path, claim, said):
+    whole = claim if claim.keys() == {"says"} else {"says": "it", "paper": "figure 1", **claim}
+    content = yaml.safe_load(file_of("came-shapes", "small").read_text())
+    content["published"]["claims"] = [whole]
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=said):
+        read_sweep(path)
 
 
 @pytest.mark.slow
@@ -122,7 +179,8 @@ def test_a_piece_is_trained_skipped_and_gone_on_with(tmp_path, capsys, runs_here
     page = tmp_path / "REPRODUCTION.md"
     text = page.read_text()
     assert "| adafactor |  | 1/3 |" in text
-    assert "(--set): masked_text.vocab_size=300, " in text
+    assert "--scale=small --set='[masked_text.vocab_size=300," in text
+    assert re.search(r"\* 2 of the runs: \d{4}-\d\d-\d\d, .+, comera .*, torch ", text)
     assert "| came |  | not run |" in text
     assert main([*command, f"--skip=[came/seed-1,came/seed-2,{','.join(most)}]"]) == 0
     assert "3 runs in" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import sys
 import time
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from comera.train import loop
 from comera.train.log import (
+    MemoryWatch,
     Pace,
     RunLog,
     StepClock,
@@ -138,12 +140,13 @@ def test_a_step_that_raises_is_not_counted(device):
 def test_on_a_cpu_it_is_the_time_inside(monkeypatch):
     now = SimpleNamespace(value=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now.value)
+    monkeypatch.setattr(time, "process_time", lambda: 2 * now.value)  # two threads
     clock = StepClock(torch.device("cpu"))
     for _ in range(3):
         with clock.step():
             now.value += 2.0
         now.value += 10.0
-    assert clock.seconds() == 6.0
+    assert (clock.seconds(), clock.processor) == (6.0, 12.0)
 
 
 @pytest.fixture
@@ -202,6 +205,7 @@ def by_the_clock(monkeypatch, tmp_path):
     """Runs of 40 seconds on a CPU, made for 20 steps, whose steps take one second to four."""
     now = SimpleNamespace(value=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now.value)
+    monkeypatch.setattr(time, "process_time", lambda: 2 * now.value)  # two threads
 
     def run(name, late=10, **settings):
         step = make_step(late=late)
@@ -276,6 +280,15 @@ def test_memory_is_that_of_the_process():
     assert before > 32 << 20  # torch alone
     assert peak_memory(CPU) >= before
     assert Pace(CPU).show(0, 0.0) == f"peak {peak_memory(CPU) / (1 << 20):,.0f} MiB"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it is read from /proc")
+def test_a_watch_measures_what_came_after_it_and_is_gone_again():
+    watch = MemoryWatch(CPU)
+    torch.ones(16 << 18)
+    assert 16 << 20 < watch.peak() < 32 << 20
+    watch.begin()
+    assert watch.peak() < 8 << 20
 
 
 def strict(text: str):

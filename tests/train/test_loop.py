@@ -2,6 +2,7 @@ import logging
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,6 +53,13 @@ class Stop(Exception):
     pass
 
 
+class Watch(SimpleNamespace):
+    """A stand-in for the measurement of memory, whose peak is known."""
+
+    def __init__(self, peak):
+        super().__init__(begin=lambda: None, peak=lambda: peak)
+
+
 def test_a_second_process_touches_nothing_of_the_first(tmp_path):
     run(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -74,10 +82,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, stop):
         return get_batch(number)
 
     with pytest.raises(Stop):
-        run(tmp_path / "parts", get=failing, save_every=stop)
+        run(tmp_path / "parts", get=failing, save_every=stop, watch=Watch(500))
     torch.manual_seed(12345)
-    resumed, outcome = run(tmp_path / "parts")
+    resumed, outcome = run(tmp_path / "parts", watch=Watch(700))
     assert_equal(state_of(resumed), want)
+    assert outcome.peak_memory == 500  # of the first session, which measured it
+    saved = load_checkpoint(CheckpointChain(tmp_path / "parts" / "checkpoints"), make_step())
+    assert 0 < outcome.processor_seconds == saved["processor_seconds"]
     assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
     assert outcome.steps == STEPS
     assert outcome.ranks["size"] <= outcome.ranks["target_size"]

@@ -21,6 +21,13 @@ class Table:
     total: list[str] | None = None  # a last row
 
 
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """Return a table in Markdown; columns after the first ``text_columns`` hold numbers."""
+    line = [*["---"] * text_columns, *["---:"] * (len(header) - text_columns)]
+    cells = [[cell.replace("|", r"\|") for cell in row] for row in (header, line, *rows)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
 def write_page(path: Path, template: str, content: Any) -> Path:
     """Write a page from a template, in which ``content`` is ``report``; return the path."""
     with needed_by("a report"):

@@ -3,8 +3,8 @@
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,18 @@ from comera.train.log import from_json, to_json
 
 log = logging.getLogger("comera")
 
-_FIGURES = ("params", "metrics", "steps", "seconds", "test", "checkpoint_bytes")
 _NONE = "–"
+SIZES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "processor_seconds": ("processor seconds", "{:,.1f}".format),
+    "peak_memory": ("peak memory", show_bytes),
+    "state_bytes": ("optimizer state", show_bytes),
+    "checkpoint_bytes": ("a checkpoint", show_bytes),
+}
+"""Figures of a run that has them: what a table calls them, and how it writes them."""
+MEASURED = {
+    "params": ("parameters", "{:,.0f}".format), "seconds": ("seconds", "{:,.1f}".format), **SIZES,
+}  # fmt: skip
+"""All figures that are the better the smaller they are, which no task defines."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,11 @@ class Trained:
     steps: int
     seconds: float  # in training steps
     test: dict[str, float] = field(default_factory=dict)
+    processor_seconds: float | None = None
+    peak_memory: float | None = None
+    state_bytes: float | None = None
     checkpoint_bytes: float | None = None  # mean of the kept checkpoints
+    ran: dict[str, Any] = field(default_factory=dict)  # date, machine and versions
     more: dict[str, Any] = field(default_factory=dict)  # the rest of result.json but the layers
 
 
@@ -71,7 +85,7 @@ class Row:
     seconds: float
     speed: float | None  # time of a step of the reference over that of this variant
     dev_mean: float | None = None  # on development data, if all other figures are of test data
-    checkpoint_bytes: float | None = None
+    sizes: Mapping[str, float] = field(default_factory=dict)  # means of those that all runs have
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,7 @@ class Comparison:
     rows: tuple[Row, ...]  # in the order of the sweep
     tested: bool = False  # figures are of test data, which all finished runs then have
     failed: tuple[Failed, ...] = ()
+    runs: tuple[Trained, ...] = field(default=(), compare=False)
 
     @property
     def higher_is_better(self) -> bool:
@@ -101,8 +116,10 @@ class Comparison:
             f"Seeds {', '.join(map(str, self.seeds))}. {self.metric}: mean ± sample standard "
             f"deviation over the finished seeds. Difference: to {self.reference}, paired by seed, "
             "± its standard error. Fewer: times fewer parameters than the reference. Seconds: in "
-            "training steps. Speed: of a step, against one of the reference with the same seeds. A "
-            "checkpoint: the mean size of those kept, the optimizer's state among it."
+            "training steps; processor seconds: of all processors in them. Speed: of a step, "
+            "against one of the reference with the same seeds. Peak memory: of training steps, "
+            "above what there was before the model. Optimizer state: at the start. A checkpoint: "
+            "the mean size of those kept, the optimizer's state among it."
         )
         if self.tested:
             note += (
@@ -115,8 +132,8 @@ class Comparison:
 def read_trained(variant: str, seed: int, folder: Path) -> Trained:
     """Read ``result.json`` of a finished run; raises ``ValueError`` if it is damaged."""
     facts = read_result(folder)
-    main = {key: facts.pop(key) for key in _FIGURES if key in facts}
     del facts["layers"]
+    main = {each.name: facts.pop(each.name) for each in fields(Trained) if each.name in facts}
     return Trained(variant, seed, **main, more={"folder": str(folder), **facts})
 
 
@@ -138,7 +155,15 @@ def compare(
         by_variant[run.variant][run.seed] = run
     base = by_variant.get(reference, {})
     rows = [_row(name, mine, base, metric, tested) for name, mine in by_variant.items() if mine]
-    return Comparison(metric, reference, tuple(seeds), tuple(rows), tested, tuple(failed))
+    of = tuple(seeds), tuple(rows), tested, tuple(failed), tuple(runs)
+    return Comparison(metric, reference, *of)
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Return the sample standard deviation; None of one value, NaN if one is not finite."""
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _row(
@@ -155,29 +180,31 @@ def _row(
     mean = statistics.mean
     runs = list(mine.values())
     params = mean(run.params for run in runs)
-    sizes = [run.checkpoint_bytes for run in runs if run.checkpoint_bytes is not None]
+    sizes = {key: [getattr(run, key) for run in runs] for key in SIZES}
     shared = [seed for seed in mine if seed in base]
     own, other = [mine[seed] for seed in shared], [base[seed] for seed in shared]
     differences = [a - b for a, b in zip(figures(own), figures(other), strict=True)]
-    error = None
-    if len(differences) > 1:
-        error = statistics.stdev(differences) / math.sqrt(len(differences))
+    spread = deviation(differences)
     return Row(
         variant=name,
         seeds=tuple(mine),
         params=params,
         fewer=mean(run.params for run in base.values()) / params if base else None,
         mean=mean(figures(runs)),
-        deviation=statistics.stdev(figures(runs)) if len(runs) > 1 else None,
+        deviation=deviation(figures(runs)),
         differences=dict(zip(shared, differences, strict=True)),
         reference_mean=mean(figures(other)) if shared else None,
         difference=mean(differences) if shared else None,
-        difference_error=error,
+        difference_error=None if spread is None else spread / math.sqrt(len(differences)),
         steps=mean(run.steps for run in runs),
         seconds=mean(run.seconds for run in runs),
         speed=seconds_a_step(other) / seconds_a_step(own) if shared else None,
         dev_mean=mean(figures(runs, of_test=False)) if tested else None,
-        checkpoint_bytes=mean(sizes) if len(sizes) == len(runs) else None,
+        sizes={
+            key: mean(found)
+            for key, found in sizes.items()
+            if all(value is not None and math.isfinite(value) for value in found)
+        },
     )
 
 
@@ -217,16 +244,17 @@ def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]
     }
     if comparison.tested:
         columns[f"dev {named}"] = [f"{scale * (row.dev_mean or 0):{form}}" for row in rows]
-    sizes = [
-        _NONE if row.checkpoint_bytes is None else show_bytes(row.checkpoint_bytes) for row in rows
-    ]
-    if len(set(sizes)) > 1:
-        columns["a checkpoint"] = sizes
+    for key, (label, show) in SIZES.items():
+        sizes = [show(row.sizes[key]) if key in row.sizes else _NONE for row in rows]
+        if len(set(sizes)) > 1:
+            columns[label] = sizes
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
 def comparison_text(comparison: Comparison) -> str:
-    return Table(comparison.title, *comparison_cells(comparison)).text()
+    spare = [label for label, _ in SIZES.values()]
+    header, rows = comparison_cells(comparison)
+    return Table(comparison.title, header, rows, spare=[s for s in spare if s in header]).text()
 
 
 def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Path) -> None:
@@ -246,9 +274,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
     }
     write_text(folder / "results.json", to_json(facts, indent=2))
     header, rows = comparison_cells(comparison)
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    parts = [f"# {comparison.title}", table, comparison.note]
+    parts = [f"# {comparison.title}", page.markdown(header, rows), comparison.note]
     if comparison.failed:
         parts += ["Failed:", "\n".join(f"* {run}" for run in comparison.failed)]
     write_text(folder / "results.md", "\n\n".join(parts) + "\n")
@@ -257,10 +283,10 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
 def read_comparison(folder: Path) -> Comparison:
     """Compare the runs of ``results.json`` in a folder; raises ``ValueError`` if damaged."""
     path = folder / "results.json"
-    names = ("variant", "seed", *_FIGURES)
+    names = {each.name for each in fields(Trained)}
     try:
         facts = from_json(path.read_text(encoding="utf-8"))
-        runs = [Trained(**{name: run[name] for name in names}) for run in facts["runs"]]
+        runs = [Trained(**{k: run[k] for k in names if k in run}) for run in facts["runs"]]
         variants = [row["variant"] for row in facts["summary"]]
         failed = [Failed(**run) for run in facts["failed"]]
         return compare(runs, variants, facts["seeds"], facts["reference"], facts["metric"], failed)
