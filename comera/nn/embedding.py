@@ -1,16 +1,19 @@
 """Define embeddings and embedding bags on tensor-train matrices with trainable ranks."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
 from comera.ops.dispatch import is_eager, may_read_values
 from comera.ops.operator import is_traced
 from comera.ops.table.distinct_rows import bag_of_entries, check_integers, check_range
 from comera.ops.table.tt_embedding import Request, tt_embedding
+from comera.shapes import TTMShape
 
 
 class TTEmbedding(TTTable):
@@ -76,7 +79,7 @@ class TTEmbeddingBag(TTTable):
         include_last_offset: Whether the last offset is the end of the last bag.
         padding_idx: A row whose entries are left out of their bags.
 
-    Other arguments, such as ``rank``, are those of :class:`TTEmbedding`, by keyword.
+    Other arguments are those of :class:`TTEmbedding`.
 
     Shapes:
         output ``(bags, embedding_dim)``.
@@ -107,13 +110,23 @@ class TTEmbeddingBag(TTTable):
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **settings: Any,
+        *,
+        rank: int | Sequence[int] | None = None,
+        shape: TTMShape | Sequence[Sequence[int]] | None = None,
+        order: int = 4,
+        compression: float | None = None,
+        hot_rows: int = 0,
+        hot_rank: int | None = None,
+        scatter_rows: bool | None = None,
+        prune_below: float = PRUNE_BELOW,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode={mode!r} must be 'sum', 'mean' or 'max'")
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
-            sparse, device, dtype, **settings,
+            sparse, device, dtype, rank=rank, shape=shape, order=order, compression=compression,
+            hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=scatter_rows,
+            prune_below=prune_below,
         )  # fmt: skip
         self.mode, self.include_last_offset = mode, include_last_offset
 
