@@ -107,7 +107,7 @@ def _finished(
     names = [each.name for each in dataclasses.fields(run_folder.Outcome)]
     places = [folder / place for place in _jobs(config)]
     try:
-        results = [run_folder.read_result(place) for place in places]
+        results = map(run_folder.read_result, places)
         outcomes = [run_folder.Outcome(**{k: facts[k] for k in names}) for facts in results]
     except (OSError, ValueError, KeyError):  # the last step writes it again
         return None
@@ -297,6 +297,7 @@ def _train_one(
         log_every=config.train.log_every,
         resume=True,
         chain=config.checkpoints.chain(folder / "checkpoints"),
+        restart=config.checkpoints.restart,
         title=name,
         per_step=task.per_step,
         quiet=quiet or not processes.is_first,

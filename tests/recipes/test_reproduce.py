@@ -23,7 +23,14 @@ TINY = {
 
 def test_every_paper_has_an_experiment_in_both_scales():
     scales = {name: set(found) for name, found in experiments().items()}
-    for name in ("comera-nli", "comera-dlrm", "comera-code", "came-shapes", "excp-pythia"):
+    for name in (
+        "comera-nli",
+        "comera-dlrm",
+        "comera-code",
+        "came-shapes",
+        "came-gpt2",
+        "excp-pythia",
+    ):
         assert scales[name] == {"small", "paper"}
     assert scales["galore-llama"] == {"small"}
     for size in ("60m", "130m", "350m", "1b"):

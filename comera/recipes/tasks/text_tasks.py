@@ -118,8 +118,9 @@ class MaskedTextTask(StreamTask):
         self._prepared(
             streams,
             lambda step: with_padding(data.batch(step, size, self.config.seed)),
-            lambda: valid,
-            (lambda: test) if test else None,
+            None,
+            valid,
+            test,
         )
 
     def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
@@ -164,10 +165,7 @@ class CausalTextTask(StreamTask):
         test = data.held_out("test", size)
         self._held_out = valid[0]["tokens"][0].tolist()
         self._prepared(
-            streams,
-            lambda step: data.batch(step, size, self.config.seed),
-            lambda: valid,
-            (lambda: test) if test else None,
+            streams, lambda step: data.batch(step, size, self.config.seed), None, valid, test
         )
 
     def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
@@ -212,9 +210,9 @@ class NliTask(TextTask):
         self._prepared(
             data,
             lambda step: with_padding(data.batch(step, size, self.config.seed, length)),
-            lambda: valid,
-            (lambda: test) if test else None,
             data.steps_per_epoch(size),
+            valid,
+            test,
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
