@@ -35,7 +35,7 @@ def test_every_paper_has_an_experiment_in_both_scales():
     assert scales["galore-llama"] == {"small"}
     for size in ("60m", "130m", "350m", "1b"):
         assert scales[f"galore-llama-{size}"] == {"paper"}
-    assert scales["together"] == {"small", "paper"}
+    assert scales["together"] == scales["came-gpt2"] == {"small", "paper"}
 
 
 def test_an_unknown_name_or_scale_is_refused():
