@@ -273,10 +273,8 @@ def _train_one(
     torch.manual_seed(config.seed)
     model = make_model(config, task, task.device)
     step = build_step(model, config, task, processes)
-    console.print(
-        str(memory_report(model, step.optimizer, f"memory of the {name} model at the start")),
-        soft_wrap=True, highlight=False, markup=False,
-    )  # fmt: skip
+    report = memory_report(model, step.optimizer, f"memory of the {name} model at the start")
+    console.print(str(report), soft_wrap=True, highlight=False, markup=False)
     if step.ranks is not None:
         console.print(
             f"{name}: cores of {step.ranks.start_size:,} entries to end at "

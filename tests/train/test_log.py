@@ -21,7 +21,6 @@ from comera.train.log import (
     peak_memory,
     progress_bar,
     read_metrics,
-    short,
     to_json,
 )
 
@@ -277,15 +276,6 @@ def test_memory_is_that_of_the_process():
     assert before > 32 << 20  # torch alone
     assert peak_memory(CPU) >= before
     assert Pace(CPU).show(0, 0.0) == f"peak {peak_memory(CPU) / (1 << 20):,.0f} MiB"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.04217, "0.0422"), (1.5, "1.5"), (45.67, "45.7"), (789.4, "789"), (7890, "7,890"),
-     (12345, "12.3k"), (2.5e6, "2.5M")],
-)  # fmt: skip
-def test_figures_are_short(value, text):
-    assert short(value) == text
 
 
 def strict(text: str):
