@@ -8,6 +8,7 @@ Shape suffixes: B = batch, H = heads, G = heads of keys, H or 1, M = queries, T 
 a head, N = batch times heads of keys, in pieces, D = width of all heads, R = padded bonds.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -285,13 +286,18 @@ def keep_mask(shape: Sequence[int], p: float, seed: Tensor) -> tuple[Tensor, flo
         return torch.zeros(shape, dtype=torch.int8), 0.0
     words = numbers.random_raw(-(-count // 8))
     keep = torch.from_numpy(words.view(np.int8)).ge_(dropped - _STEPS // 2)
-    return keep[:count].view(shape), float(torch.tensor(_STEPS / (_STEPS - dropped)))
+    return keep[:count].view(shape), float(np.float32(_STEPS / (_STEPS - dropped)))
+
+
+@functools.cache
+def _zero(dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype)
 
 
 @operator("comera::dropout_add", tags=[torch.Tag.nondeterministic_seeded])
 def _dropout_add(x: Tensor, residual: Tensor | None, p: float) -> tuple[Tensor, Tensor]:
     seed = draw_seed(p if x.numel() else 0)
-    return _add_kept(x.new_zeros(()) if residual is None else residual, x, p, seed), seed
+    return _add_kept(_zero(x.dtype) if residual is None else residual, x, p, seed), seed
 
 
 def _add_kept(base: Tensor, x: Tensor, p: float, seed: Tensor) -> Tensor:
@@ -308,7 +314,7 @@ def _(x, residual, p):
 
 @torch.library.custom_op("comera::dropout_backward", mutates_args=())
 def _dropout_backward(grad: Tensor, p: float, seed: Tensor) -> Tensor:
-    return _add_kept(grad.new_zeros(()), grad, p, seed)
+    return _add_kept(_zero(grad.dtype), grad, p, seed)
 
 
 _dropout_backward.register_fake(lambda grad, p, seed: grad.new_empty(grad.shape))
