@@ -1,8 +1,8 @@
-"""Count and check the parameters of models, and renew wrappers of those that were replaced."""
+"""Count, list, resize and check parameters, and renew wrappers of those that were replaced."""
 
 import gc
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -48,10 +48,13 @@ def model_size(model: nn.Module) -> ModelSize:
     return ModelSize(sum(param.numel() for param in params), sum(param.nbytes for param in params))
 
 
+def bytes_of(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
 def checksum(tensor: Tensor, start: int = 0) -> int:
     """Return a checksum of a tensor's bytes, continued from ``start``."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return zlib.crc32(data, start)
+    return zlib.crc32(bytes_of(tensor), start)
 
 
 _looked: tuple[object, Mapping[int, DistributedDataParallel]] = None, {}
@@ -111,3 +114,70 @@ def renew_(wrapper: DistributedDataParallel) -> None:
                 memory.clear()
             state.iter = 0
         dist._register_comm_hook(wrapper.reducer, state, hook)
+
+
+def versions_of(params: Sequence[Tensor]) -> list[int] | None:
+    """Return the version counters of parameters; None under ``torch.inference_mode``."""
+    try:
+        return [param._version for param in params]
+    except RuntimeError:  # an inference tensor
+        return None
+
+
+def may_share(made: Tensor, param: Tensor) -> bool:
+    """Return whether a tensor computed from ``param`` passes on the gradient ``param`` needs."""
+    return made.requires_grad or not (torch.is_grad_enabled() and param.requires_grad)
+
+
+_NUMBERS = tuple(map(str, range(64)))
+
+
+def params_of(params: nn.ParameterList) -> list[Tensor]:
+    """List parameters by number, or the tensors by which FSDP, pruning and the like replace them.
+
+    It is faster than iteration of ``ParameterList``: forward passes and rank learning call it.
+    """
+    found = params._parameters
+    if tuple(found) == _NUMBERS[: params._size] and type(None) not in map(type, found.values()):
+        return list(found.values())  # type: ignore[arg-type]
+    for hook in params._forward_pre_hooks.values():  # torch.nn.utils.prune computes in these
+        hook(params, ())
+    return [params[k] for k in range(len(params))]  # type: ignore[misc]
+
+
+@torch.no_grad()
+def set_data_(param: Tensor, new: Tensor) -> None:
+    """Replace a parameter's data, of any shape, and drop its gradient.
+
+    The dtype changes for a moment, as torch then makes a new gradient accumulator: the old one,
+    which a graph may keep alive, expects the old shape.
+    """
+    param.grad = None
+    other = torch.float64 if new.dtype != torch.float64 else torch.float32
+    param.data = torch.empty(0, dtype=other, device=new.device)
+    param.data = new
+
+
+@torch.no_grad()
+def resize_(param: Tensor, size: Sequence[int]) -> None:
+    """Resize a parameter in place, without defined contents; it stays the same object."""
+    if param.shape != torch.Size(size):
+        set_data_(param, torch.empty(size, device=param.device, dtype=param.dtype))
+
+
+def check_unflattened(params: Iterable[Tensor], what: str) -> None:
+    """Raise ``ValueError``, naming ``what``, for parameters of ``FullyShardedDataParallel``."""
+    if any(hasattr(param, "_fsdp_flattened") for param in params):
+        raise ValueError(
+            f"{what} does not take the flat parts of parameters in FullyShardedDataParallel: shard "
+            "by torch.distributed.fsdp.fully_shard, or leave the model whole in "
+            "DistributedDataParallel"
+        )
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Return whether a parameter is a DTensor, or a flat part in ``FullyShardedDataParallel``."""
+    # By name: the class need not be imported to be asked for.
+    is_plain = type(param) is nn.Parameter
+    of_dtensor = not is_plain and any(cls.__name__ == "DTensor" for cls in type(param).__mro__)
+    return of_dtensor or hasattr(param, "_fsdp_flattened")

@@ -70,8 +70,7 @@ def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[Modes
 
 def _order_for(width: int, order: int) -> int:
     """Return ``order``, or less for a narrow side, for which more modes save nothing."""
-    if order < 1:
-        raise ValueError(f"order={order} must be at least 1")
+    check_whole_numbers(1, order=order)
     return min(order, max(1, int(math.log2(max(2, width)) / 2)))
 
 
@@ -178,21 +177,14 @@ class Shape:
         ``rank`` bounds all ranks or lists them. Raises ValueError for a wrong length, a rank below
         one, or anything but whole numbers.
         """
-        bonds = len(self.core_modes) - 1
-        try:
-            listed = isinstance(rank, Sequence) and not isinstance(rank, str)
-            given = tuple(rank) if listed else (rank,) * bonds  # type: ignore[arg-type]
-            wanted = tuple(map(whole_number, given))
-        except TypeError:
-            raise ValueError(f"rank={rank!r} must be an int or a list of ints") from None
+        bonds, wanted = len(self.core_modes) - 1, whole_ranks("rank", rank)
+        wanted = wanted if isinstance(rank, Sequence) else wanted * bonds
         if len(wanted) != bonds:
             raise ValueError(
                 f"rank={list(wanted)} names {len(wanted)} bonds, but {bonds + 1} "
                 f"cores ({self.describe_modes()}) join at {bonds}; "
                 f"give one int or {bonds} of them"
             )
-        if any(r < 1 for r in wanted):
-            raise ValueError(f"rank={rank} must be at least 1 everywhere")
         return self.of_ranks(self._clip(wanted))
 
     def _clip(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -236,7 +228,7 @@ class Shape:
     ) -> Self:
         """Implement ``fit`` of all formats; ``choose`` returns the modes if ``shape`` is None."""
         only_one(rank=rank, compression=compression)
-        check_whole_numbers(**widths)
+        check_whole_numbers(1, **widths)
         given: Any = shape
         if not isinstance(shape, cls):
             modes = choose() if shape is None else cls._two_sides(shape)  # type: ignore[arg-type]
@@ -521,8 +513,6 @@ def _block_modes(in_features: int, out_features: int) -> tuple[Modes, Modes]:
 
 def _check_cover(name: str, width: int, modes: Modes) -> None:
     """Check that modes multiply to ``width`` or more, and that no mode could be smaller."""
-    if width < 1:
-        raise ValueError(f"{name}={width} must be at least 1")
     product = math.prod(modes)
     if product < width:
         problem = f"less than {name}={width}"
@@ -546,12 +536,27 @@ def whole_number(value: Any) -> int:
     return operator.index(value)
 
 
-def check_whole_numbers(**given: Any) -> None:
+def check_whole_numbers(least: float = -math.inf, /, **given: Any) -> None:
+    """Raise ``ValueError`` unless all are whole numbers, and at least ``least``."""
     for name, value in given.items():
         try:
-            whole_number(value)
+            number = whole_number(value)
         except TypeError:
             raise ValueError(f"{name}={value!r} must be a whole number") from None
+        if number < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def whole_ranks(name: str, rank: Any) -> Modes:
+    """Return one rank or a list of ranks as ints; ``ValueError`` for others or one below 1."""
+    try:
+        listed = isinstance(rank, Sequence) and not isinstance(rank, str)
+        bonds = tuple(map(whole_number, rank if listed else (rank,)))
+    except TypeError:
+        raise ValueError(f"{name}={rank!r} must be an int or a list of ints") from None
+    if any(bond < 1 for bond in bonds):
+        raise ValueError(f"{name}={rank} must be at least 1 on every bond")
+    return bonds
 
 
 def check_tolerance(tolerance: float | None) -> None:

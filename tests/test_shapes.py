@@ -197,7 +197,7 @@ def test_size_at_other_ranks_is_that_of_the_cores():
         (lambda: TTShape.fit(64.0, 64), ("in_features=64.0", "whole number")),
         (lambda: TTShape.fit(64, 64, rank=True), ("rank=True", "an int or a list of ints")),
         (lambda: TTShape.fit(64, 64, compression="10"), ("compression='10'", "above 1")),
-        (lambda: TTShape.fit(0, 64), ("width of 0",)),
+        (lambda: TTShape.fit(0, 64), ("in_features=0 must be at least 1",)),
         (lambda: TTShape.fit(0, 64, shape=((1,), (64,))), ("in_features=0",)),
         (lambda: TTShape((2, 2), (3,), (2,)), ("3 cores (2x2 | 3)", "2 bonds", (2,))),
         (lambda: TTShape((2, 2), (3,), (2, 0)), ((2, 0),)),

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import operator
 import os
 import re
 import threading
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from comera.checkpoint.archive import Archive, Manifest, packed
 from comera.checkpoint.contents import Quality, Snapshot, decode, encode, take_snapshot
 from comera.checkpoint.streams import DamagedError
+from comera.shapes import check_whole_numbers
 
 log = logging.getLogger("comera")
 
@@ -159,10 +159,8 @@ class CheckpointChain:
         for name, size in (("rate", rate), ("alpha", alpha), ("beta", beta)):
             if not 0 <= size < float("inf"):
                 raise ValueError(f"{name} is {size}; it must be 0 or more")
-        for name, least in (("key_every", key_every), ("keep_last", keep_last),
-                            ("keep_every", keep_every)):  # fmt: skip
-            if least is not None and least < 1:
-                raise ValueError(f"{name} is {least}; it must be 1 or more")
+        kept = {"key_every": key_every, "keep_last": keep_last, "keep_every": keep_every}
+        check_whole_numbers(1, **{name: n for name, n in kept.items() if n is not None})
         self._archive = Archive(Path(folder))
         self._policy = Policy(policy, lossless=mode == "lossless")
         self._quality = Quality(bits, rate, alpha, beta, key_bits)
@@ -207,7 +205,8 @@ class CheckpointChain:
             FolderInUseError: If another process writes to the folder.
             OSError: If the disk is full or the folder not writable; earlier checkpoints stay.
         """
-        step = _checked_step(step)
+        check_whole_numbers(0, step=step)
+        step = int(step)
         with self._calls:
             self.wait()
             self.lock()
@@ -335,7 +334,8 @@ class CheckpointChain:
         self.wait()
         steps = self.steps()
         if step != "latest":
-            step = _checked_step(step)
+            check_whole_numbers(0, step=step)
+            step = int(step)
             if step not in steps:
                 raise FileNotFoundError(
                     f"there is no checkpoint of step {step} in {self.folder}; there are "
@@ -379,13 +379,3 @@ class CheckpointChain:
         for manifest in links:
             _, weights = decode(self._archive.streams(manifest), weights, model_only=True)
         return weights
-
-
-def _checked_step(step: Any) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(f"step={step!r} must be a whole number") from None
-    if number < 0:
-        raise ValueError(f"step={step} must be 0 or more")
-    return number

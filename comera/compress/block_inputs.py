@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from comera.compress.allocate import CompressedLayer
 from comera.extras import listed
 from comera.files import replacing
-from comera.saved.description import describe_layers, rebuild_
+from comera.nn.swap import call
+from comera.saved.description import describe_layers
 from comera.saved.shards import Shards, read_tensor
 
 
@@ -115,11 +116,8 @@ def record_calls(
         for batch in batches:
             with suppress(_Reached):
                 if isinstance(batch, Mapping):
-                    model(**{key: value for key, value in batch.items() if key != "labels"})
-                elif isinstance(batch, tuple | list):
-                    model(*batch)
-                else:
-                    model(batch)
+                    batch = {key: value for key, value in batch.items() if key != "labels"}
+                call(model, batch)
     finally:
         for block in blocks:
             vars(block).pop("forward", None)
@@ -236,12 +234,9 @@ class Filler:
             def fill(module: nn.Module, _: Any) -> None:
                 stack.enter_context(self.filled(module, recurse=False))
 
-            handles = [module.register_forward_pre_hook(fill) for module in modules]
-            try:
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
+            for module in modules:
+                stack.enter_context(module.register_forward_pre_hook(fill))
+            yield
 
 
 def empty_layers_(block: nn.Module) -> None:
@@ -300,16 +295,13 @@ class UnfinishedBlocks:
         with replacing(self._states) as temporary:
             save_file(states, temporary, {_KEY: json.dumps({"about": self.about, "done": k + 1})})
 
-    def put_layers_(self, k: int, block: nn.Module) -> None:
-        rebuild_(block, self._noted(k)["described"])
-
     def layers(self, k: int) -> list[CompressedLayer]:
-        return [CompressedLayer(**one) for one in self._noted(k)["layers"]]
+        return [CompressedLayer(**one) for one in self.noted(k)["layers"]]
 
     def tensor(self, k: int, name: str) -> Tensor:
         return read_tensor(self._file(k), name)
 
-    def _noted(self, k: int) -> dict[str, Any]:
+    def noted(self, k: int) -> dict[str, Any]:
         with safe_open(self._file(k), "pt") as file:
             return json.loads(file.metadata()[_KEY])
 

@@ -27,11 +27,11 @@ from comera.compress.compress import Compression, compress_
 from comera.compress.layer_moments import Layer, linear_targets
 from comera.compress.sensitivity import look_at
 from comera.extras import listed
-from comera.files import replacing
+from comera.files import write_text
 from comera.nn.swap import evaluation_mode, every_layer_called
 from comera.params import checksum, model_size
 from comera.planning.printing import with_bar
-from comera.saved.description import describe
+from comera.saved.description import describe, rebuild_
 from comera.saved.model_folder import DESCRIPTION, write_folder
 from comera.saved.shards import INDEX, Shards
 
@@ -150,7 +150,7 @@ def compress_folder(
         first = unfinished.resume(calls.states)
         ordered = list(parts.items())
         for k, (_, block) in enumerate(ordered[:first]):
-            unfinished.put_layers_(k, block)
+            rebuild_(block, unfinished.noted(k)["described"])
             calls.others[k].clear()
         for k in with_bar(range(first, len(parts)), "blocks", progress, len(parts), first):
             name, block = ordered[k]
@@ -260,5 +260,4 @@ def _write_config(source: Path, folder: Path, model: nn.Module) -> None:
         del described["model"]  # the configuration is about it
         settings = json.loads(config.read_text(encoding="utf-8"))
         settings["quantization_config"] = {"quant_method": "comera", "described": described}
-        with replacing(folder / "config.json") as temporary:
-            temporary.write_text(f"{json.dumps(settings, indent=2)}\n", encoding="utf-8")
+        write_text(folder / "config.json", f"{json.dumps(settings, indent=2)}\n")

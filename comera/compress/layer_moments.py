@@ -10,7 +10,7 @@ import logging
 import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -301,12 +301,10 @@ def _watched(
 
         return after
 
-    handles = [it.register_forward_hook(hook(name), prepend=True) for name, it in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(hook(name), prepend=True))
         yield first
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Squares:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from comera.extras import needed_by
-from comera.files import cache_folder, naming_what_is_no_text, replacing
+from comera.files import cache_folder, naming_what_is_no_text, replacing, write_text
 
 with needed_by("a vocabulary of text"):
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -162,8 +162,8 @@ def content_digest(path: Path) -> str:
         running.update(block)
     check_unchanged(path, before)
     if large and settled:
-        with contextlib.suppress(PermissionError), replacing(memory) as temporary:
-            temporary.write_text(running.hexdigest(), encoding="ascii")
+        with contextlib.suppress(PermissionError):
+            write_text(memory, running.hexdigest())
     return running.hexdigest()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from comera.extras import needed_by
-from comera.integrations.rank_steps import RankSteps, check_model
+from comera.integrations.rank_steps import RankSteps
 from comera.nn.module import tensor_trains
 from comera.rank.learning import RankLearning
 from comera.train.host_state import random_state, set_random_state
@@ -74,7 +74,7 @@ class RankCallback(RankSteps, Callback):
 
     def on_fit_start(self, trainer, pl_module):
         """Check the model, the trainer and the optimizer; restore the random state."""
-        check_model(self.ranks, pl_module)
+        self.ranks.check_is_of(pl_module)
         kind = type(trainer.strategy).__name__
         if kind in _SHARDED:
             raise ValueError(

@@ -76,12 +76,3 @@ class RankSteps:
                 "training ended after %d steps of rank learning, before its last: no rank was cut",
                 self.ranks.steps_done,
             )
-
-
-def check_model(ranks: RankLearning, model: Any) -> None:
-    """Raise ``ValueError`` unless ``ranks`` learns the ranks of this model or a part of it."""
-    there = {id(param) for param in model.parameters()}
-    if not any(id(gate) in there for gate in ranks.size.gates):
-        raise ValueError(
-            f"ranks is a {ranks.method} of another model: make it of the one that the trainer has"
-        )

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from comera.allocator import reuse_by_default
 from comera.extras import needed_by
 from comera.integrations.pretrained import TensorTrainConfig, attach_
-from comera.integrations.rank_steps import RankSteps, check_model
+from comera.integrations.rank_steps import RankSteps
 from comera.nn.module import tensor_trains
 from comera.rank.learning import RankLearning
 from comera.shapes import is_number
@@ -82,7 +82,7 @@ def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) ->
         learn_ranks_(trainer, comera.TwoStage(model, 0.3, early_steps=600, late_steps=300))
         trainer.train()
     """
-    check_model(ranks, trainer.model)
+    ranks.check_is_of(trainer.model)
     if any(isinstance(known, RankCallback) for known in trainer.callback_handler.callbacks):
         raise ValueError("this trainer learns ranks already: learn_ranks_ is called once")
     if trainer.model_init is not None:

@@ -10,20 +10,12 @@ from torch import Tensor, nn
 
 from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import CompressedLinear, TTLinear
-from comera.nn.module import (
-    Shared,
-    SharedGates,
-    TensorTrainModule,
-    check_unsharded,
-    may_share,
-    params_of,
-    tensor_trains,
-    versions_of,
-)
+from comera.nn.module import Shared, SharedGates, TensorTrainModule, check_unsharded, tensor_trains
 from comera.ops.contract_cores import contract_groups
 from comera.ops.cores import Chains
 from comera.ops.dispatch import is_eager, shapes_are_static
 from comera.ops.linear.blocks import block_factors
+from comera.params import may_share, params_of, versions_of
 
 
 class BatchedContraction:

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from comera.nn.init import Init
 from comera.nn.linear import CompressedLinear
-from comera.nn.module import params_of
 from comera.ops.cores import open_gate
 from comera.ops.linear.blocks import (
     BlockFactors,
@@ -18,6 +17,7 @@ from comera.ops.linear.blocks import (
     weight_to_blocks,
 )
 from comera.ops.linear.tt_linear import check_width
+from comera.params import params_of
 from comera.shapes import BTTShape
 
 

@@ -3,6 +3,7 @@
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -24,8 +25,8 @@ from comera.nn.forms import (
     rows_at,
 )
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
-from comera.nn.module import TensorTrainModule, check_model, check_unsharded, is_sharded
-from comera.nn.swap import evaluation_mode, every_layer_called, swap_layers_
+from comera.nn.module import TensorTrainModule, check_model, check_unsharded
+from comera.nn.swap import call, evaluation_mode, every_layer_called, swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     TTConfig,
@@ -37,7 +38,7 @@ from comera.nn.targets import (
     tied_groups,
 )
 from comera.nn.tied import TiedTTLinear
-from comera.params import renew_wrappers_
+from comera.params import is_sharded, renew_wrappers_
 from comera.planning.planner import Plan, plan_layer
 from comera.shapes import BTTShape
 
@@ -310,24 +311,12 @@ def _output_errors(
 
         return before
 
-    handles = [
-        old.register_forward_pre_hook(watch(name, weight, new))
-        for name, (old, weight, new) in layers.items()
-    ]
     count = 0
-    try:
-        with evaluation_mode(model), every_layer_called():
-            for batch in batches:
-                count += 1
-                if isinstance(batch, Mapping):
-                    model(**batch)
-                elif isinstance(batch, tuple | list):
-                    model(*batch)
-                else:
-                    model(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, evaluation_mode(model), every_layer_called():
+        for name, (old, weight, new) in layers.items():
+            hooks.enter_context(old.register_forward_pre_hook(watch(name, weight, new)))
+        for count, batch in enumerate(batches, start=1):  # noqa: B007
+            call(model, batch)
     idle = [name for name in layers if name not in sums]
     if not count or idle:
         what = f"reaches no {', '.join(idle[:3])}" if count else "has no batch"

@@ -1,4 +1,4 @@
-"""Provide the dense weight of a tensor train as a read-only tensor."""
+"""Provide the dense weight of a tensor train as a read-only tensor that can be assigned."""
 
 from collections.abc import Callable
 from typing import Any
@@ -108,3 +108,34 @@ def _guard_views(result: Any, guarded: list[Any]) -> Any:
 def _memory(tensor: Tensor) -> int | None:
     has_storage = tensor.layout == torch.strided and not _is_transformed(tensor)
     return tensor.untyped_storage()._cdata if has_storage else None
+
+
+PARAMETRIZED = (
+    "the weight of a tensor-train layer is computed from its cores and is no parameter that "
+    "weight_norm, spectral_norm or another parametrization could take: leave the layer dense, by "
+    "TTConfig(exclude_modules=...)"
+)
+
+
+class WithoutWeight(dict[str, Any]):
+    """Parameters by name, none of them ``weight``: the old ``weight_norm`` asks nothing else."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(PARAMETRIZED) if name == "weight" else KeyError(name)
+
+    def __delitem__(self, name: str) -> None:
+        self[name]  # or say why not
+        super().__delitem__(name)
+
+
+class WeightByAssignment(nn.Module):
+    """A module whose ``weight`` is a property, which can also be assigned an ``nn.Parameter``."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Set the property on ``layer.weight = nn.Parameter(...)``; register other parameters."""
+        if isinstance(param, DenseWeight):  # as torch.nn.utils.prune does, to multiply it by a mask
+            raise RuntimeError(param._remedy)
+        if name == "weight" and param is not None:
+            self.weight = param.detach()
+        else:
+            super().register_parameter(name, param)

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
-from comera.nn.module import params_of
 from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
 from comera.ops.contract_cores import contract_cores
@@ -22,6 +21,7 @@ from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
 from comera.ops.linear.tt_linear import check_width, factorized_linears, set_ones_, times_left
 from comera.ops.product import affine
+from comera.params import params_of
 
 _CALL = nn.Module.__call__
 _FORWARD, _BLOCKS = TTLinear.forward, BTTLinear.forward

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name, may_share, params_of
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
 from comera.ops.contract_cores import contract_cores, contract_layer
 from comera.ops.dispatch import is_eager
@@ -23,6 +23,7 @@ from comera.ops.linear.tt_linear import (
     tt_to_dense,
 )
 from comera.ops.operator import is_traced
+from comera.params import may_share, params_of
 from comera.planning.linear_ways import Layer
 from comera.shapes import LinearShape, TTShape, check_tolerance, only_one, padded_rank
 

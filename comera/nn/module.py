@@ -4,7 +4,7 @@ import logging
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from comera.nn.decompose import widened
-from comera.nn.dense_weight import DenseWeight, read_only
+from comera.nn.dense_weight import PARAMETRIZED, WeightByAssignment, WithoutWeight, read_only
 from comera.nn.init import Init, normal_, orthogonal_
 from comera.ops.context import machine_of
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import NOT_PLAIN
-from comera.params import renew_wrappers_
+from comera.params import is_sharded, may_share, params_of, renew_wrappers_, resize_, versions_of
 from comera.planning.candidate import Work
-from comera.shapes import Shape, check_tolerance, is_number
+from comera.shapes import Shape, check_tolerance, is_number, whole_number
 
 
 class SharedGates(NamedTuple):
@@ -40,19 +40,6 @@ class Shared:
     renew: Callable[[], None]
 
 
-def versions_of(params: Sequence[Tensor]) -> list[int] | None:
-    """Return the version counters of parameters; None under ``torch.inference_mode``."""
-    try:
-        return [param._version for param in params]
-    except RuntimeError:  # an inference tensor
-        return None
-
-
-def may_share(made: Tensor, param: Tensor) -> bool:
-    """Return whether a tensor computed from ``param`` passes on the gradient ``param`` needs."""
-    return made.requires_grad or not (torch.is_grad_enabled() and param.requires_grad)
-
-
 PRUNE_BELOW = 1e-2
 """A gate at or below this is a pruned rank (CoMERA, arXiv 2405.14377)."""
 
@@ -68,32 +55,10 @@ _WRITTEN = (
     "by torch.nn.utils.prune or the merge of an adapter"
 )
 
-_PARAMETRIZED = (
-    "the weight of a tensor-train layer is computed from its cores and is no parameter that "
-    "weight_norm, spectral_norm or another parametrization could take: leave the layer dense, by "
-    "TTConfig(exclude_modules=...)"
-)
-
 
 def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
     """Return which ranks are open, ``(R,)``: above the threshold, as in ``rank_gate``."""
     return gate_R > threshold
-
-
-_NUMBERS = tuple(map(str, range(64)))
-
-
-def params_of(params: nn.ParameterList) -> list[Tensor]:
-    """List parameters by number, or the tensors by which FSDP, pruning and the like replace them.
-
-    It is faster than iteration of ``ParameterList``: forward passes and rank learning call it.
-    """
-    found = params._parameters
-    if tuple(found) == _NUMBERS[: params._size] and type(None) not in map(type, found.values()):
-        return list(found.values())  # type: ignore[arg-type]
-    for hook in params._forward_pre_hooks.values():  # torch.nn.utils.prune computes in these
-        hook(params, ())
-    return [params[k] for k in range(len(params))]  # type: ignore[misc]
 
 
 class Params(nn.ParameterList):
@@ -113,30 +78,6 @@ class Gates(Params):
             return tensor.to(moved.device) if narrowed else moved
 
         return super()._apply(wide, recurse)
-
-
-class _WithoutWeight(dict[str, Any]):
-    """Parameters by name, none of them ``weight``: the old ``weight_norm`` asks nothing else."""
-
-    def __missing__(self, name: str) -> Any:
-        raise ValueError(_PARAMETRIZED) if name == "weight" else KeyError(name)
-
-    def __delitem__(self, name: str) -> None:
-        self[name]  # or say why not
-        super().__delitem__(name)
-
-
-class WeightByAssignment(nn.Module):
-    """A module whose ``weight`` is a property, which can also be assigned an ``nn.Parameter``."""
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Set the property on ``layer.weight = nn.Parameter(...)``; register other parameters."""
-        if isinstance(param, DenseWeight):  # as torch.nn.utils.prune does, to multiply it by a mask
-            raise RuntimeError(param._remedy)
-        if name == "weight" and param is not None:
-            self.weight = param.detach()
-        else:
-            super().register_parameter(name, param)
 
 
 class TensorTrainModule(WeightByAssignment):
@@ -194,7 +135,7 @@ class TensorTrainModule(WeightByAssignment):
         caller = sys._getframe(2)  # the only place where torch asks the layer before it fails
         asked = caller.f_locals.get("tensor_name")
         if caller.f_code.co_name == "register_parametrization" and asked == "weight":
-            raise ValueError(_PARAMETRIZED)
+            raise ValueError(PARAMETRIZED)
         raise AttributeError("parametrizations")  # nn.Module then finds those of other parameters
 
     def _build(
@@ -210,7 +151,7 @@ class TensorTrainModule(WeightByAssignment):
         if not (is_number(prune_below) and 0 <= prune_below < 1):
             raise ValueError(f"prune_below={prune_below!r} must be in [0, 1): gates start at 1")
         wide = torch.promote_types(dtype, torch.float32)
-        self.__dict__["_parameters"] = _WithoutWeight(self._parameters)
+        self.__dict__["_parameters"] = WithoutWeight(self._parameters)
         self._modes, self._split = shape, shape.split
         self.prune_below = prune_below
         self.start_ranks = shape.ranks
@@ -422,13 +363,17 @@ class TensorTrainModule(WeightByAssignment):
         Raises:
             ValueError: If a setting is wrong, or the shapes of the two layers differ.
         """
-        modes = {field.name: whole_numbers(config, field.name) for field in fields(cls._shapes)}
+
+        def sizes(key: str) -> tuple[int, ...]:
+            return tuple(map(whole_number, config[key]))
+
         made: Any = cls
         layer = made(
             **{key: config[key] for key in cls._settings},
-            shape=cls._shapes(**modes), device="meta", dtype=dtype_of(config),
+            shape=cls._shapes(**{field.name: sizes(field.name) for field in fields(cls._shapes)}),
+            device="meta", dtype=dtype_of(config),
         )  # fmt: skip
-        layer.start_ranks = whole_numbers(config, "start_ranks")
+        layer.start_ranks = sizes("start_ranks")
         layer.dense_form = None if config["dense_form"] is None else str(config["dense_form"])
         if lead is not None:
             layer.share_parameters_(lead)
@@ -518,14 +463,6 @@ def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     return dtype
 
 
-def whole_numbers(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Return a list of whole numbers in a ``config``; raise ``ValueError`` for anything else."""
-    values = config[key]
-    if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise ValueError(f"{key}={values!r} must be a list of whole numbers")
-    return tuple(values)
-
-
 def check_model(model: Any) -> None:
     """Raise ``TypeError`` unless ``model`` is a module; a class is none."""
     if isinstance(model, type):
@@ -545,44 +482,6 @@ def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
         if isinstance(module, TensorTrainModule):
             found.setdefault(id(module.cores), (name, module))
     return dict(found.values())
-
-
-@torch.no_grad()
-def set_data_(param: Tensor, new: Tensor) -> None:
-    """Replace a parameter's data, of any shape, and drop its gradient.
-
-    The dtype changes for a moment, as torch then makes a new gradient accumulator: the old one,
-    which a graph may keep alive, expects the old shape.
-    """
-    param.grad = None
-    other = torch.float64 if new.dtype != torch.float64 else torch.float32
-    param.data = torch.empty(0, dtype=other, device=new.device)
-    param.data = new
-
-
-@torch.no_grad()
-def resize_(param: Tensor, size: Sequence[int]) -> None:
-    """Resize a parameter in place, without defined contents; it stays the same object."""
-    if param.shape != torch.Size(size):
-        set_data_(param, torch.empty(size, device=param.device, dtype=param.dtype))
-
-
-def check_unflattened(params: Iterable[Tensor], what: str) -> None:
-    """Raise ``ValueError``, naming ``what``, for parameters of ``FullyShardedDataParallel``."""
-    if any(hasattr(param, "_fsdp_flattened") for param in params):
-        raise ValueError(
-            f"{what} does not take the flat parts of parameters in FullyShardedDataParallel: shard "
-            "by torch.distributed.fsdp.fully_shard, or leave the model whole in "
-            "DistributedDataParallel"
-        )
-
-
-def is_sharded(param: Tensor) -> bool:
-    """Return whether a parameter is a DTensor, or a flat part in ``FullyShardedDataParallel``."""
-    # By name: the class need not be imported to be asked for.
-    is_plain = type(param) is nn.Parameter
-    of_dtensor = not is_plain and any(cls.__name__ == "DTensor" for cls in type(param).__mro__)
-    return of_dtensor or hasattr(param, "_fsdp_flattened")
 
 
 def check_unsharded(model: nn.Module, what: str, written: bool = False) -> None:

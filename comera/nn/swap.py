@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from comera.extras import listed
+from comera.nn.dense_weight import WeightByAssignment
 from comera.nn.feed_forward_parts import fuse_feed_forwards_
-from comera.nn.module import TensorTrainModule, WeightByAssignment, tensor_trains
+from comera.nn.module import TensorTrainModule, tensor_trains
 
 log = logging.getLogger("comera")
 
@@ -39,12 +40,14 @@ def swap_layers_(
     :func:`~comera.integrations.transformers.attach_`. Returns the model, or the layer that replaces
     it.
     """
-    lost = [
-        name
-        for name, module in model.named_modules()
-        if id(module) in replacements
-        and ("forward" in vars(module) or _is_patched_train(type(module)))
-    ]
+    named = dict(model.named_modules())
+    pairs = [(n, old, replacements[id(old)]) for n, old in named.items() if id(old) in replacements]
+
+    def has_own_forward(old: Any) -> bool:
+        is_ours = type(old).forward.__module__.startswith("comera.")
+        return "forward" in vars(old) or (isinstance(old, TensorTrainModule) and not is_ours)
+
+    lost = [name for name, old, _ in pairs if has_own_forward(old)]
     if lost:
         log.warning(
             "%s: the forward pass of its own, put on the layer or written in its class, is lost: "
@@ -52,8 +55,6 @@ def swap_layers_(
             "over, see register_forward_hook; those of accelerate must be put on anew",
             listed(lost),
         )  # fmt: skip
-    named = dict(model.named_modules())
-    pairs = [(n, old, replacements[id(old)]) for n, old in named.items() if id(old) in replacements]
     lost = [f"{name}.{what}".lstrip(".") for name, *pair in pairs for what in _carry_over(*pair)]
     if lost and biases:  # else the layer is to be run, not trained
         log.warning(
@@ -93,10 +94,6 @@ def swap_layers_(
             except ValueError as problem:
                 log.warning("save_pretrained cannot describe the new layers: %s", problem)
     return model
-
-
-def _is_patched_train(kind: Any) -> bool:
-    return issubclass(kind, TensorTrainModule) and not kind.forward.__module__.startswith("comera.")
 
 
 def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) -> Any:
@@ -220,6 +217,13 @@ def rename_tied_weights_(model: nn.Module) -> None:
         for key, names in kept.items():
             still = {a: b for a, b in names.items() if not (is_gone(a) or is_gone(b))}
             setattr(module, key, {**still, **tied})
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Call a model: a mapping gives its keywords, a tuple or list its arguments, else one."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 @contextmanager

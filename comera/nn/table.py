@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_matrix, decompose_table, widened
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, whole_numbers
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_traced
 from comera.ops.table.distinct_rows import check_range
 from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
 from comera.planning.lookup_ways import Lookup
-from comera.shapes import TTMShape, TTShape, only_one
+from comera.shapes import TTMShape, TTShape, check_whole_numbers, only_one, whole_number
 
 
 class HotRows(TensorTrainModule):
@@ -130,8 +130,7 @@ class TTTable(TensorTrainModule):
         prune_below: float = PRUNE_BELOW,
     ) -> None:
         super().__init__()
-        if num_embeddings < 1:
-            raise ValueError(f"num_embeddings={num_embeddings} must be at least 1")
+        check_whole_numbers(1, num_embeddings=num_embeddings)
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
         for name, value in refused.items():
             if value not in (None, False):
@@ -326,8 +325,8 @@ class TTTable(TensorTrainModule):
         if config["row_order"]:
             table.row_order = torch.empty(table.num_embeddings, dtype=torch.int32, device="meta")
         if isinstance(table.hot, HotRows):
-            table.hot.resize_ranks_(whole_numbers(config["hot"], "ranks"))
-            table.hot.start_ranks = whole_numbers(config["hot"], "start_ranks")
+            table.hot.resize_ranks_(tuple(map(whole_number, config["hot"]["ranks"])))
+            table.hot.start_ranks = tuple(map(whole_number, config["hot"]["start_ranks"]))
             table.hot.prune_below = config["hot"]["prune_below"]
         return table
 

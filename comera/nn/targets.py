@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from comera.extras import check_known, listed, names_misspelt, say_once
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, is_sharded, tensor_trains
-from comera.shapes import check_tolerance, check_whole_numbers, is_number, only_one, whole_number
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
+from comera.params import is_sharded
+from comera.shapes import check_tolerance, check_whole_numbers, is_number, only_one, whole_ranks
 
 log = logging.getLogger("comera")
 
@@ -122,14 +123,8 @@ class TTConfig:
         ranks = {name: getattr(self, name) for name in ("rank", "embedding_rank", "hot_rank")}
         ranks |= {f"rank_pattern[{key!r}]": rank for key, rank in self.rank_pattern.items()}
         for name, rank in ranks.items():
-            if rank is None and not name.startswith("rank_pattern"):
-                continue
-            try:
-                bonds = [whole_number(bond) for bond in ([rank] if isinstance(rank, int) else rank)]
-            except TypeError:
-                raise ValueError(f"{name}={rank!r} must be an int or a list of ints") from None
-            if any(bond < 1 for bond in bonds):
-                raise ValueError(f"{name}={rank} must be at least 1 on every bond")
+            if rank is not None or name.startswith("rank_pattern"):
+                whole_ranks(name, rank)
         for pattern, hot in self.hot_pattern.items():
             if len(hot) != 2 or hot[0] is None:
                 raise ValueError(
@@ -146,9 +141,7 @@ class TTConfig:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None:
-                check_whole_numbers(**{name: value})
-                if value < least:
-                    raise ValueError(f"{name}={value} must be at least {least}")
+                check_whole_numbers(least, **{name: value})
         if self.scatter_rows and self.init == "svd":
             raise ValueError('scatter_rows=True: with init="svd" every row keeps its place')
         if self.tolerance is not None and self.init != "svd":

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.module import WeightByAssignment, dtype_name, dtype_of
+from comera.nn.dense_weight import WeightByAssignment
+from comera.nn.module import dtype_name, dtype_of
 from comera.nn.table import TTTable
 
 

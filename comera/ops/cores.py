@@ -78,23 +78,17 @@ class Chains:
         return replace(self, cores=cores, gates=gates, biases=biases, num_layers=1)
 
 
-def contract_chain(
-    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
-) -> Tensor:
+def contract_chain(cores: Sequence[Tensor]) -> Tensor:
     """Contract neighbouring cores into one core ``(first bond, product of modes, last bond)``.
 
     The differentiable reference of faster contractions. Narrow dtypes are contracted in float32 and
-    rounded once. Cores are ``(left bond, mode(s), right bond)``; ``gates[k]`` scales the right bond
-    of ``cores[k]``, and there may be fewer gates than cores.
+    rounded once. Cores are ``(left bond, mode(s), right bond)``.
     """
     wide = torch.promote_types(cores[0].dtype, torch.float32)
     with without_autocast(cores[0]):
-        gated = [core.to(wide) for core in cores]
-        for k, gate in enumerate(gates):
-            gated[k] = rank_gate(gated[k], gate, threshold)
-        contracted = gated[0]
-        for core in gated[1:]:
-            contracted = torch.tensordot(contracted, core, 1)
+        contracted = cores[0].to(wide)
+        for core in cores[1:]:
+            contracted = torch.tensordot(contracted, core.to(wide), 1)
         return contracted.flatten(1, -2).to(cores[0].dtype)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from comera.nn.module import check_unflattened, is_sharded
 from comera.ops.dispatch import is_eager
 from comera.optim.state_layout import (
     COMMON_KEYS,
@@ -27,6 +26,7 @@ from comera.optim.state_layout import (
     load_hooks,
     made_for,
 )
+from comera.params import check_unflattened, is_sharded
 
 State = dict[str, Tensor]
 

@@ -34,6 +34,7 @@ from comera.optim.state_layout import (
     plain_step,
     step_param,
 )
+from comera.shapes import check_whole_numbers
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo
@@ -493,9 +494,7 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
     if proj_type not in PROJ_TYPES:
         names = ", ".join(map(repr, PROJ_TYPES))
         raise ValueError(f"proj_type={proj_type!r} must be one of {names}")
-    for name, number in (("rank", rank), ("update_proj_gap", gap)):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r} must be a whole number of at least 1")
+    check_whole_numbers(1, rank=rank, update_proj_gap=gap)
     if not scale > 0:
         raise ValueError(f"scale={scale!r} must be above 0")
 

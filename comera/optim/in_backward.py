@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.nn.module import check_unflattened, is_sharded
 from comera.optim.state_layout import plain_step, step_param
+from comera.params import check_unflattened, is_sharded
 
 
 class OptimizerInBackward:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from comera.ops.context import without_autocast
 from comera.optim.state_layout import check_gradient, check_whole, plain_step
+from comera.shapes import check_whole_numbers
 
 log = logging.getLogger("comera")
 
@@ -174,11 +175,9 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def _check(settings: dict[str, Any]) -> None:
-    momentum, ns_steps = settings.get("momentum", 0.0), settings.get("ns_steps", 1)
-    if not 0 <= momentum < 1:
+    if not 0 <= (momentum := settings.get("momentum", 0.0)) < 1:
         raise ValueError(f"momentum={momentum} must be in [0, 1)")
-    if ns_steps < 1:
-        raise ValueError(f"ns_steps={ns_steps} must be at least 1")
+    check_whole_numbers(1, ns_steps=settings.get("ns_steps", 1))
 
 
 def block_matrix(shape: torch.Size) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.nn.module import is_sharded
+from comera.params import is_sharded
 
 
 class Wrapper(Protocol):
@@ -213,12 +213,8 @@ def load_hooks(
     after: Callable[[Optimizer], None],
 ) -> Iterator[None]:
     """Hook ``load_state_dict`` inside: after others' pre-hooks, before others' post-hooks."""
-    handles = [
+    with (
         optimizer.register_load_state_dict_pre_hook(before),
         optimizer.register_load_state_dict_post_hook(after, prepend=True),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

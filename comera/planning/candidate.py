@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from comera.planning.machine import Machine, item_size
-from comera.shapes import Shape, TTMShape, TTShape, check_whole_numbers
+from comera.shapes import Shape, TTMShape, TTShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +125,6 @@ class Work:
     def sizes(self, dtype: str) -> tuple[dict[str, int], int]:
         """Return the size of each input by name, and the size of the output."""
         raise NotImplementedError
-
-    def check_count(self, name: str) -> None:
-        count = getattr(self, name)
-        check_whole_numbers(**{name: count})
-        if count < 1:
-            raise ValueError(f"{name}={count} must be at least 1")
 
     def fill_width(self, name: str, modes: int) -> None:
         """Set the attribute ``name`` to the product of the modes if None, check it otherwise."""

@@ -22,7 +22,7 @@ from comera.planning.candidate import (
     product_seconds,
 )
 from comera.planning.machine import Machine, item_size
-from comera.shapes import BTTShape, LinearShape, TTShape, padded_rank
+from comera.shapes import BTTShape, LinearShape, check_whole_numbers, padded_rank
 
 Dims = tuple[int, int, int]
 """``(rows, depth, columns)`` of one matrix product."""
@@ -52,8 +52,7 @@ class Layer(Work):
     grouped: bool = False
 
     def __post_init__(self) -> None:
-        self.check_count("tokens")
-        self.check_count("together")
+        check_whole_numbers(1, tokens=self.tokens, together=self.together)
         self.fill_width("in_features", self.shape.in_width)
         self.fill_width("out_features", self.shape.out_width)
 
@@ -93,8 +92,6 @@ def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
         return [only_bias(layer, machine, dtype)]
     if isinstance(layer.shape, BTTShape):
         return [blocks(layer, machine, dtype)]
-    if not isinstance(layer.shape, TTShape):
-        raise TypeError(f"no candidates are known for a {type(layer.shape).__name__}")
     return [factorized(layer, machine, dtype), reconstructed(layer, machine, dtype)]
 
 

@@ -18,7 +18,7 @@ from comera.planning.candidate import (
     product,
 )
 from comera.planning.machine import Machine, item_size
-from comera.shapes import TTMShape
+from comera.shapes import TTMShape, check_whole_numbers
 
 _INDEX_BYTES = 8
 _OPERATORS = 3
@@ -40,7 +40,7 @@ class Lookup(Work):
     embedding_dim: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        self.check_count("tokens")
+        check_whole_numbers(1, tokens=self.tokens)
         self.fill_width("num_embeddings", self.shape.num_rows)
         self.fill_width("embedding_dim", self.shape.num_cols)
         if self.distinct is None:

@@ -13,7 +13,7 @@ import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from comera.files import cache_folder, replacing
+from comera.files import cache_folder, write_text
 
 log = logging.getLogger("comera.machine")
 
@@ -227,8 +227,7 @@ def save_machine(machine: Machine) -> Path:
     """Write the profile where :func:`load_machine` finds it, and return the path."""
     path = profile_path(machine.kind, machine.name, machine.threads)
     content = {**asdict(machine), "flops": dict(machine.flops)}
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
+    write_text(path, json.dumps(content, indent=2) + "\n")
     load_machine.cache_clear()
     return path
 

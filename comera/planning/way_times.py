@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from comera.files import replacing
+from comera.files import write_text
 from comera.planning.machine import profile_path
 
 log = logging.getLogger("comera")
@@ -188,8 +188,7 @@ def save_way_times(setting: Setting, timings: Sequence[Timing], date: str) -> Pa
         "date": date,
         "timings": [asdict(timing) for timing in kept.values()],
     }
-    with replacing(setting.path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+    write_text(setting.path, json.dumps(content, indent=1) + "\n")
     load_way_times.cache_clear()
     return setting.path
 

@@ -213,9 +213,6 @@ class ImportancePruning(RankLearning):
         self._lost.clear()
         self._mean = None
 
-    def check_schedule(self, optimizer: AnyOptimizer) -> None:
-        """Do nothing: this method needs no gate to close in training, at any learning rate."""
-
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), None if self._mean is None else self._mean.data_ptr())
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from comera.extras import listed
 from comera.nn.batched_contraction import gates_together
-from comera.nn.module import TensorTrainModule, check_unsharded, is_open, is_sharded, tensor_trains
+from comera.nn.module import TensorTrainModule, check_unsharded, is_open, tensor_trains
 from comera.optim.state_layout import AnyOptimizer
+from comera.params import is_sharded
 from comera.rank.agreement import agreed, check_copies, processes_of
 from comera.rank.prune import prune_to_
 from comera.shapes import is_number
@@ -272,6 +273,14 @@ class RankLearning(ABC):
         """Number of steps until rank learning is :attr:`due` to cut ranks."""
         return max(0, math.ceil(self._steps - self.steps_done))
 
+    def check_is_of(self, model: nn.Module) -> None:
+        """Raise ``ValueError`` unless these are the ranks of a model or of a part of it."""
+        there = {id(param) for param in model.parameters()}
+        if not any(id(gate) in there for gate in self.size.gates):
+            raise ValueError(
+                f"ranks is a {self.method} of another model: make it of the one that is trained"
+            )
+
     def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:
         """Return the scalar to differentiate instead of the ``loss`` of a batch.
 
@@ -342,8 +351,7 @@ class RankLearning(ABC):
         ``RuntimeError`` if another process cannot cut its ranks.
         """
 
-    @abstractmethod
-    def check_schedule(self, optimizer: AnyOptimizer) -> None:
+    def check_schedule(self, optimizer: AnyOptimizer) -> None:  # noqa: B027  not all close gates
         """Warn if the remaining steps are too few for the optimizer to close gates."""
 
     def identity(self) -> tuple[object, ...]:

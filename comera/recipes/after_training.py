@@ -22,6 +22,7 @@ from comera.recipes.run import find_device, without_remarks
 from comera.recipes.run_config import TASKS
 from comera.recipes.tasks.task import prepare_task
 from comera.recipes.trained import export, load_run, predictions
+from comera.shapes import check_whole_numbers
 from comera.train.log import last_logged
 
 _quiet = without_remarks("comera.machine")
@@ -118,8 +119,7 @@ def predict(
         device: Device, as the setting of a run.
         tokens: Tokens that a causal language model adds.
     """
-    if tokens < 1:
-        raise ValueError(f"tokens={tokens} must be at least 1")
+    check_whole_numbers(1, tokens=tokens)
     trained = load_run(run, device=find_device(device))
     wrong = False
     for found in predictions(trained, _lines(file), tokens):

@@ -33,7 +33,6 @@ from comera.allocator import reuse_freed_memory
 from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError, check_known, did_you_mean, needed_by
 from comera.recipes.parse import (
-    choices_of,
     converted,
     file_of,
     hints_of,
@@ -265,7 +264,7 @@ def make_parser() -> argparse.ArgumentParser:
             groups[outer] = commands.add_parser(outer, help=outer).add_subparsers()
         command = groups.get(outer, commands).add_parser(inner, help=name)
         if name in RUN_COMMANDS:
-            for key in ("config", *settings_by_name()):
+            for key in settings_by_name():
                 command.add_argument(f"--{key}")
         else:
             _fill(command, _function(name))
@@ -295,10 +294,9 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
     """Return the settings given by the words after ``comera train`` or ``comera plan``.
 
     One word may be a YAML file, the name of a configuration of the package, or the folder of a
-    run. The other words are ``--KEY=VALUE`` or ``--KEY VALUE``, which override the file.
-    ``--config=FILE`` adds a file that overrides earlier files. Raises ``FileNotFoundError``
-    if there is no such file, and ``ValueError``, with what would be right, for any other word, or
-    for a setting that is unknown or does not fit.
+    run. The other words are ``--KEY=VALUE`` or ``--KEY VALUE``, which override the file. Raises
+    ``FileNotFoundError`` if there is no such file, and ``ValueError``, with what would be right,
+    for any other word, or for a setting that is unknown or does not fit.
     """
     file, pairs, rest = None, [], list(words)
     while rest:
@@ -320,23 +318,17 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
         if not text:
             raise ValueError(f"{key}= is empty: give a value, or leave it out")
         pairs.append((key.removeprefix("--"), text))
-    settings: dict[str, Any] = {}
-    files: dict[Path, dict[str, Any]] = {}
-    for key, text in [("config", file), *pairs] if file is not None else pairs:
-        if key == "config":
-            path, given = _of_file(text)
-            files[path] = given
-        else:
-            given = nested({key: value_of(text, _hint_of(key))})
-        settings = merged(settings, given)
+    path, of_file = (file, {}) if file is None else _of_file(file)
+    settings = of_file
+    for key, text in pairs:
+        settings = merged(settings, nested({key: value_of(text, _hint_of(key))}))
     try:
         return parse_settings(RunConfig, settings)
     except ValueError:
-        for path, given in files.items():
-            try:
-                parse_settings(RunConfig, given)
-            except ValueError as problem:
-                raise ValueError(f"{path}: {problem}") from None
+        try:
+            parse_settings(RunConfig, of_file)
+        except ValueError as problem:
+            raise ValueError(f"{path}: {problem}") from None
         raise
 
 
@@ -379,7 +371,7 @@ def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
 
 
 def _is_option(word: str) -> bool:
-    return word == "--config" or (word.startswith("--") and _hint_of(word[2:]) is not None)
+    return word.startswith("--") and _hint_of(word[2:]) is not None
 
 
 def _of_file(word: str) -> tuple[Path, dict[str, Any]]:
@@ -421,7 +413,7 @@ def settings_by_name() -> dict[str, tuple[Any, type]]:
             section, _ = section_of(hint)
             if section is not None:
                 walk(section, f"{within}{name}.")
-        for each in choices_of(kind):
+        for each in vars(kind).get("choices", []):  # from which the section is chosen
             walk(each, within)
 
     walk(RunConfig, "")

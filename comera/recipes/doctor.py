@@ -12,17 +12,14 @@ from rich.table import Table
 
 from comera import __version__
 from comera.allocator import reuse_freed_memory
-from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
 from comera.ops.kernels import choose, launch, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
-from comera.planning.linear_ways import first_where
 from comera.planning.printing import show_seconds
+from comera.shapes import check_whole_numbers
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_WIDTH, _RANKS = 768, (32, 128, 256, 384, 512)
-_MOST_ROWS = 1 << 24
 
 
 def examine(*, all: bool = False, console: Console) -> None:
@@ -36,7 +33,7 @@ def examine(*, all: bool = False, console: Console) -> None:
     if not all:
         return
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    ways = [table(torch.device(kind)) for kind in kinds for table in (_ways, _times, _linears)]
+    ways = [table(torch.device(kind)) for kind in kinds for table in (_ways, _times)]
     for table in (_found(), _kernels(), *ways):
         console.print(table, markup=False)
 
@@ -54,8 +51,7 @@ def calibrate(
 
     reuse_freed_memory()
     if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads={threads} must be at least 1")
+        check_whole_numbers(1, threads=threads)
         torch.set_num_threads(threads)
     measure(device, console.print)
 
@@ -180,27 +176,6 @@ def _times(device: torch.device) -> Table:
             order = "as listed" if device.type == "cpu" else "torch, no kernel"
             table.add_row(group, "all", "all", "", order, "never measured here")
     return table
-
-
-def _linears(device: torch.device) -> Table:
-    title = f"linear layers of {_WIDTH} x {_WIDTH} on {device}: factorized, but reconstructed from"
-    table = Table(title=title, title_justify="left")
-    for column in ("rank", *(str(dtype).removeprefix("torch.") for dtype in _DTYPES)):
-        table.add_column(column, justify="right")
-    for rank in _RANKS:
-        table.add_row(str(rank), *(_reconstructed_from(rank, dtype, device) for dtype in _DTYPES))
-    return table
-
-
-def _reconstructed_from(rank: int, dtype: torch.dtype, device: torch.device) -> str:
-    layer = TTLinear(_WIDTH, _WIDTH, rank=rank, device="meta", dtype=dtype)
-
-    def is_reconstructed(rows: int) -> bool:
-        return not layer.is_factorized(Sample((rows, _WIDTH), dtype, device))  # type: ignore[arg-type]
-
-    if not is_reconstructed(_MOST_ROWS):
-        return "-"
-    return f"{first_where(is_reconstructed, _MOST_ROWS):,} rows"
 
 
 if __name__ == "__main__":  # without the packages of the command line

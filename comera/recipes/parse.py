@@ -88,19 +88,6 @@ def converted(value: Any, hint: Any) -> Any:
     raise ValueError(f"{value!r} must be {wanted(hint)}")
 
 
-def check_nulls(settings: Any, within: str = "") -> None:
-    """Raise ``ValueError`` if a field is None whose type does not allow None."""
-    hints = typing.get_type_hints(type(settings))
-    for field in dataclasses.fields(settings):
-        value, key = getattr(settings, field.name), f"{within}{field.name}"
-        section, optional = section_of(hints[field.name])
-        if value is None and not optional:
-            right = "a section" if section else wanted(hints[field.name])
-            raise ValueError(f"{key}=null must be {right}: leave it out for its default")
-        if section is not None and dataclasses.is_dataclass(value):
-            check_nulls(value, f"{key}.")
-
-
 def check_least(settings: Any, within: str, **least: float) -> None:
     """Raise ``ValueError`` for a field that is below its least value; None is not checked."""
     for name, bound in least.items():
@@ -179,11 +166,6 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.YAMLError(f"the key {key_node.value} in line {line} is there already")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
-
-
-def choices_of(kind: type) -> list[type]:
-    """Return the dataclasses from which a section's ``choose`` picks; none without a ``choose``."""
-    return vars(kind).get("choices", [])
 
 
 def hints_of(kind: type) -> dict[str, Any]:

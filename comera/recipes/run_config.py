@@ -24,7 +24,7 @@ from comera.recipes.optimizers import (
     default_name,
     with_late_stage,
 )
-from comera.recipes.parse import check_least, check_nulls
+from comera.recipes.parse import check_least
 
 _NOT_IDENTITY = {"identity": False}
 """Mark of a setting that does not change the trained model: a run goes on whatever it is."""
@@ -426,7 +426,6 @@ class RunConfig:
         return dataclasses.replace(self.tensorize, tokens=self.tokens)
 
     def check(self) -> None:
-        check_nulls(self)
         if not self.out:
             raise ValueError("out='' must name the folder of the run")
         if not 0 <= self.seed < 2**63:

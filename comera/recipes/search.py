@@ -12,7 +12,7 @@ import numpy as np
 
 from comera.extras import needed_by
 from comera.recipes.jobs import Job
-from comera.recipes.parse import check_least, check_nulls, parse_settings
+from comera.recipes.parse import check_least, parse_settings
 from comera.recipes.report.sweep_report import read_trained
 from comera.recipes.run_config import HIGHER_IS_BETTER
 
@@ -49,7 +49,6 @@ def read_search(given: Any) -> SearchConfig:
     over = {str(name): _distribution(f"search.over.{name}", value) for name, value in over.items()}
     settings = {key: value for key, value in given.items() if key != "over"}
     config = parse_settings(SearchConfig, settings, "search.")
-    check_nulls(config, "search.")
     check_least(config, "search.", trials=1, seed=0)
     return replace(config, over=over)
 

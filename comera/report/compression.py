@@ -13,6 +13,7 @@ from comera.nn.table import TTTable
 from comera.params import model_size
 from comera.planning.planner import plan_layer
 from comera.planning.printing import Report, Table, data_frame, show_bytes, show_count
+from comera.shapes import check_whole_numbers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -165,8 +166,7 @@ def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionRepor
     Raises:
         ValueError: If ``tokens`` is below one.
     """
-    if tokens < 1:
-        raise ValueError(f"tokens={tokens} must be at least 1")
+    check_whole_numbers(1, tokens=tokens)
     return CompressionReport(model, tokens)
 
 

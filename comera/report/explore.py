@@ -20,7 +20,7 @@ from torch import nn
 from comera.compress.compress import check_unused, compress_, measured
 from comera.compress.layer_moments import LossFn, linear_targets
 from comera.compress.sensitivity import Sensitivity, look_at
-from comera.files import replacing
+from comera.files import write_text
 from comera.nn.convert import tensorize_
 from comera.nn.forms import as_torch
 from comera.nn.linear import CompressedLinear, TTLinear
@@ -201,8 +201,7 @@ class _Kept:
         self.points[point.setting, point.layer] = point
         if self.path is not None:
             points = [dataclasses.asdict(point) for point in self.points.values()]
-            with replacing(self.path) as temporary:
-                temporary.write_text(json.dumps({**self.about, "points": points}, indent=1))
+            write_text(self.path, json.dumps({**self.about, "points": points}, indent=1))
         return point
 
 

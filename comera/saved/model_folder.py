@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import tempfile
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from comera.extras import needed_by
-from comera.files import replacing
+from comera.files import replacing, write_text
 from comera.nn.forms import experts_apart
 from comera.nn.module import check_unsharded, dtype_name
 from comera.nn.targets import TTConfig
-from comera.params import Undisturbed
+from comera.params import Undisturbed, checksum
 from comera.saved.description import check_description, describe, fill_, rebuild_
-from comera.saved.shards import bytes_of, write_tensors
+from comera.saved.shards import write_tensors
 from comera.serving.freeze import refuse_training_
 
 log = logging.getLogger("comera")
@@ -115,13 +114,12 @@ def write_folder(
     with replacing(folder / WEIGHTS) as temporary:
         write_tensors(temporary, tensors, read, {"format": "pt", _KEY: text})
         check()
-    with replacing(folder / DESCRIPTION) as temporary:
-        temporary.write_text(f"{text}\n", encoding="utf-8")
+    write_text(folder / DESCRIPTION, f"{text}\n")
 
 
 def _note_of(tensor: Tensor) -> dict[str, Any]:
-    crc = zlib.crc32(bytes_of(tensor))
-    return {"dtype": dtype_name(tensor), "shape": list(tensor.shape), "crc32": crc}
+    facts = {"dtype": dtype_name(tensor), "shape": list(tensor.shape)}
+    return {**facts, "crc32": checksum(tensor)}
 
 
 def load_model(

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from comera.extras import listed
+from comera.params import bytes_of
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -77,12 +78,6 @@ def _opened(path: Path) -> Any:
         return safe_open(path, "pt")
     except SafetensorError as problem:
         raise ValueError(f"{path} is damaged: {problem}") from problem
-
-
-def bytes_of(tensor: Tensor) -> Any:
-    if not tensor.numel():
-        return b""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_tensors(

@@ -26,7 +26,7 @@ from comera.serving.layers import (
     table_factors,
     thin_factors,
 )
-from comera.shapes import whole_number
+from comera.shapes import check_whole_numbers
 
 log = logging.getLogger("comera")
 
@@ -208,12 +208,8 @@ def _contracted(
     layers that become dense get their registered class, such as Conv1D of transformers, otherwise
     ``nn.Linear``.
     """
-    try:
-        enough = batch is None or whole_number(batch) >= 1
-    except TypeError:
-        enough = False
-    if not enough:
-        raise ValueError(f"batch={batch!r} must be a whole number of rows, at least 1")
+    if batch is not None:
+        check_whole_numbers(1, batch=batch)
     check_unsharded(model, "freeze_")
     contraction = _Contraction(batch, keep_forms)
     made: dict[int, nn.Module] = {}

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from comera.nn.dense_weight import read_only
 from comera.nn.forms import as_torch, from_torch
 from comera.nn.linear import TTLinear
-from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, is_open, whole_numbers
+from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, is_open
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TableHead
+from comera.shapes import whole_number
 
 _WRITTEN = (
     "the weight of this {0} is the product of two factors, so that an edit in place would change "
@@ -160,7 +161,7 @@ class FactoredTable(PlainWhenPickled):
         """Make a table on the ``meta`` device."""
         settings: dict[str, Any] = {key: config[key] for key in cls._SETTINGS}
         for key in ("left", "right", "hot", "basis"):
-            shape = None if config[key] is None else whole_numbers(config, key)
+            shape = None if config[key] is None else tuple(map(whole_number, config[key]))
             settings[key] = shape and torch.empty(shape, dtype=dtype_of(config), device="meta")
         if config["row_order"]:
             rows = config["num_embeddings"]

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.extras import listed
-from comera.nn.module import check_model, set_data_
+from comera.nn.module import check_model
 from comera.nn.table import HotRows, TTTable
 from comera.optim.state_layout import AnyOptimizer, pack_state_, unpack_state_, unwrap_separable
-from comera.params import renew_wrappers_, wrappers_of
+from comera.params import renew_wrappers_, set_data_, wrappers_of
 from comera.surgery.truncate import AVERAGES, FIRST_MOMENTS, follows
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.nn.module import TensorTrainModule, check_unsharded, is_open, set_data_, tensor_trains
+from comera.nn.module import TensorTrainModule, check_unsharded, is_open, tensor_trains
 from comera.optim.state_layout import (
     AnyOptimizer,
     group_of,
@@ -16,7 +16,7 @@ from comera.optim.state_layout import (
     unpack_state_,
     unwrap_separable,
 )
-from comera.params import renew_wrappers_
+from comera.params import renew_wrappers_, set_data_
 from comera.shapes import check_min_rank
 
 log = logging.getLogger("comera")

@@ -30,7 +30,8 @@ from torch import nn
 
 from comera.allocator import return_freed_memory
 from comera.extras import needed_by
-from comera.files import replacing
+from comera.files import write_text
+from comera.planning.printing import show_count
 
 
 class StepClock:
@@ -112,10 +113,10 @@ class Pace:
         self._steps, self._seconds = steps, seconds
         parts = []
         if new > 0 and took > 0:
-            parts.append(f"{short(new / took)} steps/s")
+            parts.append(f"{show_count(new / took)} steps/s")
             if self._per_step is not None:
                 count, unit = self._per_step
-                parts.append(f"{short(count * new / took)} {unit}/s")
+                parts.append(f"{show_count(count * new / took)} {unit}/s")
         parts.append(f"peak {peak_memory(self._device) / (1 << 20):,.0f} MiB")
         return ", ".join(parts)
 
@@ -163,15 +164,6 @@ _PROCESS = Path("/proc/self")
 def _status(entry: str) -> int:
     lines = (_PROCESS / "status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(entry)).split()[1]) << 10
-
-
-def short(value: float) -> str:
-    """Format a figure with about three digits: ``0.042``, ``45.6``, ``7,890`` or ``12.3k``."""
-    if value < 100:
-        return f"{value:.3g}"
-    if value < 10_000:
-        return f"{value:,.0f}"
-    return f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k"
 
 
 _KEY = "not_finite"
@@ -242,9 +234,7 @@ class RunLog(SilentLog):
                     "%s: drops %d of %d lines, as damaged ones", self.path, damaged, len(lines)
                 )
             kept = [line for line in lines if line and line["step"] <= resume_step]
-            with replacing(self.path) as temporary:
-                text = "".join(to_json(line) + "\n" for line in kept)
-                temporary.write_text(text, encoding="utf-8")
+            write_text(self.path, "".join(to_json(line) + "\n" for line in kept))
         self._file = self.path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard:

@@ -335,7 +335,7 @@ def train(
             if ended and not run.result.metrics:  # the last evaluation failed
                 run.measure(at_end=True)
         run.save()  # the end of the run, or the step at which it was interrupted
-    together.wait()  # one that ended early would have its launcher end the one that writes
+    together.any(False)  # one that ended early would have its launcher end the one that writes
     run.result.steps, run.result.seconds = step.steps_done, run.clock.seconds()
     run.result.processor_seconds = run.clock.processor
     return run.result

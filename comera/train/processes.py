@@ -116,9 +116,6 @@ class Processes:
         others = self.together(lambda: None if leads else call())
         return outcome if leads else others  # type: ignore[return-value]
 
-    def wait(self) -> None:
-        self.any(False)
-
     def _all_gathered(self, mine: _T) -> list[_T]:
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, mine, group=None)

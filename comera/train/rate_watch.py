@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from comera.nn.module import TensorTrainModule, is_sharded, tensor_trains
+from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.optim.state_layout import AnyOptimizer
+from comera.params import is_sharded
 
 log = logging.getLogger("comera")
 

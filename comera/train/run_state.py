@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_map
 from comera.checkpoint.chain import Checkpoint, CheckpointChain
 from comera.checkpoint.contents import names_of_parameters
 from comera.checkpoint.skeleton import parsed, put_together, take_apart
-from comera.nn.module import is_sharded, tensor_trains
+from comera.nn.module import tensor_trains
 from comera.optim.state_layout import unwrap
+from comera.params import is_sharded
 from comera.train.data_parallel import unwrapped_model
 from comera.train.host_state import random_state, set_random_state
 from comera.train.sharded import shared_model_state, shared_optimizer_state, whole_state

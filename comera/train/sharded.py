@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from comera.nn.module import check_unflattened, is_sharded, tensor_trains
+from comera.nn.module import tensor_trains
 from comera.optim.state_layout import AnyOptimizer
+from comera.params import check_unflattened, is_sharded
 
 # Before torch 2.13 they had other names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

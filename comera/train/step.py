@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.batched_contraction import BatchedContraction
-from comera.nn.module import check_model, check_unsharded, is_sharded
+from comera.nn.module import check_model, check_unsharded
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
 from comera.ops.linear.fp8 import why_not_fp8
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.state_layout import AnyOptimizer, unwrap
+from comera.params import is_sharded
 from comera.rank.learning import RankLearning, check_holds_cores
 from comera.shapes import check_whole_numbers, is_number
 from comera.train.capture import WARM_UP, Capture, StepDescription
@@ -111,11 +112,8 @@ class TrainStep:
         watch: int = EVERY,
     ) -> None:
         _check_kinds(model, loss_fn, optimizer)
-        check_whole_numbers(watch=watch, accumulate=accumulate)
-        if watch < 0:
-            raise ValueError(f"watch={watch} must be a number of steps, or 0 for no looks")
-        if accumulate < 1:
-            raise ValueError(f"accumulate={accumulate} must be at least 1")
+        check_whole_numbers(0, watch=watch)
+        check_whole_numbers(1, accumulate=accumulate)
         if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
             raise ValueError(f"clip_norm={clip_norm!r} must be above 0, or None for no clipping")
         if isinstance(optimizer, OptimizerInBackward):
@@ -165,12 +163,7 @@ class TrainStep:
                 raise TypeError(
                     f"ranks={ranks!r} must be a comera.TwoStage or comera.ImportancePruning"
                 )
-            there = {id(param) for param in model.parameters()}
-            if not any(id(gate) in there for gate in ranks.size.gates):
-                raise ValueError(
-                    f"ranks is a {ranks.method} of another model: give it the one that this step "
-                    "trains"
-                )
+            ranks.check_is_of(model)
             ranks.check_schedule(optimizer)
             if self._group is not None:
                 ranks.process_group = self._group

@@ -238,13 +238,13 @@ def test_a_chain_goes_on_where_another_process_left_it(tmp_path):
 def test_steps_are_whole_numbers_from_zero(tmp_path):
     model = make_model()
     with CheckpointChain(tmp_path) as chain:
-        for wrong, error in ((-1, ValueError), (1.5, TypeError), ("3", TypeError)):
-            with pytest.raises(error, match=f"step={wrong!r} must be"):
+        for wrong in (-1, 1.5, "3"):
+            with pytest.raises(ValueError, match=f"step={wrong!r} must be"):
                 chain.save(wrong, model)
         chain.save(torch.tensor(3), model)
         chain.save(4, model)
         assert chain.load(torch.tensor(3)).step == 3
-        with pytest.raises(TypeError, match=r"step=50\.0 must be"):
+        with pytest.raises(ValueError, match=r"step=50\.0 must be"):
             chain.load(50.0)
     assert chain.steps() == [3, 4]
 
@@ -288,7 +288,7 @@ def test_a_missing_step_is_named_with_those_there_are(tmp_path):
         ({"key_bits": 1}, "key_bits is 1"),
         ({"rate": -1}, "rate is -1"),
         ({"beta": float("nan")}, "beta is nan"),
-        ({"key_every": 0}, "key_every is 0"),
+        ({"key_every": 0}, "key_every=0 must be at least 1"),
         ({"policy": {"a(": "exact"}}, r"policy 'a\(' is no regular expression"),
         ({"policy": {"a": "drop"}}, "policy 'a': 'drop' is not one of"),
     ],

@@ -89,7 +89,7 @@ def test_a_cache_that_may_only_be_read_is_enough(tmp_path, monkeypatch):
 
     monkeypatch.setattr(vocabulary, "LARGE", 10)
     settled(path, monkeypatch)
-    monkeypatch.setattr(vocabulary, "replacing", refused)
+    monkeypatch.setattr(vocabulary, "write_text", refused)
     monkeypatch.setattr(Path, "mkdir", refused)
     monkeypatch.setattr(clicks, "FileLock", refused)
     assert Clicks.prepare(data).prepared == prepared

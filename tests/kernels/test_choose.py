@@ -171,7 +171,7 @@ def test_what_a_card_takes_is_asked_while_compiling_too(card, compiled, reason):
 
 def test_a_fallback_says_its_reason_while_compiling_too(card, compiled):
     def choice(x):
-        choose._warn_once("joining", "no NVRTC")
+        choose.warn_of("joining", "no NVRTC")
         return x + 1
 
     with pytest.warns(KernelWarning, match="joining through torch operations.*: no NVRTC"):

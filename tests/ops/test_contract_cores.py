@@ -10,7 +10,7 @@ from comera.ops.contract_cores import (
     contract_cores,
     contract_groups,
 )
-from comera.ops.cores import Chains, contract_chain
+from comera.ops.cores import Chains, contract_chain, rank_gate
 from comera.ops.kernels import choose
 from comera.shapes import padded_rank
 
@@ -68,8 +68,12 @@ class Group:
         for number in range(self.num_layers):
             cores, gates = self.layer(number)
             split = self.split
-            left = contract_chain(cores[:split], gates[:split], 0.01)[0]
-            right = contract_chain(cores[split:], gates[split:], 0.01)[..., 0]
+            pairs = zip(cores, gates, strict=False)
+            wide = torch.promote_types(cores[0].dtype, torch.float32)
+            opened = [rank_gate(core.to(wide), gate, 0.01) for core, gate in pairs]
+            opened += [core.to(wide) for core in cores[len(opened) :]]
+            left = contract_chain(opened[:split])[0].to(cores[0].dtype)
+            right = contract_chain(opened[split:])[..., 0].to(cores[0].dtype)
             width = padded_rank(right.shape[0], bool(self.biases))
             more = width - right.shape[0]
             lefts.append(torch.nn.functional.pad(left, (0, more)))

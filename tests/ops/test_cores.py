@@ -38,11 +38,16 @@ def grads(merged, cores, gates):
     return torch.autograd.grad((merged * weights).sum(), [*cores, *gates])
 
 
+def opened(cores, gates, threshold=0.01):
+    pairs = zip(cores, gates, strict=False)
+    return [*(rank_gate(core, gate, threshold) for core, gate in pairs), *cores[len(gates) :]]
+
+
 @pytest.mark.parametrize("gated", GATES)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_value_and_gradients_match_tensorly(chain, gated):
     cores, gates = make(chain, gated)
-    got = contract_chain(cores, gates, 0.01)
+    got = contract_chain(opened(cores, gates))
     trains = [core.flatten(1, -2) for core in cores]
     for k, gate in enumerate(gates):
         trains[k] = trains[k] @ torch.diag(gate * (gate > 0.01))
@@ -58,13 +63,11 @@ def test_value_and_gradients_match_tensorly(chain, gated):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_cores_are_rounded_once(dtype):
-    cores, gates = make("four cores", "all", dtype)
-    wide = [core.detach().float() for core in cores]
-    got = contract_chain(cores, gates, 0.01)
-    assert torch.equal(got, contract_chain(wide, gates, 0.01).to(dtype))
+    cores, _ = make("four cores", "all", dtype)
+    got = contract_chain(cores)
+    assert torch.equal(got, contract_chain([core.detach().float() for core in cores]).to(dtype))
     got.sum().backward()
     assert all(core.grad.dtype == dtype for core in cores)
-    assert all(gate.grad.dtype == torch.float32 for gate in gates)
 
 
 def test_a_train_through_an_empty_bond_is_zero():

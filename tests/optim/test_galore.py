@@ -317,7 +317,7 @@ def test_a_half_tensorised_model_trains_truncates_and_goes_on(inner):
     ("group", "message"),
     [
         ({"params": [nn.Parameter(torch.randn(7))], "rank": 4}, r"shape \(7,\) is in .* rank=4"),
-        ({"rank": 0}, "rank=0 must be a whole number of at least 1"),
+        ({"rank": 0}, "rank=0 must be at least 1"),
         ({"rank": 4, "proj_type": "both"}, "proj_type='both' must be one of 'std'"),
         ({"rank": 4, "update_proj_gap": 0}, "update_proj_gap=0 must be"),
         ({"rank": 4, "scale": -1.0}, r"scale=-1.0 must be above 0"),

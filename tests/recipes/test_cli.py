@@ -146,7 +146,7 @@ def test_what_the_system_refuses_is_said_without_its_number(tmp_path, capsys):
         ("--dlrm.table_sizes.user=3", ("dlrm.table_sizes", {"user": 3})),
         ("--nli.train=7", ("nli.train", ["7"])),
         ("--two_stage=null --two_stage.target=0.25", ("two_stage.target", 0.25)),
-        ("--config=nli/snli-small --seed=2", ("seed", 2)),
+        ("nli/snli-small --seed=2", ("seed", 2)),
     ],
 )
 def test_values_are_read_as_what_they_are_for(words, value):

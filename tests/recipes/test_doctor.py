@@ -6,7 +6,6 @@ import pytest
 import torch
 from rich.console import Console
 
-import comera
 from comera.ops.kernels import choose, launch, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from comera.recipes.cli import main
@@ -119,15 +118,6 @@ def test_it_lists_what_has_been_compiled():
     assert row(text, "ttm_lookup.cu")[1] == "sm_90"
     assert row(text, "contract_f32.cu")[1] == "-"
     assert "2 files" in row(text, "compiled kernels")[0]
-
-
-def test_it_says_from_how_many_rows_on_a_linear_layer_takes_its_dense_weight():
-    text = printed().partition("linear layers of 768 x 768 on cpu")[2]
-    assert row(text, "32") == ["-"] * 4  # the factors always take fewer operations
-    layer = comera.TTLinear(768, 768, rank=512)
-    rows = int(row(text, "512")[0].removesuffix(" rows").replace(",", ""))
-    assert layer.is_factorized(torch.empty(rows - 1, 768))
-    assert not layer.is_factorized(torch.empty(rows, 768))
 
 
 def test_the_command_answers_in_ten_lines_and_shows_the_rest_if_asked(capsys, monkeypatch):

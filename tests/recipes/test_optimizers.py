@@ -237,7 +237,7 @@ def test_defaults_are_those_of_the_optimizer():
         ({"lr": (0.1, 0.2)}, r"optimizer.lr=\(0.1, 0.2\) must be a number or null for muon"),
         ({"betas": (0.9, 1.5)}, r"optimizer.betas=\(0.9, 1.5\) must be decay rates in \[0, 1\)"),
         ({"core_lr": -1.0}, "optimizer.core_lr=-1.0 must be at least 0"),
-        ({"name": "galore_adamw", "rank": 0}, "optimizer.rank=0 must be a whole number"),
+        ({"name": "galore_adamw", "rank": 0}, "optimizer.rank=0 must be at least 1"),
         ({"name": "galore_adamw", "rank": 99}, "nothing to project: .* rank=99. GaLore is for"),
         ({"name": "galore_adamw", "target_modules": "x"}, "target_modules='x' names no dense"),
     ],

@@ -21,7 +21,7 @@ from comera.ops.linear.fp8 import why_not_fp8
 from comera.recipes import chains
 from comera.recipes.cli import main
 from comera.recipes.optimizers import OPTIMIZERS, MuonConfig
-from comera.recipes.parse import choices_of, hints_of, read_yaml, section_of, wanted
+from comera.recipes.parse import hints_of, read_yaml, section_of, wanted
 from comera.recipes.report.run_report import gather
 from comera.recipes.run import build_step, make_model, plan, planned_memory, run
 from comera.recipes.run_config import (
@@ -216,7 +216,6 @@ def test_a_dense_run_needs_no_other_section(config):
             "two_stage.late_share=0.001 of 50 steps is no step",
         ),
         ({"two_stage": TwoStageConfig(target=30)}, "two_stage.target=30 must be in"),
-        ({"two_stage": TwoStageConfig(target=None)}, "two_stage.target=null must be a number"),
         ({"two_stage": TwoStageConfig(gamma=-1.0)}, "two_stage.gamma=-1.0 must be a number of at"),
         (
             {"two_stage": TwoStageConfig(target=0.001)},
@@ -517,7 +516,7 @@ def test_a_trained_model_is_tested_once_on_data_of_its_own(config, section):
 
 def test_words_for_every_type_of_a_setting():
     def check(kind: type) -> None:
-        for each in choices_of(kind):
+        for each in vars(kind).get("choices", []):
             check(each)
         for hint in hints_of(kind).values():
             section, _ = section_of(hint)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import comera
+from comera import files
 from comera.saved import model_folder
 from tests.processes import killed
 
@@ -66,7 +67,8 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch, failing):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(path)
 
-    monkeypatch.setattr(model_folder, "replacing", full)
+    for module in (model_folder, files):
+        monkeypatch.setattr(module, "replacing", full)
     with pytest.raises(OSError, match="No space left"):
         comera.save_model(second, tmp_path)
     whole = (first, second)[failing]

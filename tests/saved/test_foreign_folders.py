@@ -88,7 +88,7 @@ def test_descriptions_that_say_something_else(folder, change, message):
     ("key", "value", "message"),
     [
         ("in_modes", [2, 2], "1: TTLinear is described wrongly: ValueError: the modes 2 x 2"),
-        ("in_modes", "os.system", "in_modes='os.system' must be a list"),
+        ("in_modes", "os.system", "'str' object cannot be interpreted as an integer"),
         ("ranks", [1, -1, 2, 3], "every rank must be at least 1"),
         ("ranks", [10**30] * 4, "described wrongly"),
         ("dtype", "__loader__", "dtype='__loader__' is none of torch's"),

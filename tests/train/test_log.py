@@ -23,7 +23,6 @@ from comera.train.log import (
     peak_memory,
     progress_bar,
     read_metrics,
-    short,
     to_json,
 )
 
@@ -290,15 +289,6 @@ def test_a_watch_measures_what_came_after_it_and_is_gone_again():
     assert 15 << 20 < watch.peak() < 32 << 20
     watch.begin()
     assert watch.peak() < 8 << 20
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.04217, "0.0422"), (1.5, "1.5"), (45.67, "45.7"), (789.4, "789"), (7890, "7,890"),
-     (12345, "12.3k"), (2.5e6, "2.5M")],
-)  # fmt: skip
-def test_figures_are_short(value, text):
-    assert short(value) == text
 
 
 def strict(text: str):

@@ -177,7 +177,7 @@ def test_looks_are_few_and_can_be_left_out(monkeypatch):
     step = step_of(classifier(), 1e-4, watch=0)
     step(next(batches(1)))
     assert seen[-1] == 24
-    with pytest.raises(ValueError, match="watch=-1 must be a number of steps"):
+    with pytest.raises(ValueError, match="watch=-1 must be at least 0"):
         step_of(classifier(), 1e-4, watch=-1)
 
 

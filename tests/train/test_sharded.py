@@ -22,7 +22,7 @@ from comera.checkpoint.chain import Checkpoint
 from comera.checkpoint.distributed import scatter_
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.dlrm import DLRM
-from comera.nn.module import is_sharded
+from comera.params import is_sharded
 from comera.train.sharded import RowShardedBag, Sharded, shard_dense_, whole_state
 from tests.processes import in_worlds, said
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import comera
 from comera.checkpoint.distributed import gathered, scatter_
-from comera.nn.module import is_sharded
+from comera.params import is_sharded
 from comera.train.run_state import load_parts, save_parts
 from comera.train.sharded import shard_dense_, whole_state
 from tests.processes import in_worlds, said

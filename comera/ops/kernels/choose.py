@@ -77,8 +77,14 @@ def off_card(file: str, like: Tensor) -> str | None:
 
 def warn_of(what: str, reason: str) -> None:
     """Warn once that torch runs in place of the kernel ``what``, unless the reason is expected."""
-    if reason not in _EXPECTED and mode() == "auto":
-        _warn_once(what, reason)
+    if reason in _EXPECTED or mode() != "auto" or (what, reason) in _said:
+        return
+    _said.add((what, reason))
+    warnings.warn(
+        f"comera runs {what} through torch operations, not its CUDA kernel: {reason}",
+        KernelWarning,
+        stacklevel=3,
+    )
 
 
 @functools.cache
@@ -102,20 +108,9 @@ def _why_not_on(file: str, device: int) -> str | None:
     return _why_not_loaded(file, device)
 
 
-def _warn_once(what: str, reason: str) -> None:
-    if (what, reason) in _said:
-        return
-    _said.add((what, reason))
-    warnings.warn(
-        f"comera runs {what} through torch operations, not its CUDA kernel: {reason}",
-        KernelWarning,
-        stacklevel=4,
-    )
-
-
 _said: set[tuple[str, str]] = set()
 
 # As torch.compiler.assume_constant_result does, without importing dynamo, which warns of functions
 # with a cache.
 _why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+warn_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from comera.files import cache_folder, replacing
+from comera.files import cache_folder, replacing, write_text
 
 OPTIONS = ("--std=c++17",)
 
@@ -37,8 +37,7 @@ def cubin(file: str, arch: str) -> bytes:
     code, problem = compile_source(text(file), f"{file}.cu", arch)
     if code is None:
         log = path.with_suffix(".log")
-        with replacing(log) as temporary:
-            temporary.write_text(problem)
+        write_text(log, problem)
         raise KernelError(f"{file}.cu does not compile for {arch}: the compiler's log is in {log}")
     with replacing(path) as temporary:  # several processes may come at once
         temporary.write_bytes(code)
