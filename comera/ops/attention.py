@@ -8,7 +8,6 @@ Shape suffixes: B = batch, H = heads, G = heads of keys, H or 1, M = queries, T 
 a head, N = batch times heads of keys, in pieces, D = width of all heads, R = padded bonds.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -114,34 +113,33 @@ def _by_heads(out_BGME: Tensor, like_BHME: Tensor) -> Tensor:
 @operator("comera::attend", tags=[torch.Tag.nondeterministic_seeded])
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the attention's result, the softmax, the dropout mask (maybe empty), and its scale."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the attention's result, the softmax, and the seed of the dropout mask."""
     weights = q.new_empty(*q.shape[:2], k.shape[1])
     out = q.new_empty(*q.shape[:2], v.shape[2])
-    keep, scale_kept = keep_mask(weights.shape if dropout else (0,), dropout)
+    seed = draw_seed(dropout if weights.numel() else 0)
+    keep, kept = keep_mask(weights.shape if dropout else (0,), dropout, seed)
     for n in _slices(weights):
         added = q.new_empty(()) if bias is None else bias[n]
         scores = torch.baddbmm(added, q[n], k[n].mT, beta=float(bias is not None), alpha=scale)
         torch.softmax(scores, -1, out=weights[n])
-        _product_into(out[n], _drop(weights[n], keep, n), v[n], float(scale_kept))
-    return out, weights, keep, scale_kept
+        _product_into(out[n], _drop(weights[n], keep, n), v[n], kept)
+    return out, weights, seed
 
 
 @_attend.register_fake
 def _(q, k, v, bias, scale, dropout):
-    size = (*q.shape[:2], k.shape[1])
-    out = q.new_empty(*q.shape[:2], v.shape[2])
-    keep = q.new_empty(size if dropout else (0,), dtype=torch.int8)
-    return out, q.new_empty(size), keep, q.new_empty((), dtype=torch.float32)
+    out, weights = (q.new_empty(*q.shape[:2], width) for width in (v.shape[2], k.shape[1]))
+    return out, weights, q.new_empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op("comera::attend_backward", mutates_args=())
 def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, keep: Tensor,
-    scale_kept: Tensor, scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, seed: Tensor,
+    scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
-    kept = float(scale_kept)
+    keep, kept = keep_mask(weights.shape if dropout else (0,), dropout, seed)
     for n in _slices(weights):
         _product_into(grad_v[n], _drop(weights[n], keep, n).mT, grad[n], kept)
         per_weight = _drop(grad[n] @ v[n].mT, keep, n)
@@ -157,7 +155,7 @@ def _(grad, q, k, v, *_):
 
 
 def _setup_attend(ctx, inputs, output) -> None:
-    q, k, v, _, ctx.scale, _ = inputs
+    q, k, v, _, *ctx.scales = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output[1:])
 
@@ -165,7 +163,7 @@ def _setup_attend(ctx, inputs, output) -> None:
 def _back_attend(ctx, grad: Tensor | None, *_):
     if grad is None:
         return (None,) * 6
-    return *_attend_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None
+    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.scales), None, None, None
 
 
 _attend.register_autograd(_back_attend, setup_context=_setup_attend)
@@ -273,57 +271,60 @@ def check_probability(p: float) -> None:
         raise ValueError(f"dropout probability {p} must be between 0 and 1")
 
 
-def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
-    """Draw an int8 mask on the CPU, zero with probability p; also return the scale of the rest."""
-    if not math.prod(shape):  # as in evaluation, which leaves torch's random state alone
-        return torch.zeros(shape, dtype=torch.int8), torch.ones(())
-    seed = int(torch.randint(1 << 62, ()))  # torch's seed decides; numpy draws twice as fast
-    numbers = np.random.SFC64(seed)
+def draw_seed(p: float) -> Tensor:
+    """Draw the seed of a mask; without dropout, torch's random state is left alone."""
+    return torch.randint(1 << 62, ()) if p else torch.zeros((), dtype=torch.int64)
+
+
+def keep_mask(shape: Sequence[int], p: float, seed: Tensor) -> tuple[Tensor, float]:
+    """Return the int8 mask of a seed, zero with probability p, and the scale of the rest."""
+    numbers = np.random.SFC64(int(seed))  # it draws twice as fast as torch
     lower, count = math.floor(p * _STEPS), math.prod(shape)
     dropped = lower + int(numbers.random_raw() / 2**64 < p * _STEPS - lower)
     if dropped == _STEPS:
-        return torch.zeros(shape, dtype=torch.int8), torch.zeros(())
+        return torch.zeros(shape, dtype=torch.int8), 0.0
     words = numbers.random_raw(-(-count // 8))
     keep = torch.from_numpy(words.view(np.int8)).ge_(dropped - _STEPS // 2)
-    return keep[:count].view(shape), torch.tensor(_STEPS / (_STEPS - dropped))
+    return keep[:count].view(shape), float(torch.tensor(_STEPS / (_STEPS - dropped)))
 
 
 @operator("comera::dropout_add", tags=[torch.Tag.nondeterministic_seeded])
-def _dropout_add(x: Tensor, residual: Tensor | None, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    keep, scale = keep_mask(x.shape, p)
-    base = _zero(x.dtype) if residual is None else residual
-    return torch.addcmul(base, x, keep.to(x.dtype), value=float(scale)), keep, scale
+def _dropout_add(x: Tensor, residual: Tensor | None, p: float) -> tuple[Tensor, Tensor]:
+    seed = draw_seed(p if x.numel() else 0)
+    return _add_kept(x.new_zeros(()) if residual is None else residual, x, p, seed), seed
+
+
+def _add_kept(base: Tensor, x: Tensor, p: float, seed: Tensor) -> Tensor:
+    """Return ``base`` plus the kept elements of x times their scale, in the memory of the mask."""
+    keep, scale = keep_mask(x.shape, p, seed)
+    out = keep.to(torch.promote_types(base.dtype, x.dtype))
+    return torch.addcmul(base, x, out, value=scale, out=out)
 
 
 @_dropout_add.register_fake
 def _(x, residual, p):
-    keep = x.new_empty(x.shape, dtype=torch.int8)
-    return x.new_empty(x.shape), keep, x.new_empty((), dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op("comera::dropout_backward", mutates_args=())
-def _dropout_backward(grad: Tensor, keep: Tensor, scale: Tensor) -> Tensor:
-    return torch.addcmul(_zero(grad.dtype), grad, keep.to(grad.dtype), value=float(scale))
+def _dropout_backward(grad: Tensor, p: float, seed: Tensor) -> Tensor:
+    return _add_kept(grad.new_zeros(()), grad, p, seed)
 
 
-_dropout_backward.register_fake(lambda grad, keep, scale: grad.new_empty(grad.shape))
-
-
-@functools.cache
-def _zero(dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype)
+_dropout_backward.register_fake(lambda grad, p, seed: grad.new_empty(grad.shape))
 
 
 def _setup_dropout(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[1:])
+    ctx.p = inputs[2]
+    ctx.save_for_backward(output[1])
 
 
 def _back_dropout(ctx, grad: Tensor | None, *_):
     if grad is None:
         return None, None, None
     grad_residual = grad if ctx.needs_input_grad[1] else None
-    return _dropout_backward(grad, *ctx.saved_tensors), grad_residual, None
+    return _dropout_backward(grad, ctx.p, *ctx.saved_tensors), grad_residual, None
 
 
 _dropout_add.register_autograd(_back_dropout, setup_context=_setup_dropout)

@@ -2,8 +2,8 @@
 
 Each command is a function: its parameters are the arguments and options, its docstring is the help.
 ``train`` and ``plan`` take every setting of a run instead, as an option by its dotted name:
-``--help`` prints the settings that one changes first, ``--help_all`` all settings,
-``--SECTION.help`` those of a section. An error is printed in one line.
+``--help`` prints the settings that one changes first, ``--help_all`` all settings. An error is
+printed in one line.
 """
 
 import argparse
@@ -434,7 +434,6 @@ def help_of(command: str, words: Sequence[str]) -> str | None:
     """Return the help that a word, such as ``--help``, asks for; else None."""
     known = settings_by_name()
     for word in words:
-        section = word.removeprefix("--").removesuffix(".help")
         if word in ("-h", "--help"):
             sections = [k for k, (hint, _) in known.items() if section_of(hint)[0] and "." not in k]
             return _HELP.format(
@@ -445,8 +444,6 @@ def help_of(command: str, words: Sequence[str]) -> str | None:
             )
         if word in ("--help-all", "--help_all"):
             return "\n".join(map(_entry, known))
-        if word == f"--{section}.help" and section in known:
-            return "\n".join(_entry(key) for key in known if key.startswith(f"{section}."))
     return None
 
 

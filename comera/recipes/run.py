@@ -112,9 +112,9 @@ def _finished(
     names = [each.name for each in dataclasses.fields(run_folder.Outcome)]
     places = [folder / place for place in _jobs(config)]
     try:
-        results = [run_folder.read_result(place) for place in places]
-        found_there = [{k: facts[k] for k in names if k in facts} for facts in results]
-        outcomes = [run_folder.Outcome(**facts) for facts in found_there]
+        results = map(run_folder.read_result, places)
+        kept = ({k: facts[k] for k in names if k in facts} for facts in results)
+        outcomes = [run_folder.Outcome(**facts) for facts in kept]
     except (OSError, ValueError, TypeError):  # the last step writes it again
         return None
     if not all((place / "model.safetensors").is_file() for place in places):
@@ -304,6 +304,7 @@ def _train_one(
         log_every=config.train.log_every,
         resume=True,
         chain=config.checkpoints.chain(folder / "checkpoints"),
+        restart=config.checkpoints.restart,
         title=name,
         per_step=task.per_step,
         quiet=quiet or not processes.is_first,

@@ -282,14 +282,16 @@ class CheckpointConfig:
         mode: ``lossless`` resumes a run exactly; ``lossy`` makes checkpoints many times smaller,
             from which a run resumes nearly as it was.
         keep_last: Number of checkpoints to keep; older ones are deleted. Null keeps all.
+        restart: Train on from what is read of each checkpoint, as after an interruption.
     """
 
     mode: Literal["lossless", "lossy"] = "lossless"
     keep_last: int | None = 2
+    restart: bool = False
 
     def chain(self, folder: Path) -> CheckpointChain:
         every = 1 if self.mode == "lossless" else KEY_EVERY
-        return CheckpointChain(folder, key_every=every, **asdict(self))
+        return CheckpointChain(folder, mode=self.mode, keep_last=self.keep_last, key_every=every)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class RunUnderWay:
             return
         extra = restore_(self._step, saved, chain.folder)
         self._saved_at = self._step.steps_done
-        self.clock.add(extra["seconds"])
+        self.clock.add(extra["seconds"] - self.clock.seconds())
         self.clock.processor = extra.get("processor_seconds", math.nan)
         self.result.peak_memory = extra.get("peak_memory")
         self.result.ranks, self.result.metrics = extra["ranks"], extra["metrics"]
@@ -219,6 +219,7 @@ def train(
     log_every: int = 10,
     resume: bool = False,
     chain: CheckpointChain | None = None,
+    restart: bool = False,
     title: str = "train",
     per_step: tuple[int, str] | None = None,
     quiet: bool = False,
@@ -248,6 +249,7 @@ def train(
         log_every: Steps between lines of the log, which have the mean loss.
         resume: Whether to resume from the last sound checkpoint, if any; False deletes checkpoints.
         chain: The chain of checkpoints; None keeps the last two, lossless, in ``folder``.
+        restart: Whether to train on from what is read of each checkpoint.
         title: Shown beside the progress bar.
         per_step: Size of a step in all processes, and its unit, for the speed that the progress
             bar shows: say ``(4096, "tokens")``.
@@ -331,6 +333,9 @@ def train(
                     run.measure(at_end=ended)
                 if save_every and done % save_every == 0 and not ended:
                     run.save()
+                    if restart:
+                        chain.wait()
+                        run.restore_()
             run.result.interrupted = not ended
             if ended and not run.result.metrics:  # the last evaluation failed
                 run.measure(at_end=True)

@@ -9,6 +9,7 @@ from comera.ops.attention import (
     _attend,
     _dropout_add,
     attend,
+    draw_seed,
     dropout_add,
     head_factors,
     keep_mask,
@@ -96,10 +97,10 @@ def test_dropout_drops_weights_forward_and_backward(at_once, padded, shared, mon
     monkeypatch.setattr(module, "_SCORES", at_once)
     fixed = {}
 
-    def keep_mask(shape, p):
+    def keep_mask(shape, p, _seed):
         if not fixed:
             fixed["mask"] = (torch.rand(shape) > p).to(torch.int8)
-        return fixed["mask"], torch.tensor(1 / (1 - p), dtype=torch.float64)
+        return fixed["mask"], 1 / (1 - p)
 
     monkeypatch.setattr(module, "keep_mask", keep_mask)
     q, k, v, keep = make(shared=shared)
@@ -241,13 +242,13 @@ def test_a_share_p_is_dropped_and_the_mean_kept():
         assert abs(float(y.double().mean()) - 1) < 0.02
         shares.append(float((y == 0).double().mean()))
     assert abs(sum(shares) / len(shares) - 0.1) < 0.001
-    drawn = {float(keep_mask((8,), 0.1)[1]) for _ in range(100)}
+    drawn = {keep_mask((8,), 0.1, draw_seed(0.1))[1] for _ in range(100)}
     assert drawn == {float(torch.tensor(256 / kept)) for kept in (230, 231)}
 
 
 def test_neighbours_are_independent():
     """One random number serves four elements: their masks must not go together."""
-    keep, _ = keep_mask((400_000,), 0.5)
+    keep, _ = keep_mask((400_000,), 0.5, draw_seed(0.5))
     quads = keep.double().view(-1, 8) - 0.5
     correlation = quads.T @ quads / quads.shape[0] / 0.25
     assert float((correlation - torch.eye(8)).abs().max()) < 0.02
@@ -283,9 +284,9 @@ def test_the_same_seed_gives_the_same_mask():
     masks = []
     for _ in range(2):
         torch.manual_seed(3)
-        masks.append(keep_mask((100,), 0.3)[0])
+        masks.append(keep_mask((100,), 0.3, draw_seed(0.3))[0])
     assert torch.equal(*masks)
-    assert not torch.equal(masks[0], keep_mask((100,), 0.3)[0])
+    assert not torch.equal(masks[0], keep_mask((100,), 0.3, draw_seed(0.3))[0])
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -295,3 +296,13 @@ def test_dropout_is_registered_soundly(residual):
     # A random result cannot be compared between two runs.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(_dropout_add.custom_op, (x, other, 0.3), test_utils=checks)
+
+
+def test_no_mask_is_saved_for_backward():
+    x, (q, k, v) = torch.randn(40, 50, requires_grad=True), make(dtype=torch.float32)[:3]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        dropout_add(x, x, 0.3, True)
+        attend(q, k, v, None, 0.4, 0.3)
+    assert not [t for t in saved if t.dtype == torch.int8]
+    assert sum(t.numel() for t in saved if t.dtype == torch.int64) == 2  # their seeds

@@ -251,12 +251,6 @@ def test_every_key_is_one_option_away(word, capsys):
     assert all(f"--{name}" in text for name in RunConfig.__dataclass_fields__)
 
 
-def test_so_is_one_section(capsys):
-    text = printed(capsys, "train", "--tensorize.help")
-    assert "--tensorize.embedding_rank" in text
-    assert "FILE_OR_NAME" not in text
-
-
 def test_shells_can_complete_the_commands(capsys):
     pytest.importorskip("shtab")
     text = printed(capsys, "--print_completion", "bash")

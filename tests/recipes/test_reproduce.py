@@ -24,12 +24,19 @@ TINY = {
 
 def test_every_paper_has_an_experiment_in_both_scales():
     scales = {name: set(found) for name, found in experiments().items()}
-    for name in ("comera-nli", "comera-dlrm", "comera-code", "came-shapes", "excp-pythia"):
+    for name in (
+        "comera-nli",
+        "comera-dlrm",
+        "comera-code",
+        "came-shapes",
+        "came-gpt2",
+        "excp-pythia",
+    ):
         assert scales[name] == {"small", "paper"}
     assert scales["galore-llama"] == {"small"}
     for size in ("60m", "130m", "350m", "1b"):
         assert scales[f"galore-llama-{size}"] == {"paper"}
-    assert scales["together"] == {"small", "paper"}
+    assert scales["together"] == scales["came-gpt2"] == {"small", "paper"}
 
 
 def test_an_unknown_name_or_scale_is_refused():

@@ -250,6 +250,31 @@ def test_a_lossy_run_is_resumed_too(tmp_path):
     assert all(torch.isfinite(p).all() for p in again.model.parameters())
 
 
+def test_a_run_that_restarts_is_one_that_is_broken_off_at_each_checkpoint(tmp_path):
+    lossy = {"save_every": 4, "eval_every": 0}
+
+    def chain(name):
+        return CheckpointChain(tmp_path / name / "checkpoints", key_every=3)
+
+    def failing(number):
+        if number == stops[0]:
+            raise Stop
+        return get_batch(number)
+
+    stops = list(range(4, STEPS, 4))
+    while stops:
+        with pytest.raises(Stop):
+            run(tmp_path / "parts", get=failing, chain=chain("parts"), **lossy)
+        stops.pop(0)
+    resumed, parts = run(tmp_path / "parts", chain=chain("parts"), **lossy)
+    restarted, whole = run(tmp_path / "whole", chain=chain("whole"), restart=True, **lossy)
+    assert_equal(state_of(restarted), state_of(resumed))
+    assert figures(tmp_path / "whole") == figures(tmp_path / "parts")
+    assert 0 < whole.seconds < 2 * parts.seconds
+    never, _ = run(tmp_path / "never", chain=chain("never"), **lossy)
+    assert not torch.equal(next(never.model.parameters()), next(restarted.model.parameters()))
+
+
 def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
     joined = []
     original = batched_contraction.contract_groups

@@ -20,7 +20,7 @@ from comera.ops.dispatch import Case, Way, Ways, is_on_cpu
 from comera.ops.kernels import feed_forward_kernel as kernels
 from comera.ops.linear.tt_linear import Factors, set_ones_, times_left
 from comera.ops.operator import gradients_again, operator
-from comera.ops.product import add_product, affine, product, product_into, store_product_
+from comera.ops.product import add_product, affine, product, store_product_
 
 _aten = torch.ops.aten
 
@@ -95,9 +95,10 @@ def _by_torch(
     t1 = product(x, left1).contiguous()  # as all results are promised to be
     t2 = x.new_empty(x.shape[0], left2.shape[1])
     set_ones_(t1, bias)
-    for rows, (hidden,) in _pieces(x, right1.shape[1], 1):
-        h = product_into(hidden, t1[rows], right1)
+    for rows in _pieces(x, right1.shape[1]):
+        h = product(t1[rows], right1)
         store_product_(t2[rows], value(h, out=h), left2)
+        del h
     set_ones_(t2, bias)
     return product(t2, right2), t1, t2
 
@@ -127,15 +128,17 @@ def _gradients_by_torch(
     u2 = product(grad_y, right2.T)
     u1 = torch.empty_like(t1)
     grad_left2 = grad_right1 = None
-    for rows, (hidden, active, grad) in _pieces(x, right1.shape[1], 3):
-        h = product_into(hidden, t1[rows], right1)
-        a = value(h, out=active)
+    for rows in _pieces(x, right1.shape[1]):
+        h = product(t1[rows], right1)
+        a = value(h, out=torch.empty_like(h))
         pair = (u2[rows].T, a) if turned else (a.T, u2[rows])
         grad_left2 = add_product(grad_left2, *pair, wide)
-        ga = product_into(grad, u2[rows], left2.T)
+        del a, pair  # the gradient takes that memory
+        ga = product(u2[rows], left2.T)
         gh = grad_of(ga, h, grad_input=ga)
         grad_right1 = add_product(grad_right1, t1[rows].T, gh, wide)
         store_product_(u1[rows], gh, right1.T)
+        del h, ga, gh
     if grad_left2 is None or grad_right1 is None:  # without a row
         grad_left2, grad_right1 = torch.zeros_like(left2), torch.zeros_like(right1)
         turned = False
@@ -219,9 +222,8 @@ def _case_gated(given: Sequence[Tensor], *_: Any) -> Case:
 def _gated_by_torch(given: Sequence[Tensor]) -> Tensor:
     (t_gate, t_up, right_gate, right_up, left2), (silu, _) = given, ACTIVATIONS["silu"]
     t2 = t_gate.new_empty(t_gate.shape[0], left2.shape[1])
-    for rows, (gated, wide) in _pieces(t_gate, right_gate.shape[1], 2):
-        g = product_into(gated, t_gate[rows], right_gate)
-        u = product_into(wide, t_up[rows], right_up)
+    for rows in _pieces(t_gate, right_gate.shape[1]):
+        g, u = product(t_gate[rows], right_gate), product(t_up[rows], right_up)
         store_product_(t2[rows], silu(g, out=g).mul_(u), left2)
     return t2
 
@@ -243,18 +245,19 @@ def _gated_gradients_by_torch(given: Sequence[Tensor], grad_t2: Tensor) -> list[
     dtype = _dtype_of_sums(t_gate, hidden)
     of_gate, of_up = torch.empty_like(t_gate), torch.empty_like(t_up)
     sums: list[Tensor | None] = [None, None, None]
-    for rows, into in _pieces(t_gate, hidden, 5):
+    for rows in _pieces(t_gate, hidden):
         t_g, t_u, dt2 = t_gate[rows], t_up[rows], grad_t2[rows]
-        g, u = product_into(into[0], t_g, right_gate), product_into(into[1], t_u, right_up)
-        dh = product_into(into[2], dt2, left2.T)
-        active = silu(g, out=into[3])
-        sums[2] = add_product(sums[2], torch.mul(active, u, out=into[4]).T, dt2, dtype)
+        g, u = product(t_g, right_gate), product(t_u, right_up)
+        active = silu(g, out=torch.empty_like(g))
+        sums[2] = add_product(sums[2], (active * u).T, dt2, dtype)
+        dh = product(dt2, left2.T)
         du = active.mul_(dh)
         sums[1] = add_product(sums[1], t_u.T, du, dtype)
         store_product_(of_up[rows], du, right_up.T)
-        dg = silu_back(dh.mul_(u), g, grad_input=into[4])
+        dg = silu_back(dh.mul_(u), g, grad_input=du)
         sums[0] = add_product(sums[0], t_g.T, dg, dtype)
         store_product_(of_gate[rows], dg, right_gate.T)
+        del g, u, active, dh, du, dg
     grads = (
         torch.zeros_like(like) if each is None else each.to(like.dtype).contiguous()
         for each, like in zip(sums, given[2:], strict=True)
@@ -287,13 +290,9 @@ _gated_hidden.register_autograd(
 )
 
 
-def _pieces(x: Tensor, hidden: int, buffers: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield the rows of each piece of a batch, with buffers for the piece's hidden activations."""
+def _pieces(x: Tensor, hidden: int) -> Iterator[slice]:
     rows = _rows_at_a_time(x, hidden)
-    wide = [x.new_empty(rows, hidden) for _ in range(buffers)]
-    for start in range(0, x.shape[0], rows):
-        count = min(rows, x.shape[0] - start)
-        yield slice(start, start + rows), [buffer[:count] for buffer in wide]
+    return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
 
 
 def _dtype_of_sums(x: Tensor, hidden: int) -> torch.dtype:

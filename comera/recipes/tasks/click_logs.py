@@ -67,15 +67,14 @@ class ClicksTask(Task):
     def prepare(self, digests: Digests) -> None:
         self._clicks = data = Clicks.prepare(self.data, digests)
         train, size = self.config.train, self.config.train.batch_size
-        limit = train.eval_batches and train.eval_batches * size
+        top = train.eval_batches and train.eval_batches * size
         self.sizes, self.per_step = self._sizes(data), (size, "clicks")
         self._prepared(
-            data,
-            lambda step: data.batch(step, size, self.config.seed),
-            lambda: data.held_out("valid", _EVALUATED, limit),
-            (lambda: data.held_out("test", _EVALUATED)) if self.data.test else None,
-            data.steps_per_epoch(size),
+            data, lambda step: data.batch(step, size, self.config.seed), data.steps_per_epoch(size)
         )
+        self.evaluate = lambda model: self._measure(model, data.held_out("valid", _EVALUATED, top))
+        if self.data.test:
+            self.test = lambda model: self._measure(model, data.held_out("test", _EVALUATED))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.binary_cross_entropy_with_logits(self.logits(model, batch), batch["labels"])

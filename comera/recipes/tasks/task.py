@@ -56,17 +56,17 @@ class Task(ABC):
         self,
         data: Any,
         get_batch: Callable[[int], Batch],
-        valid: Callable[[], Iterable[Batch]],
-        test: Callable[[], Iterable[Batch]] | None,
         per_epoch: int | None = None,
+        valid: Iterable[Batch] = (),
+        test: Iterable[Batch] = (),
     ) -> None:
         """Set the attributes; ``per_epoch`` counts steps, or is None for data without an end."""
         self.steps = self.count_steps(per_epoch)
         self.record = DataRecord(data.digests, data.prepared)
         self.get_batch = lambda step: self._to_device(self._processes.share_of(get_batch(step)))
         self._first_batch = lambda: self._to_device(get_batch(0))  # the rows of all processes
-        self.evaluate = lambda model: self._measure(model, valid())
-        self.test = None if test is None else lambda model: self._measure(model, test())
+        self.evaluate = lambda model: self._measure(model, valid)
+        self.test = (lambda model: self._measure(model, test)) if test else None
 
     def count_steps(self, per_epoch: int | None) -> int:
         """Return the attribute ``steps``; raise ``ValueError`` if it is zero."""

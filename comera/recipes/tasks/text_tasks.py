@@ -111,15 +111,12 @@ class MaskedTextTask(StreamTask):
 
     def prepare(self, digests: Digests) -> None:
         streams = self._read(digests)
-        data, size = MaskedText(streams), self.config.train.batch_size
+        data, size, seed = MaskedText(streams), self.config.train.batch_size, self.config.seed
         evaluated = self.config.train.eval_batches or _EVALUATED
         valid = list(map(with_padding, data.held_out("valid", size, evaluated)))
         test = list(map(with_padding, data.held_out("test", size, _TESTED)))
         self._prepared(
-            streams,
-            lambda step: with_padding(data.batch(step, size, self.config.seed)),
-            lambda: valid,
-            (lambda: test) if test else None,
+            streams, lambda step: with_padding(data.batch(step, size, seed)), None, valid, test
         )
 
     def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
@@ -159,16 +156,11 @@ class CausalTextTask(StreamTask):
 
     def prepare(self, digests: Digests) -> None:
         streams = self._read(digests)
-        data, size = CausalText(streams), self.config.train.batch_size
+        data, size, seed = CausalText(streams), self.config.train.batch_size, self.config.seed
         valid = data.held_out("valid", size, self.config.train.eval_batches)
         test = data.held_out("test", size)
         self._held_out = valid[0]["tokens"][0].tolist()
-        self._prepared(
-            streams,
-            lambda step: data.batch(step, size, self.config.seed),
-            lambda: valid,
-            (lambda: test) if test else None,
-        )
+        self._prepared(streams, lambda step: data.batch(step, size, seed), None, valid, test)
 
     def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
         batch = super().drawn_batch(rows, sizes)
@@ -212,9 +204,9 @@ class NliTask(TextTask):
         self._prepared(
             data,
             lambda step: with_padding(data.batch(step, size, self.config.seed, length)),
-            lambda: valid,
-            (lambda: test) if test else None,
             data.steps_per_epoch(size),
+            valid,
+            test,
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
