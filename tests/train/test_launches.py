@@ -138,7 +138,7 @@ def test_calls_of_an_eager_block():
 
 def test_merging_does_not_grow_with_the_number_of_layers():
     few, many = launches(make_step(2)), launches(make_step(6))
-    # What one encoder block adds, optimizer and clipping included; three draw masks of dropout again.
+    # What one encoder block adds, optimizer and clipping included; three draw masks again.
     assert (many - few) / 4 <= 77
 
 
