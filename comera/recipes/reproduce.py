@@ -148,7 +148,7 @@ def _section(name: str, scale: str, path: Path, out: Path, claims: list[list[str
     """Return the section of an experiment, and add its claims to those of the page."""
     content, folder = read_yaml(path), out / path.stem  # checked where it is run
     published = content.get("published") or {}
-    source, figures = published.get("source", "all together"), published.get("figures", {})
+    source = published.get("source", "all together")
     reference = content.get("reference") or next(iter(content["variants"]))
     comparison = None
     command = f"comera reproduce {name} --scale={scale}"
@@ -168,15 +168,11 @@ def _section(name: str, scale: str, path: Path, out: Path, claims: list[list[str
         parts.append(page.markdown(header, rows, len(header)))
     if comparison is not None:
         columns, cells = comparison_cells(comparison)
-        by_name = {row[0]: row[1:] for row in cells}
-        for failed in comparison.failed:
-            by_name.setdefault(failed.variant, ["failed", *[""] * (len(columns) - 2)])
-        missing = ["not run", *[""] * (len(columns) - 2)]
-        lines = [
-            [each, str(figures.get(each, "")), *by_name.get(each, missing)]
-            for each in content["variants"]
-        ]
-        parts.append(page.markdown(["variant", "published", *columns[1:]], lines))
+        blank = [""] * (len(columns) - 2)
+        lines = {each: [each, "not run", *blank] for each in content["variants"]}
+        lines |= {each.variant: [each.variant, "failed", *blank] for each in comparison.failed}
+        lines |= {row[0]: row for row in cells}
+        parts.append(page.markdown(columns, list(lines.values())))
         parts += [f"Figures are of {comparison.title}. {comparison.note}", _places(comparison.runs)]
         parts += [f"Failed: {each}." for each in comparison.failed]
     parts.append(f"{'To be made' if comparison is None else 'Made'} by `{command}`.")
