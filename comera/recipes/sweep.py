@@ -15,14 +15,7 @@ from rich.progress import TaskID
 from comera._command import INTERRUPTED
 from comera.extras import check_known, did_you_mean
 from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
-from comera.recipes.parse import (
-    check_least,
-    file_of,
-    merged,
-    nested,
-    parse_settings,
-    read_yaml,
-)
+from comera.recipes.parse import check_least, file_of, merged, nested, parse_settings, read_yaml
 from comera.recipes.report import sweep_report
 from comera.recipes.report.page import show_metric
 from comera.recipes.run import planned_memory
