@@ -100,10 +100,6 @@ class Ways:
         """Return, for each way in the order tried, why it refuses these arguments; None if not."""
         return {way.name: way.refuses and way.refuses(*args) for way in self.order(*args)}
 
-    def chosen(self, *args: Any) -> str:
-        """Return the name of the way that a call with these arguments would run."""
-        return next(name for name, reason in self.reasons(*args).items() if reason is None)
-
 
 TABLE: dict[str, Ways] = {}  # all operators with more than one way, by name
 

@@ -20,15 +20,8 @@ from comera.planning.printing import show_bytes
 from comera.recipes import parse
 from comera.recipes.cli import changes_of
 from comera.recipes.parse import read_yaml
-from comera.recipes.report import page
-from comera.recipes.report.sweep_report import (
-    MEASURED,
-    Comparison,
-    Trained,
-    comparison_cells,
-    deviation,
-    read_comparison,
-)
+from comera.recipes.report import page, sweep_report
+from comera.recipes.report.sweep_report import Comparison, Trained, deviation
 from comera.recipes.run import (
     build_step,
     make_model,
@@ -148,13 +141,13 @@ def _section(name: str, scale: str, path: Path, out: Path, claims: list[list[str
     """Return the section of an experiment, and add its claims to those of the page."""
     content, folder = read_yaml(path), out / path.stem  # checked where it is run
     published = content.get("published") or {}
-    source, figures = published.get("source", "all together"), published.get("figures", {})
+    source = published.get("source", "all together")
     reference = content.get("reference") or next(iter(content["variants"]))
     comparison = None
     command = f"comera reproduce {name} --scale={scale}"
     parts = [f"## {name}, {scale}", f"{parse.first_sentence(path)}. Published: {source}."]
     if (folder / "results.json").is_file():
-        comparison = read_comparison(folder)
+        comparison = sweep_report.read_comparison(folder)
         with contextlib.suppress(FileNotFoundError):
             command = (folder / _COMMAND).read_text(encoding="utf-8")
     rows = []
@@ -167,16 +160,12 @@ def _section(name: str, scale: str, path: Path, out: Path, claims: list[list[str
     if rows:
         parts.append(page.markdown(header, rows, len(header)))
     if comparison is not None:
-        columns, cells = comparison_cells(comparison)
-        by_name = {row[0]: row[1:] for row in cells}
-        for failed in comparison.failed:
-            by_name.setdefault(failed.variant, ["failed", *[""] * (len(columns) - 2)])
-        missing = ["not run", *[""] * (len(columns) - 2)]
-        lines = [
-            [each, str(figures.get(each, "")), *by_name.get(each, missing)]
-            for each in content["variants"]
-        ]
-        parts.append(page.markdown(["variant", "published", *columns[1:]], lines))
+        columns, cells = sweep_report.comparison_cells(comparison)
+        blank = [""] * (len(columns) - 2)
+        lines = {each: [each, "not run", *blank] for each in content["variants"]}
+        lines |= {each.variant: [each.variant, "failed", *blank] for each in comparison.failed}
+        lines |= {row[0]: row for row in cells}
+        parts.append(page.markdown(columns, list(lines.values())))
         parts += [f"Figures are of {comparison.title}. {comparison.note}", _places(comparison.runs)]
         parts += [f"Failed: {each}." for each in comparison.failed]
     parts.append(f"{'To be made' if comparison is None else 'Made'} by `{command}`.")
@@ -202,7 +191,7 @@ def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tupl
     if claim.variant is None:
         return "nothing here decides", "–", "not run"
     figure, other = claim.figure, claim.beside or reference
-    label, show = MEASURED.get(figure, (figure, partial(page.show_metric, figure)))
+    label, show = sweep_report.MEASURED.get(figure, (figure, partial(page.show_metric, figure)))
     if claim.fewer is not None:
         bound, rule = math.log(claim.fewer), f"{label} at least {claim.fewer:g}x less than {other}"
     else:
@@ -211,14 +200,12 @@ def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tupl
         how = f"at least {change} better" if claim.gains else f"at most {change} worse"
         rule = f"{label} {how} than {other}"
     runs, failed = (comparison.runs, comparison.failed) if comparison else ((), ())
-    both = [run for run in runs if run.variant in (claim.variant, other)]
-    tested = all(figure in run.test for run in both)
-    value: dict[str, dict[int, float]] = {claim.variant: {}, other: {}}
-    for run in both:
-        facts = vars(run) | (run.test if tested else run.metrics)
-        if facts.get(figure) is not None:
-            value[run.variant][run.seed] = facts[figure]
-    mine, theirs = value[claim.variant], value[other]
+    tested = all(figure in run.test for run in runs if run.variant in (claim.variant, other))
+    facts = [(run, vars(run) | (run.test if tested else run.metrics)) for run in runs]
+    mine, theirs = (
+        {run.seed: f[figure] for run, f in facts if run.variant == of and f.get(figure) is not None}
+        for of in (claim.variant, other)
+    )
     seeds = [seed for seed in mine if seed in theirs]
     if comparison is None or not seeds:
         lost = not mine and any(each.variant == claim.variant for each in failed)
@@ -234,12 +221,11 @@ def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tupl
     if claim.fewer is not None:
         ours = f"{math.exp(mean):.3g}x less: {own} against {its}"
     else:
-        own += (
-            "" if spread is None else f" ± {show(deviation([mine[seed] for seed in seeds]) or 0)}"
-        )
-        kind = "test" if tested else "development"
-        ours = f"{kind} {label} {own} against {its}: "
-        ours += page.show_change(figure, sign * mean, error)
+        if spread is not None:
+            own += f" ± {show(deviation([mine[seed] for seed in seeds]) or 0)}"
+        change = page.show_change(figure, sign * mean, error)
+        data = "test" if tested else "development"
+        ours = f"{data} {label} {own} against {its}: {change}"
     near = mean + 2 * (error or 0) >= bound or (bound > 0 and mean >= bound / 2)
     verdict = _VERDICTS[0 if mean >= bound - 1e-9 else 1 if near else 2]
     wanted = len(comparison.seeds)

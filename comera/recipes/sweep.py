@@ -15,14 +15,7 @@ from rich.progress import TaskID
 from comera._command import INTERRUPTED
 from comera.extras import check_known, did_you_mean
 from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
-from comera.recipes.parse import (
-    check_least,
-    file_of,
-    merged,
-    nested,
-    parse_settings,
-    read_yaml,
-)
+from comera.recipes.parse import check_least, file_of, merged, nested, parse_settings, read_yaml
 from comera.recipes.report import sweep_report
 from comera.recipes.report.page import show_metric
 from comera.recipes.run import planned_memory
@@ -134,10 +127,7 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     if changes:
         given = {name: {**(own or {}), **changes} for name, own in given.items()}
     variants = {name: variant_of(name, base, given) for name in given}
-    published = content.get("published") or {}
-    for name in published.get("figures", ()):
-        _check_named(name, variants, "published.figures.")
-    for number, claim in enumerate(read_claims(published)):
+    for number, claim in enumerate(read_claims(content.get("published") or {})):
         claim.check(_CLAIM.format(number), variants)
     reference = content.get("reference") or next(iter(variants))
     _check_named(reference, variants, "reference=")

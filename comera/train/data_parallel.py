@@ -144,8 +144,3 @@ class Together(Alone):
         return "; ".join(
             f"in process {', '.join(map(str, ranks))}: {each}" for each, ranks in sources.items()
         )
-
-
-def decisions_of(group: dist.ProcessGroup | None) -> Alone:
-    """Return the object for common decisions of a group; all its processes must call this."""
-    return Alone() if group is None or dist.get_world_size(group) == 1 else Together(group)

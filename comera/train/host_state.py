@@ -135,8 +135,8 @@ def why_not_capturable(optimizer: AnyOptimizer) -> str | None:
     return None
 
 
-def make_capturable_(optimizer: Optimizer, device: torch.device) -> bool:
-    """Set an optimizer up for a CUDA graph, in place; return whether anything was changed.
+def make_capturable_(optimizer: Optimizer, device: torch.device) -> None:
+    """Set an optimizer up for a CUDA graph, in place.
 
     Sets ``capturable`` in the groups. Step counts and learning rates become tensors on the device;
     schedulers fill the learning rates in place.
@@ -150,7 +150,7 @@ def make_capturable_(optimizer: Optimizer, device: torch.device) -> bool:
         if not group.get("capturable", True):
             group["capturable"] = changed = True
     if not changed:
-        return False
+        return
     if "capturable" in optimizer.defaults:
         optimizer.defaults["capturable"] = True
         # No warning of torch that the first steps are not captured.
@@ -158,7 +158,6 @@ def make_capturable_(optimizer: Optimizer, device: torch.device) -> bool:
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(device)
-    return True
 
 
 def host_random_state() -> dict[str, Any]:

@@ -241,20 +241,14 @@ def train(
             such as ``LambdaLR`` are made for, at whose share they stand that the clock has used.
         seconds: Length of the run instead, in training steps.
         folder: Folder for ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/``.
-        evaluate: Function that returns named figures of the model, given in evaluation mode.
         spread: Function that returns, as ``spread``, how far answers differ among inputs; it is
             asked before ranks are cut and at the end, and warns of a model that answers nothing.
-        eval_every: Steps between evaluations; 0 for only one at the end.
-        save_every: Steps between checkpoints; 0 for only one at the end.
-        log_every: Steps between lines of the log, which have the mean loss.
+        eval_every: Steps between evaluations; 0 for only one at the end, as ``save_every``.
         resume: Whether to resume from the last sound checkpoint, if any; False deletes checkpoints.
         chain: The chain of checkpoints; None keeps the last two, lossless, in ``folder``.
         restart: Whether to train on from what is read of each checkpoint.
-        title: Shown beside the progress bar.
         per_step: Size of a step in all processes, and its unit, for the speed that the progress
             bar shows: say ``(4096, "tokens")``.
-        quiet: Whether to show no progress bar.
-        tensorboard: Whether to write TensorBoard files.
         processes: The processes that train the model together and all call this; None for a single
             process. The first one writes the folder and reads its checkpoints for all; all stop
             after the same step. Random numbers, such as dropout's, then follow from torch's seed,

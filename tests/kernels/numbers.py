@@ -10,6 +10,11 @@ ROUNDED = {torch.bfloat16: "bfloat16", torch.float32: "tf32"}
 """What the products of feed-forward kernels round to, by the dtype of their numbers."""
 
 
+def taken_by(ways, *args):
+    """The name of the way that an operator would run with these arguments."""
+    return next(name for name, reason in ways.reasons(*args).items() if reason is None)
+
+
 def distance(got: Tensor, want: Tensor) -> float:
     """Relative, in the Euclidean norm; NaN where there are any."""
     scale = want.double().norm().item()

@@ -15,7 +15,7 @@ from comera.ops.contract_cores import (
 from comera.ops.cores import Chains
 from comera.ops.kernels import choose, contract_kernel, launch, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
-from tests.kernels.numbers import assert_near, displaced, distance
+from tests.kernels.numbers import assert_near, displaced, distance, taken_by
 from tests.kernels.thorough import some
 from tests.ops.test_contract_cores import SHAPES, Group
 
@@ -177,7 +177,7 @@ def test_kernels_equal_the_reference_on_a_card(name, dtype, tf32):
     """To float32 rounding where torch's own products are allowed less."""
     torch.seed()  # other numbers each time
     group = make(name, 3, dtype=dtype, device="cuda")
-    assert CONTRACT.chosen([chains(group)]) == "kernel"
+    assert taken_by(CONTRACT, [chains(group)]) == "kernel"
     with tf32_products(tf32):
         found = [t.cpu() for t in run(group)]
     assert_near_whatever_was_drawn(found, group, dtype)
@@ -359,7 +359,7 @@ def test_fewer_values_are_staged_where_products_leave_less_room(
     core, once = len(modes) - 2, left.at_once[-1]
     assert left.shared[0] + 4 * left.staged(core, 1) > launch.MOST_SHARED
     assert left.staged(core, once + 1) <= contract_kernel._STAGED
-    assert CONTRACT.chosen([chains(group)]) == "kernel"
+    assert taken_by(CONTRACT, [chains(group)]) == "kernel"
     assert_near(run(group), in_float64(group), torch.float32, factor=2)
 
 
@@ -380,7 +380,7 @@ def test_a_block_has_no_more_shared_memory_than_it_needs(name, kernel, monkeypat
 def test_a_middle_bond_may_be_of_any_width(emulated, monkeypatch):
     monkeypatch.setitem(SHAPES, "middle", ((1, 3, 130, 4, 1), (3, 44, 34, 4), 2))
     group = make("middle", 1)
-    assert CONTRACT.chosen([chains(group)]) == "kernel"
+    assert taken_by(CONTRACT, [chains(group)]) == "kernel"
     assert_near(run(group), in_float64(group), torch.float32, factor=2)
 
 
@@ -431,7 +431,7 @@ def test_cores_may_begin_anywhere(dtype, emulated):
 
 def test_what_kernels_do_not_take_is_joined_by_torch(emulated):
     group = make("3+3", dtype=torch.float64)
-    assert CONTRACT.chosen([chains(group)]) == "torch"
+    assert taken_by(CONTRACT, [chains(group)]) == "torch"
     assert_near(run(group), in_float64(group), torch.float32, factor=1e-6)
 
 

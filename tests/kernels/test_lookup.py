@@ -15,7 +15,7 @@ from comera.ops.kernels.nvrtc import KernelError
 from comera.ops.table.distinct_rows import Lookup
 from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD
 from comera.ops.table.lookup import lookup as lookup_op
-from tests.kernels.numbers import assert_near, displaced, distance
+from tests.kernels.numbers import assert_near, displaced, distance, taken_by
 from tests.kernels.thorough import some
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -539,7 +539,7 @@ def test_rows_are_not_counted_in_a_graph_though_that_is_faster(name, emulated):
     for param in table.params:
         param.requires_grad_()
     with static_shapes(), preferring("lookup", "torch"):
-        assert LOOKUP.chosen(table.lookup()).startswith("kernel")
+        assert taken_by(LOOKUP, table.lookup()).startswith("kernel")
         out, *_ = lookup_op(*table.lookup().arguments(), False)
         with recorded() as seen:
             grads = torch.autograd.grad(out, table.params, table.grad)

@@ -12,6 +12,7 @@ from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample, Way, Ways
 from comera.ops.kernels import choose
 from comera.planning.way_times import BUILT_IN, Timing, WayTimes
+from tests.kernels.numbers import taken_by
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -106,7 +107,7 @@ def test_which_way_is_taken(name, column, monkeypatch):
     dtype = getattr(torch, column.split()[-1], None)
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
     with where, torch.set_grad_enabled(not name.endswith("_backward")):
-        got = TABLE[name].chosen(*sample(name, device, dtype))
+        got = taken_by(TABLE[name], *sample(name, device, dtype))
     assert got == EXPECTED[name][COLUMNS.index(column)]
 
 
@@ -119,10 +120,10 @@ def test_a_second_derivative_takes_no_kernel():
 def test_static_shapes_without_a_kernel_read_every_row_for_itself():
     with static_shapes():
         args = sample("rows_of_a_table", CARD, torch.float64)
-        assert TABLE["rows_of_a_table"].chosen(*args) == "every row for itself"
+        assert taken_by(TABLE["rows_of_a_table"], *args) == "every row for itself"
         with deterministic():
             args = sample("rows_of_a_table", CARD)
-            assert TABLE["rows_of_a_table"].chosen(*args) == "every row for itself"
+            assert taken_by(TABLE["rows_of_a_table"], *args) == "every row for itself"
 
 
 def test_the_first_way_that_does_not_refuse_runs_with_the_arguments(monkeypatch):
