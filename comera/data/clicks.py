@@ -144,7 +144,10 @@ class Clicks:
 
         ``continuous`` is float32 (B, C), ``fields`` is int64 (B, F), ``labels`` is float32 (B,).
         """
-        epoch, position = divmod(step, self.steps_per_epoch(batch_size))
+        per_epoch = self.steps_per_epoch(batch_size)
+        if not per_epoch:
+            raise ValueError(f"batch_size={batch_size} exceeds the {self.num_train} training rows")
+        epoch, position = divmod(step, per_epoch)
         if self._order is None or self._order[0] != (epoch, seed):
             rng = np.random.default_rng([seed % 2**32, epoch])
             self._order = (epoch, seed), rng.permutation(self.splits["train"])

@@ -166,6 +166,10 @@ class NliPairs:
         ``length``, or the length of the longest row.
         """
         per_epoch = self.steps_per_epoch(batch_size)
+        if not per_epoch:
+            raise ValueError(
+                f"batch_size={batch_size} exceeds the {len(self.train.labels)} training rows"
+            )
         epoch, position = divmod(step, per_epoch)
         key = (epoch, batch_size, seed)
         if self._order is None or self._order[0] != key:  # random batches of similar length

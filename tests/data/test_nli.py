@@ -186,6 +186,10 @@ def test_missing_files_are_named_with_the_expected_format(settings):
         NliPairs.prepare(settings)
     with pytest.raises(ValueError, match=r"nli\.train names no file"):
         NliPairs.prepare(NliData())
+    settings.dev = settings.train
+    data = NliPairs.prepare(settings)
+    with pytest.raises(ValueError, match="batch_size=500 exceeds the 200"):
+        data.batch(0, 500, 0)
 
 
 def test_a_broken_cache_is_made_anew(settings, tmp_path, caplog):
