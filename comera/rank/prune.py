@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comera.nn.module import TensorTrainModule
-from comera.shapes import is_number
+from comera.shapes import check_min_rank, is_number
 from comera.surgery.truncate import check_finite, kept_ranks, not_finite
 
 
@@ -44,6 +44,8 @@ def prune_to_(
     these gates had. Raises ``ValueError`` if the smallest ranks allowed are still above the budget,
     the importance of a gate is missing or not finite, or a core or gate is not finite.
     """
+    check_min_rank(min_rank)
+    check_min_keep(min_keep)
     check_finite(named)
     layers = list(named.values())
     keeps = [kept_ranks(layer, min_rank) for layer in layers]
