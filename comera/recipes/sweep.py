@@ -98,6 +98,8 @@ class Claim:
 
 def read_claims(published: Mapping[str, Any]) -> list[Claim]:
     """Parse the claims in the section ``published`` of a sweep file; ``ValueError`` if wrong."""
+    for key in published:
+        check_known(key, ("source", "claims"), f"published.{key} is no part of what was published")
     given = published.get("claims") or []
     if not isinstance(given, list) or not all(isinstance(each, Mapping) for each in given):
         raise ValueError(f"published.claims={given!r} must be a list of mappings")
