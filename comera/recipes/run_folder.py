@@ -302,7 +302,9 @@ def begun_run(config: RunConfig) -> Begun | None:
         key: f"{key}: " + " -> ".join("{...}" if isinstance(v, dict) else str(v) for v in pair)
         for key, pair in found.items()
     }
-    no_identity = [f"{key}." for key, mark in marks.items() if mark is False]
+    restarts = config.checkpoints.restart or any(found.get("checkpoints.restart", ()))
+    told = ("checkpoints", "train.save_every") if restarts else ()  # then the model depends on them
+    no_identity = [f"{k}." for k, mark in marks.items() if mark is False and k not in told]
     rhythm = {key for key in found if any(f"{key}.".startswith(no) for no in no_identity)}
     paths = {f"{config.task}.{key}" for key in _path_keys(config)}
     moved = {key for key, (old, new) in found.items() if key in paths and _has_moved(old, new)}

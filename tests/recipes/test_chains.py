@@ -62,6 +62,10 @@ def test_a_run_goes_on_with_other_settings_of_checkpoints(source, tmp_path, caps
     assert "mode: lossy" in (out / "config.yaml").read_text()
     assert CheckpointChain(out / "checkpoints").steps() == [8, 12]
     assert main(["checkpoint", "verify", str(out)]) == 0
+    # What is read back then makes another model.
+    assert main(["train", str(path), "--checkpoints.restart=true"]) == 1
+    said = "other settings (checkpoints.keep_last: 3 -> 2, checkpoints.restart: False -> True)"
+    assert said in capsys.readouterr().err
 
 
 def test_settings_of_checkpoints_that_make_no_sense_are_named(source, tmp_path, capsys):
