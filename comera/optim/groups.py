@@ -148,8 +148,10 @@ def galore_param_groups(
     update_proj_gap: int = 200,
     scale: float = 0.25,
     proj_type: str = "std",
+    gate_lr: float = 1e-3,
+    core_lr: float | None = None,
     weight_decay: float | None = None,
-    **settings: Any,
+    scale_rates: Literal["contracted"] | None = None,
 ) -> list[dict[str, Any]]:
     """Split the parameters as :func:`param_groups` does, with dense weights in a group for GaLore.
 
@@ -179,7 +181,10 @@ def galore_param_groups(
             f"target_modules={target_modules!r} names no dense layer with both sides above "
             f"rank={rank}"
         )
-    groups = param_groups(model, lr, weight_decay=weight_decay, **settings)
+    groups = param_groups(
+        model, lr, gate_lr=gate_lr, core_lr=core_lr, weight_decay=weight_decay,
+        scale_rates=scale_rates,
+    )  # fmt: skip
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in projected]
     galore = {
