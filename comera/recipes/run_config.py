@@ -282,7 +282,7 @@ class CheckpointConfig:
         mode: ``lossless`` resumes a run exactly; ``lossy`` makes checkpoints many times smaller,
             from which a run resumes nearly as it was.
         keep_last: Number of checkpoints to keep; older ones are deleted. Null keeps all.
-        restart: Train on from what is read of each checkpoint, as after an interruption.
+        restart: Whether training continues from the state read back from each checkpoint.
     """
 
     mode: Literal["lossless", "lossy"] = "lossless"

@@ -55,14 +55,14 @@ class Claim:
     """A claim of a paper, and the rule by which figures of two variants decide about it.
 
     Args:
-        says: What is claimed.
+        says: The claim, in words.
         paper: The paper's own figures, and where they are.
         variant: The variant that it is about; without one no run here decides about it.
-        figure: What is compared: a metric, or one of ``MEASURED``.
+        figure: The figure that decides: a metric, or one of ``MEASURED``.
         beside: The variant beside it, by default the reference.
-        loses: By how much the metric is worse than the other's at most.
-        gains: By how much the metric is better than the other's at least.
-        fewer: How many times smaller the figure is than the other's at least.
+        loses: Largest amount by which the metric may be worse than the other's.
+        gains: Least amount by which the metric has to be better than the other's.
+        fewer: Least ratio of the other's figure to this one's.
     """
 
     says: str = ""

@@ -153,8 +153,7 @@ class MemoryWatch:
         (_PROCESS / "clear_refs").write_text("5")  # man 5 proc_pid_clear_refs
 
     def peak(self) -> int:
-        of_gpu = self._of_gpu
-        now = torch.cuda.max_memory_allocated(self._device) if of_gpu else _status("VmHWM")
+        now = torch.cuda.max_memory_allocated(self._device) if self._of_gpu else _status("VmHWM")
         return now - self._base
 
 

@@ -246,7 +246,7 @@ def train(
         eval_every: Steps between evaluations; 0 for only one at the end, as ``save_every``.
         resume: Whether to resume from the last sound checkpoint, if any; False deletes checkpoints.
         chain: The chain of checkpoints; None keeps the last two, lossless, in ``folder``.
-        restart: Whether to train on from what is read of each checkpoint.
+        restart: Whether training continues from the state read back from each checkpoint.
         per_step: Size of a step in all processes, and its unit, for the speed that the progress
             bar shows: say ``(4096, "tokens")``.
         processes: The processes that train the model together and all call this; None for a single
