@@ -20,7 +20,6 @@ _EXTRAS = {
     "pandas": "cli",
     "plotly": "notebooks",
     "pytorch_lightning": "lightning",
-    "ray": "ray",
     "submitit": "submitit",
     "tensorboard": "cli",
     "tokenizers": "cli",

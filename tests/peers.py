@@ -22,7 +22,6 @@ PACKAGES = {
     "optuna": "optuna",
     "peft": "peft",
     "pytorch_lightning": "pytorch-lightning",
-    "ray": "ray",
     "submitit": "submitit",
     "tltorch": "tensorly-torch",
     "torchao": "torchao",

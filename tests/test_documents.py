@@ -100,7 +100,7 @@ def test_examples_run(path, block, tmp_path, monkeypatch):
 def test_settings_of_runs_and_sweeps_exist(path):
     for block in blocks(path, "yaml"):
         settings = yaml.safe_load(block["code"])
-        if "seeds" in settings or settings.keys() <= {"submitit", "ray"}:
+        if "seeds" in settings or settings.keys() <= {"submitit"}:
             assert not settings.keys() - set(_KEYS)
             if "search" in settings:
                 pytest.importorskip("optuna")

@@ -6,7 +6,6 @@ SIGINT makes a run save and stop; its exit status and ``result.json`` tell how i
 
 import dataclasses
 import itertools
-import logging
 import os
 import re
 import signal
@@ -38,7 +37,7 @@ _EVERY_SECONDS = 0.25
 _GRACE_SECONDS = 60.0
 _A_WEEK = 7 * 24 * 60
 
-LauncherName = Literal["local", "submitit", "ray"]
+LauncherName = Literal["local", "submitit"]
 State = Literal["waiting", "running", "finished", "failed", "stopped"]
 
 
@@ -133,15 +132,15 @@ class Launcher(NamedTuple):
 
 def make_launcher(
     name: LauncherName,
-    settings: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
     out: Path,
     at_once: int | None,
     console: Console,
 ) -> Launcher:
     """Make a launcher of runs below the folder ``out``, which has this path on all machines.
 
-    ``settings`` are those of all launchers, as in the sweep's file. Raises ``ValueError`` if the
-    launcher or a setting is unknown, and ``MissingPackageError`` if its package is missing.
+    ``settings`` are those of submitit, as in the sweep's file. Raises ``ValueError`` if the
+    launcher or a setting is unknown, and ``MissingPackageError`` if submitit is missing.
     """
     check_known(name, get_args(LauncherName), f"launcher={name} is no launcher")
     if name == "local":
@@ -153,11 +152,10 @@ def make_launcher(
             return Started(process.poll, lambda: process.send_signal(signal.SIGINT))
 
         return Launcher(start_here, at_once or 1)
-    own = settings.get(name, {})
     try:
-        submit, most = _submitit({**own}, out, console) if name == "submitit" else _ray({**own})
-    except (NameError, TypeError, ValueError, AssertionError, ConnectionError) as problem:
-        raise ValueError(f"{name}={dict(own)}: {problem}") from None
+        submit, most = _submitit({**settings}, out, console)
+    except (NameError, TypeError, ValueError, AssertionError) as problem:
+        raise ValueError(f"submitit={dict(settings)}: {problem}") from None
     # This process holds the file: runs stop when it is gone, wherever they are.
     permit = (out / f".runs-{uuid4().hex}").absolute()
     permit.touch()
@@ -189,8 +187,7 @@ def start_run(
         environment["OMP_NUM_THREADS"] = str(threads)
     log = Path(cwd, folder, LOG)
     log.parent.mkdir(parents=True, exist_ok=True)
-    # Slurm sends these to all processes of a job whose time is up; submitit alone answers. Ray
-    # blocks SIGINT.
+    # Slurm sends these to all processes of a job whose time is up; submitit alone answers.
     before = signal.pthread_sigmask(signal.SIG_SETMASK, (signal.SIGUSR1, signal.SIGUSR2))
     try:
         with log.open("a", encoding="utf-8") as file:
@@ -213,7 +210,7 @@ def start_run(
 
 @dataclass
 class Remote:
-    """A run for submitit or Ray to call, in a process that they have started on some machine.
+    """A run for submitit to call, in a process that it has started on some machine.
 
     Paths are relative to ``cwd``. The run stops once the file named by ``permit`` is deleted.
     """
@@ -290,36 +287,6 @@ def _submitit(
         return Started(poll, lambda: job.cancel(check=False))
 
     return submit, 1 if is_local else None
-
-
-def _ray(options: dict[str, Any]) -> tuple[_Submit, int | None]:
-    """Start runs on the machines of a Ray cluster, or by a Ray of this machine.
-
-    The settings are the ``address`` of a cluster (``auto``: the one that this machine is in), and
-    settings of a task, such as ``num_cpus`` and ``num_gpus``.
-    """
-    with needed_by("--launcher=ray"):
-        import ray
-    address = options.pop("address", None)
-    task: Any = ray.remote(lambda run: run()).options(**options)
-    ray.init(address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
-
-    def submit(run: Remote) -> Started:
-        result = task.remote(run)
-
-        def poll() -> int | str | None:
-            if not ray.wait([result], timeout=0)[0]:
-                return None
-            try:
-                return ray.get(result)
-            except ray.exceptions.TaskCancelledError:
-                return INTERRUPTED
-            except Exception as problem:  # whatever the run or the cluster came to
-                return f"its task ended: {str(problem).strip()}"
-
-        return Started(poll, lambda: ray.cancel(result, force=True))
-
-    return submit, None
 
 
 def run_jobs(

@@ -24,9 +24,8 @@ from comera.recipes.run_folder import is_finished, lock, missing_data, with_whol
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
 from comera.train.log import last_logged, progress_bar
 
-_LAUNCHERS = ("submitit", "ray")
 _KEYS = (
-    "out", "base", "seeds", "reference", "variants", "metric", "published", "search", *_LAUNCHERS,
+    "out", "base", "seeds", "reference", "variants", "metric", "published", "search", "submitit",
 )  # fmt: skip
 _OF_THE_SWEEP = ("out", "seed", "twin", "overwrite")
 """Settings of a run that a sweep makes itself: those of the base are not used."""
@@ -44,7 +43,7 @@ class Sweep:
     reference: str  # name of the variant that the others are compared with
     metric: str  # key of the last evaluation
     variants: dict[str, RunConfig]  # in the order of the file, for any seed
-    launchers: dict[str, dict[str, Any]]
+    submitit: dict[str, Any]
     search: SearchConfig | None
     base: dict[str, Any]  # settings that all variants share, as given
     given: Mapping[str, Any]  # what each variant changes of them, as given
@@ -138,16 +137,15 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
         raise ValueError(f"seeds={seeds!r} must be a list of whole numbers from 0 on")
     for twice in [seed for seed in seeds if seeds.count(seed) > 1]:
         raise ValueError(f"seeds={seeds} has {twice} more than once")
-    for key in _LAUNCHERS:
-        if not isinstance(content.get(key), Mapping | None):
-            raise ValueError(f"{key}={content[key]!r} must be a mapping of settings of {key}")
+    if not isinstance(submitit := content.get("submitit"), Mapping | None):
+        raise ValueError(f"submitit={submitit!r} must be a mapping of settings of submitit")
     return Sweep(
         out=Path(str(content["out"])).expanduser(),
         seeds=tuple(seeds),
         reference=reference,
         metric=_read_metric(content.get("metric"), variants),
         variants=variants,
-        launchers={key: dict(content.get(key) or {}) for key in _LAUNCHERS},
+        submitit=dict(submitit or {}),
         search=_read_search(content["search"], base, given) if searched else None,
         base=base,
         given=given,
@@ -263,8 +261,8 @@ def sweep(
         out: Folder of the sweep, instead of the one that the file names.
         jobs: Number of runs that are trained at a time (default: one on this machine, as many as
             the queue takes elsewhere).
-        launcher: Where runs are started: as processes here, through submitit (Slurm), or by Ray;
-            the sections submitit and ray of the file have settings of these.
+        launcher: Where runs are started: as processes here, or through submitit (Slurm), whose
+            settings are in the section submitit of the file.
         overwrite: Restart runs whose folders hold other settings or data; the others stay.
     """
     return run_sweep(file_of(file), jobs, overwrite, console, Path(out) if out else None, launcher)
@@ -340,7 +338,7 @@ def run_sweep(
 
         completed = True
         if done < expected:
-            starts = make_launcher(launcher, sweep.launchers, sweep.out, at_once, console)
+            starts = make_launcher(launcher, sweep.submitit, sweep.out, at_once, console)
             bars = show_progress(jobs, sweep.metric, console, expected)
             with contextlib.closing(starts), bars as watch:
                 completed = run_jobs(jobs, starts, watch, more)

@@ -1,4 +1,4 @@
-"""Sweeps through submitit and Ray, and the process that a run has there."""
+"""Sweeps through submitit, and the process that a run has there."""
 
 import os
 import signal
@@ -27,35 +27,29 @@ def test_settings_that_a_launcher_does_not_know(content, tmp_path):  # noqa: F81
     with pytest.raises(ValueError, match="launcher=slrum is no launcher"):
         make_launcher("slrum", {}, tmp_path, None, Console(quiet=True))
     with pytest.raises(ValueError, match=r"submitit=.'gpus': 3.: Unknown|need to be prefixed"):
-        make_launcher("submitit", {"submitit": {"gpus": 3}}, tmp_path, None, Console(quiet=True))
-    content["ray"] = 4
-    with pytest.raises(ValueError, match="ray=4 must be a mapping"):
+        make_launcher("submitit", {"gpus": 3}, tmp_path, None, Console(quiet=True))
+    content["submitit"] = 4
+    with pytest.raises(ValueError, match="submitit=4 must be a mapping"):
         sweep_of(content, tmp_path)
 
 
 def test_without_its_package_a_launcher_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ModuleNotFoundError, match=r"--launcher=ray needs ray: .*comera\[ray\]"):
-        make_launcher("ray", {}, tmp_path, None, Console(quiet=True))
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ModuleNotFoundError, match=r"submitit needs submitit: .*comera\[submitit\]"):
+        make_launcher("submitit", {}, tmp_path, None, Console(quiet=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["submitit", "ray"])
-def test_a_launcher_finishes_one_run_and_ctrl_c_saves_the_other(
-    content,  # noqa: F811
-    tmp_path,
-    launcher,
-):
-    """Without a cluster: as processes of submitit, and by a Ray of this machine."""
-    peer(launcher)
+def test_a_launcher_finishes_one_run_and_ctrl_c_saves_the_other(content, tmp_path):  # noqa: F811
+    """Without a cluster: as processes of submitit."""
+    peer("submitit")
     content["variants"] = {"dense": {"tensorize": None}, "long": {"train.steps": 100_000}}
     content["base"]["out"] = "elsewhere"
     content["out"] = "out"  # relative, as most people write it
-    content["ray"] = {"num_cpus": 1}
     command = [sys.executable, "-m", "comera", "sweep", str(written(content, tmp_path))]
     quick, long = (tmp_path / "out" / name / "seed-0" for name in ("dense", "long"))
     with subprocess.Popen(
-        [*command, f"--launcher={launcher}"],
+        [*command, "--launcher=submitit"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
