@@ -196,7 +196,8 @@ class CAME(Optimizer):
             # The number of this step: a parameter has no count before its first one.
             steps = torch.stack([state.get("step", param.new_zeros(())) for state in states]) + 1
             steps_b1 = steps.to(average.dtype).unsqueeze(1)
-            first, second, third = (1 - beta**steps_b1 for beta in settings["betas"])
+            logs = [math.log(beta) if beta else -math.inf for beta in settings["betas"]]
+            first, second, third = (-torch.expm1(steps_b1 * log) for log in logs)  # 1 - beta**steps
             corrections = second.sqrt(), 1 / first if view is None else 1 / first * third.sqrt()
         means = [held[key] for key in (_FULL[:1] if view is None else _FACTORS)]
         if view is None:
