@@ -178,7 +178,7 @@ class CheckpointChain:
         return self._archive.folder
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints in ascending order, even of damaged ones."""
+        """Return the steps of all written checkpoints, even of damaged ones, in ascending order."""
         return self._archive.steps()
 
     def save(

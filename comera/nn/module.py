@@ -361,7 +361,8 @@ class TensorTrainModule(WeightByAssignment):
             lead: The layer whose parameters a tied layer shares.
 
         Raises:
-            ValueError: If a setting is wrong, or the shapes of the two layers differ.
+            KeyError, TypeError, ValueError: If a setting is missing or wrong, or the shapes of the
+                two layers differ.
         """
 
         def sizes(key: str) -> tuple[int, ...]:

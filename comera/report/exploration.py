@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from comera.extras import listed, needed_by
@@ -27,12 +26,6 @@ _HEADER = (
     "setting", "layer", "order", "ranks", "smaller", "parameters", "bytes", "error", "loss",
     "predicted time / dense", "evaluate took",
 )  # fmt: skip
-_AROUND = [
-    (far, across, up)
-    for far in (8, 16, 28, 44)
-    for across, up in ((1, 1), (1, 0), (1, -1), (-1, -1), (-1, 0), (-1, 1), (0, 1), (0, -1))
-]
-"""Places of a name around its point, as distance in points and direction, best first."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +106,8 @@ class Exploration(Report):
         """Draw losses over sizes, and a line through the points of :meth:`pareto`.
 
         Args:
-            library: ``"matplotlib"`` draws a still picture that names settings, ``"plotly"`` one
-                that can be zoomed and shows a point's setting under the pointer.
+            library: ``"matplotlib"`` draws a still picture, with the settings of points on the
+                line; ``"plotly"`` one to zoom into, with a point's setting under the pointer.
 
         Returns:
             A figure of that library.
@@ -189,9 +182,7 @@ class Exploration(Report):
 
 def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any:
     figure, (axes,) = empty_figure(height=4.4)
-    from matplotlib.text import Text
     from matplotlib.ticker import EngFormatter
-    from matplotlib.transforms import Bbox
 
     for kind, points in groups.items():
         axes.plot(*_sizes_and_losses(points), "o", ms=4, label=kind)
@@ -203,29 +194,21 @@ def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     figure.draw_without_rendering()  # puts the axes where they stay
-    every = sorted(chain(*groups.values()), key=lambda point: point.params or 0, reverse=True)
-    every.sort(key=lambda point: (point.layer != WHOLE, point not in best))
-    places = [axes.transData.transform((point.params, _loss(point))) for point in every]
-    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
-    for point in every:
-        if point.setting == "dense" or (point.layer != WHOLE and point not in best):
+    taken: list[Any] = []
+    for point in best:
+        if point.setting == "dense":
             continue
         name = re.sub(r"^(order=\d+, |budget=)", "", point.setting)
         name += "" if point.layer == WHOLE else f", {point.layer}"
-        for far, across, up in _AROUND:  # the first free place; where there is none, no name
-            text = axes.annotate(
-                name, (point.params, point.loss), (far * across, far * up), fontsize="x-small",
-                textcoords="offset points", in_layout=False, va="center",
-                ha=("right", "center", "left")[across + 1],
-                arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "#8a9299", "shrinkB": 2},
-            )  # fmt: skip
-            text.get_window_extent()  # puts it in its place
-            box = Text.get_window_extent(text)  # without the line to the point
-            inside = axes.bbox.contains(*box.p0) and axes.bbox.contains(*box.p1)
-            if inside and not box.count_overlaps(taken):
-                taken.append(box.padded(2))
-                break
+        text = axes.annotate(
+            name, (point.params, point.loss), (5, 5), textcoords="offset points",
+            fontsize="x-small", in_layout=False,
+        )  # fmt: skip
+        box = text.get_window_extent()
+        if box.count_overlaps(taken):  # no room for a name
             text.remove()
+        else:
+            taken.append(box)
     return figure
 
 
