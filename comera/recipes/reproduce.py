@@ -186,7 +186,7 @@ missing, or the package has none. Few seeds tell apart what differs by several s
 size and quality are claims of their own: read them together. Figures are of test data where a run
 has any. Differences are paired by seed, ± their standard error, and ratios are geometric means with
 their range; other figures are ± their standard deviation over seeds. The papers' figures are those
-of abstracts and of the authors' repositories; * is one of a table, from memory."""
+of abstracts and of the authors' repositories; those marked * are of tables, from memory."""
 
 
 def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tuple[str, str, str]:
