@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from comera.extras import listed, say_once
+from comera.extras import error_prefix, listed, say_once
 from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import (
@@ -355,10 +355,8 @@ def _convert(
         least = BTTShape.fit(module.in_features, module.out_features, rank=1).num_params
         if _first(config.shape_pattern, name) is None and least >= module.weight.numel():
             return _NO_SMALLER.format("block tensor train")
-    try:
+    with error_prefix(f"{name or 'the model'}: "):
         new = _build(name, module, config, feature_dim)
-    except ValueError as problem:
-        raise ValueError(f"{name or 'the model'}: {problem}") from None
     if new.num_stored >= new.num_dense:
         made = "tensor train" if new.is_chain else "block tensor train"
         return _NO_SMALLER.format(made)

@@ -13,6 +13,7 @@ from comera.checkpoint.chain import KEY_EVERY, CheckpointChain
 from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
+from comera.extras import error_prefix
 from comera.nn.targets import TTConfig
 from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
 from comera.rank.learning import check_target
@@ -107,11 +108,9 @@ RANK_SECTIONS = ("two_stage", "importance_pruning")
 
 def _check(section: str, target: Any, check: Callable[[], None]) -> None:
     """Run the checks of a section's settings; errors name the section."""
-    try:
+    with error_prefix(f"{section}."):
         check_target(target)
         check()
-    except ValueError as problem:
-        raise ValueError(f"{section}.{problem}") from None
 
 
 def _own(kind: type, settings: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ class StepClock:
         self.add(start.elapsed_time(end) / 1e3)
 
 
+@dataclass
 class Pace:
     """Shows steps a second since the last call, and peak memory.
 
@@ -97,27 +99,22 @@ class Pace:
     ``steps`` is the number of steps done before, which took ``seconds``.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        per_step: tuple[int, str] | None = None,
-        steps: int = 0,
-        seconds: float = 0.0,
-    ) -> None:
-        self._device, self._per_step = device, per_step
-        self._steps, self._seconds = steps, seconds
+    device: torch.device
+    per_step: tuple[int, str] | None = None
+    steps: int = 0
+    seconds: float = 0.0
 
     def show(self, steps: int, seconds: float) -> str:
         """Return speeds since the last call and peak memory as text, given totals so far."""
-        new, took = steps - self._steps, seconds - self._seconds
-        self._steps, self._seconds = steps, seconds
+        new, took = steps - self.steps, seconds - self.seconds
+        self.steps, self.seconds = steps, seconds
         parts = []
         if new > 0 and took > 0:
             parts.append(f"{show_count(new / took)} steps/s")
-            if self._per_step is not None:
-                count, unit = self._per_step
+            if self.per_step is not None:
+                count, unit = self.per_step
                 parts.append(f"{show_count(count * new / took)} {unit}/s")
-        parts.append(f"peak {peak_memory(self._device) / (1 << 20):,.0f} MiB")
+        parts.append(f"peak {peak_memory(self.device) / (1 << 20):,.0f} MiB")
         return ", ".join(parts)
 
 
