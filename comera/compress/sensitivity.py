@@ -28,14 +28,7 @@ from comera.compress.layer_moments import (
 )
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.params import model_size
-from comera.planning.printing import (
-    Report,
-    Table,
-    data_frame,
-    empty_figure,
-    show_bytes,
-    show_column,
-)
+from comera.planning import printing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,7 +79,7 @@ class LayerSensitivity:
 
 
 @dataclass(frozen=True, repr=False)
-class Sensitivity(Report):
+class Sensitivity(printing.Report):
     """Result of :func:`sensitivity`; prints itself, also in Jupyter.
 
     :func:`compress_` accepts it instead of calibration data, for this model or its copies.
@@ -120,7 +113,8 @@ class Sensitivity(Report):
         size = LayerSensitivity.bytes if in_bytes else LayerSensitivity.params
         if in_bytes and share >= total:
             raise ValueError(
-                f"budget={budget!r} is no less than the {show_bytes(total)} of all parameters"
+                f"budget={budget!r} is no less than the {printing.show_bytes(total)} of all "
+                "parameters"
             )
         whole = int(share) if in_bytes else math.floor(share * total)
         other = total - sum(size(layer, None) for layer in self.layers)
@@ -156,7 +150,7 @@ class Sensitivity(Report):
         Each layer has a row for each share of its dense weight, rounded down to a rank of at least
         one; equal ranks are listed once.
         """
-        return data_frame(
+        return printing.data_frame(
             {
                 "layer": layer.name,
                 "share": layer.params(rank) / layer.params(None),
@@ -180,7 +174,7 @@ class Sensitivity(Report):
                 zip(layer.plain_K.tolist(), layer.whitened_K.tolist(), strict=True), 1
             )
         )
-        return data_frame(rows, "spectra()")
+        return printing.data_frame(rows, "spectra()")
 
     def plot(self) -> "Figure":
         """Draw the rise of the loss by layer and share of its dense weight. Needs matplotlib.
@@ -218,7 +212,7 @@ class Sensitivity(Report):
         order = sorted(range(len(kinds)), key=lambda k: kinds.index(kinds[k]))
         names = [self.layers[k].name for k in order]
         height = max(2.8, 1.5 + 0.15 * min(len(names), _NAMED))  # or the bar's label has no room
-        figure, axes = empty_figure(len(panels), height, max(map(len, names)) / 16)
+        figure, axes = printing.empty_figure(len(panels), height, max(map(len, names)) / 16)
         from matplotlib.colors import LogNorm
 
         images = [torch.tensor([row(self.layers[k]) for k in order]) for row in panels.values()]
@@ -240,11 +234,13 @@ class Sensitivity(Report):
         figure.colorbar(drawn, ax=list(axes), label=label, extend="min")
         return figure
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[printing.Table]:
         """Return a table of the predicted rise of the loss at shares of each dense weight."""
         at = (0.75, 0.5, 0.25, 0.1)
         losses = (
-            show_column([layer.whitened.loss(layer.rank_at(share)) for layer in self.layers])
+            printing.show_column(
+                [layer.whitened.loss(layer.rank_at(share)) for layer in self.layers]
+            )
             for share in at
         )
         rows = [
@@ -253,7 +249,7 @@ class Sensitivity(Report):
         ]
         header = ("layer", "weight", *(f"loss at {share:.0%}" for share in at))
         title = "predicted rise of the loss, by share of the weight kept"
-        return [Table(title, header, rows, names=0)]
+        return [printing.Table(title, header, rows, names=0)]
 
     def summary(self) -> str:
         """Return a line with the totals of the model."""
