@@ -11,20 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from comera.compress import layer_moments
 from comera.compress.allocate import (
     Choice,
     CompressedLayer,
     CompressedLayers,
     allocate,
     parse_budget,
-)
-from comera.compress.layer_moments import (
-    Layer,
-    LossFn,
-    gather_moments,
-    linear_targets,
-    own_loss,
-    weight_OI,
 )
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.params import model_size
@@ -264,7 +257,7 @@ def sensitivity(
     model: nn.Module,
     calibration: Iterable[Any],
     *,
-    loss_fn: LossFn | None = None,
+    loss_fn: layer_moments.LossFn | None = None,
     target_modules: str | list[str] = "all-linear",
     exclude_modules: str | list[str] | None = None,
     keep: str | Path | None = None,
@@ -284,23 +277,25 @@ def sensitivity(
         small = copy.deepcopy(model)
         comera.compress_(small, found, budget=0.8)
     """
-    layers = linear_targets(model, target_modules, exclude_modules, "sensitivity")
+    layers = layer_moments.linear_targets(model, target_modules, exclude_modules, "sensitivity")
     return look_at(model, layers, calibration, loss_fn, keep=keep, progress=progress)
 
 
 def look_at(
     model: nn.Module,
-    layers: Mapping[str, Layer],
+    layers: Mapping[str, layer_moments.Layer],
     calibration: Iterable[Any],
-    loss_fn: LossFn | None,
+    loss_fn: layer_moments.LossFn | None,
     *,
     keep: str | Path | None = None,
     progress: bool = False,
 ) -> Sensitivity:
-    moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
+    moments = layer_moments.gather_moments(
+        model, layers, calibration, loss_fn or layer_moments.own_loss, keep, progress
+    )
     rows = max(round(each.rows / each.batches) for each in moments.values())
     made = [  # moments are freed as the decompositions come, which are no larger
-        LayerSensitivity(name, whitened_svd(weight_OI(layer), moments.pop(name)))
+        LayerSensitivity(name, whitened_svd(layer_moments.weight_OI(layer), moments.pop(name)))
         for name, layer in layers.items()
     ]
     return Sensitivity(tuple(made), *model_size(model), rows)

@@ -1,7 +1,7 @@
 """Define the settings of a run: ``RunConfig`` and its sections."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +49,9 @@ class TwoStageConfig(TwoStageSettings):
     late_share: float = 0.4
 
     def check(self, steps: int | None = None) -> None:
-        _check("two_stage", self.target, super().check)
+        with error_prefix("two_stage."):
+            check_target(self.target)
+            super().check()
         early, late = self.early_share, self.late_share
         if early < 0 or late <= 0 or early + late > 1:
             raise ValueError(
@@ -85,7 +87,9 @@ class ImportancePruningConfig(ImportanceSettings):
     share: float = 0.3
 
     def check(self, steps: int | None = None) -> None:
-        _check("importance_pruning", self.target, super().check)
+        with error_prefix("importance_pruning."):
+            check_target(self.target)
+            super().check()
         if not 0 < self.share <= 1:
             raise ValueError(
                 f"importance_pruning.share={self.share} must be a share of the run, in (0, 1]"
@@ -104,13 +108,6 @@ class ImportancePruningConfig(ImportanceSettings):
 
 RANK_SECTIONS = ("two_stage", "importance_pruning")
 """Names of the sections of a run that learn ranks; at most one is given."""
-
-
-def _check(section: str, target: Any, check: Callable[[], None]) -> None:
-    """Run the checks of a section's settings; errors name the section."""
-    with error_prefix(f"{section}."):
-        check_target(target)
-        check()
 
 
 def _own(kind: type, settings: Any) -> dict[str, Any]:

@@ -293,13 +293,15 @@ def run_sweep(
             "those that run side by side learn nothing from each other: give --jobs"
         )
     for name, config in sweep.variants.items():
-        _check_model(name, config)
+        with error_prefix(f"variant {name}: "):
+            planned_memory(config)
 
     def make_trial(name: str, own: dict[str, Any]) -> list[Job]:
         if sweep.search is not None and sweep.search.extends is not None:
             own = {"extends": sweep.search.extends, **own}
         variant = variant_of(name, sweep.base, {**sweep.given, name: own})
-        _check_model(name, variant)
+        with error_prefix(f"variant {name}: "):
+            planned_memory(variant)
         return make_jobs(dataclasses.replace(sweep, variants={name: variant}))
 
     with lock(sweep.out, "sweep"):
@@ -388,11 +390,6 @@ def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
     for word in skip:
         check_known(word, known, f"skip={word} is neither a variant nor a run")
     return [job for job in jobs if not {*names[job]} & {*skip}]
-
-
-def _check_model(name: str, config: RunConfig) -> None:
-    with error_prefix(f"variant {name}: "):
-        planned_memory(config)
 
 
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
