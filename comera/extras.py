@@ -67,7 +67,7 @@ def check_known(word: object, known: Collection[str], said: str) -> None:
 
 @contextmanager
 def error_prefix(text: str, kinds: _Kinds = ValueError) -> Iterator[None]:
-    """Put ``text`` before the messages of errors inside, which become ``ValueError``."""
+    """Raise ``ValueError`` in place of an error inside, with ``text`` before its message."""
     try:
         yield
     except kinds as problem:
