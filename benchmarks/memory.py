@@ -1,9 +1,12 @@
 """Measure the peak memory of a training step.
 
-Each is measured in a process of its own, ``python -m benchmarks.memory JOB``: the largest resident
-size while the model and its optimizer are built and two steps are taken, above that after all
-imports and one step of an 8 x 8 layer; on a GPU the memory that torch allocated. Beside dense
-layers stand compressed ones; beside a table its lookup by a slice of every core for every index.
+Each is measured in a process of its own, ``python -m benchmarks.memory JOB``, while the model and
+its optimizer are built and two steps are taken. On a CPU once as the bytes of all tensors (weights,
+gradients, optimizer state, activations), which torch's profiler sees; and once as the largest
+resident size, which has free memory between tensors too, without pages of files such as the code of
+libraries, above that after all imports and one step of an 8 x 8 layer. On a GPU the memory that
+torch allocated. Beside dense layers stand compressed ones; beside a table its lookup by a slice of
+every core for every index.
 """
 
 import argparse
@@ -11,10 +14,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.checks import RowByRow
 from benchmarks.embedding import draw
@@ -62,13 +67,17 @@ def run(session: Session, options: argparse.Namespace) -> None:
             f"batch {size}": {"encoders": asdict(encoders), "batch": size} for size in options.batch
         }
 
+    ways = ["allocated"] if session.device.type == "cuda" else ["tensors", "resident"]
+
     def measured() -> Iterator[tuple[Any, ...]]:
         for name, job in jobs.items():
-            found = [_measure(session, name, kind, job) for kind in (theirs, "comera")]
-            known = all(found)
-            yield name, *found, found[0] / found[1] if known else None  # type: ignore[operator]
+            for way in ways:
+                wanted = {**job, "tensors": way == "tensors"}
+                found = [_measure(session, name, kind, wanted) for kind in (theirs, "comera")]
+                ratio = found[0] / found[1] if all(found) else None  # type: ignore[operator]
+                yield name, way, *found, ratio
 
-    columns = {"": "", theirs: ",.1f", "comera": ",.1f", f"{theirs} / comera": ".2f"}
+    columns = {"": "", "of": "", theirs: ",.1f", "comera": ",.1f", f"{theirs} / comera": ".2f"}
     session.table(f"peak memory of {title}, MiB", columns, measured())
 
 
@@ -88,14 +97,21 @@ def peak(job: dict[str, Any]) -> dict[str, int]:
     """Return bytes at the peak above the base, on a GPU those reserved, and the parameters.
 
     A job has ``kind`` (``dense``, ``plain`` or ``comera``), ``device``, ``threads``, ``keep`` of
-    freed memory, and ``encoders`` at a ``batch``, maybe ``captured``, or a ``table`` at ``tokens``.
+    freed memory, and ``encoders`` at a ``batch``, maybe ``captured``, or a ``table`` at ``tokens``;
+    with ``tensors`` the peak is that of all tensors, as torch's profiler sees them on a CPU.
     """
     torch.set_num_threads(job["threads"])
     if job["keep"]:
         reuse_freed_memory()
     device = torch.device(job["device"])
-    read = peak_reader(device)
     train = _train_table if "table" in job else _train_model
+    if job.get("tensors"):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            parameters = train(job, device)
+        events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        return {"parameters": parameters, "peak": max(accumulate(n for _, n in changes))}
+    read = peak_reader(device)
     found = {"parameters": train(job, device), "peak": read()}
     if device.type == "cuda":
         found["reserved"] = torch.cuda.max_memory_reserved(device)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -127,11 +126,14 @@ def write_reproduction(out: Path) -> Path:
     places = [(n, s) for s in get_args(Scale) for n in found if s in found[n]]
     claims: list[list[str]] = []
     sections = [_section(name, scale, found[name][scale], out, claims) for name, scale in places]
-    verdicts = Counter(row[-2].partition(" (")[0] for row in claims)
-    counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in _VERDICTS)
     header = ["paper", "claim", "the paper", "here", "verdict", "section"]
     table = page.markdown(header, claims, len(header))
-    text = "\n\n".join([f"{_HEAD}\n\nOf {len(claims)} claims: {counts}.", table, *sections])
+    lines = []
+    for scale in get_args(Scale):
+        ours = [row[-2].partition(" (")[0] for row in claims if f", {scale}]" in row[-1]]
+        counts = ", ".join(f"{verdict}: {ours.count(verdict)}" for verdict in _VERDICTS)
+        lines.append(f"* {len(ours)} claims at the {scale} scale; {counts}")
+    text = "\n\n".join([_HEAD, "\n".join(lines), table, *sections])
     path = out / "REPRODUCTION.md"
     write_text(path, text + "\n")
     return path
@@ -172,33 +174,36 @@ def _section(name: str, scale: str, path: Path, out: Path, claims: list[list[str
     return "\n\n".join(parts)
 
 
-_VERDICTS = "holds", "holds in part", "does not hold", "not run"
+_VERDICTS = "holds", "in part", "does not hold", "not run"
 _HEAD = """# Reproduction
 
 What the papers claim, and what came out here. `comera reproduce` writes this page from the claims
 in `configs/reproduce` and the folders of finished runs; nothing in it is typed.
 
-A claim *holds* if the mean over seeds reaches the bound in its section. It *holds in part* if the
-bound is no more than two standard errors above that mean, or at least half of a claimed gain is
-there (of a ratio, half on a log scale: 9x of 81x). Otherwise, and where all runs of its variant
-failed, it *does not hold*. *Not run*: a run that it needs is missing, or the package has none.
-Differences are paired by seed, ± their standard error; other figures ± their standard deviation
-over seeds. By test data nothing was chosen."""
+A claim *holds* if every seed reaches the bound in its section, *in part* if their mean does, and
+*does not hold* otherwise; a run that failed reaches none. *Not run*: a run that it needs is
+missing, or the package has none. Few seeds tell apart what differs by several standard errors, and
+size and quality are claims of their own: read them together. Figures are of test data where a run
+has any. Differences are paired by seed, ± their standard error, and ratios are geometric means with
+their range; other figures are ± their standard deviation over seeds. The papers' figures are those
+of abstracts and of the authors' repositories; those marked * are of tables, from memory."""
 
 
 def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tuple[str, str, str]:
     """Return the rule of a claim in words, our figures, and the verdict."""
     if claim.variant is None:
-        return "nothing here decides", "–", "not run"
+        return "no run here decides", "–", "not run"
     figure, other = claim.figure, claim.beside or reference
     label, show = sweep_report.MEASURED.get(figure, (figure, partial(page.show_metric, figure)))
     if claim.fewer is not None:
-        bound, rule = math.log(claim.fewer), f"{label} at least {claim.fewer:g}x less than {other}"
-    else:
-        bound = -(claim.loses or 0.0) if claim.gains is None else claim.gains
-        change = page.show_change(figure, abs(bound), sign="")
-        how = f"at least {change} better" if claim.gains else f"at most {change} worse"
+        how = f"at least {claim.fewer:g}x less" if claim.fewer > 1 else "no more"
         rule = f"{label} {how} than {other}"
+    elif claim.gains is not None:
+        rule = f"{label} better than {other} by {page.show_change(figure, claim.gains, sign='')}"
+    else:
+        rule = f"{label} worse than {other} by no more than its deviation over seeds"
+        if claim.loses:
+            rule += f" or {page.show_change(figure, claim.loses, sign='')}"
     runs, failed = (comparison.runs, comparison.failed) if comparison else ((), ())
     tested = all(figure in run.test for run in runs if run.variant in (claim.variant, other))
     facts = [(run, vars(run) | (run.test if tested else run.metrics)) for run in runs]
@@ -207,27 +212,32 @@ def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tupl
         for of in (claim.variant, other)
     )
     seeds = [seed for seed in mine if seed in theirs]
+    lost = any(each.variant == claim.variant for each in failed)
     if comparison is None or not seeds:
-        lost = not mine and any(each.variant == claim.variant for each in failed)
-        return (rule, "failed", "does not hold") if lost else (rule, "–", "not run")
+        return (rule, "failed", "does not hold") if lost and not mine else (rule, "–", "not run")
     if claim.fewer is None:
         sign = 1 if figure in HIGHER_IS_BETTER else -1
         gains = [sign * (mine[seed] - theirs[seed]) for seed in seeds]
+        between = deviation([theirs[seed] for seed in seeds]) or 0.0
+        bound = -max(claim.loses or 0.0, between) if claim.gains is None else claim.gains
     else:
         gains = [math.log(theirs[seed] / mine[seed]) for seed in seeds]
+        bound = math.log(claim.fewer)
     mean, spread = statistics.fmean(gains), deviation(gains)
     error = None if spread is None else spread / math.sqrt(len(seeds))
     own, its = (show(statistics.fmean(each[seed] for seed in seeds)) for each in (mine, theirs))
     if claim.fewer is not None:
-        ours = f"{math.exp(mean):.3g}x less: {own} against {its}"
+        least, most = (f"{math.exp(end):.3g}" for end in (min(gains), max(gains)))
+        span = f" ({least} to {most})" * (least != most)
+        ours = f"{math.exp(mean):.3g}x less{span}: {own} against {its}"
     else:
         if spread is not None:
             own += f" ± {show(deviation([mine[seed] for seed in seeds]) or 0)}"
         change = page.show_change(figure, sign * mean, error)
         data = "test" if tested else "development"
         ours = f"{data} {label} {own} against {its}: {change}"
-    near = mean + 2 * (error or 0) >= bound or (bound > 0 and mean >= bound / 2)
-    verdict = _VERDICTS[0 if mean >= bound - 1e-9 else 1 if near else 2]
+    reached = [gain >= bound - 1e-9 for gain in (*gains, mean)]
+    verdict = _VERDICTS[0 if all(reached) and not lost else 1 if reached[-1] else 2]
     wanted = len(comparison.seeds)
     return rule, ours, verdict + f" ({len(seeds)} of {wanted} seeds)" * (len(seeds) < wanted)
 

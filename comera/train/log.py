@@ -121,9 +121,10 @@ def peak_memory(device: torch.device) -> int:
 class MemoryWatch:
     """Peak memory above what there was when the watch was made, in bytes.
 
-    That of tensors on a GPU, the resident one of this process on a CPU. A tiny layer is stepped
-    before, as libraries that its step loads belong to no model. Raises ``OSError`` on a system that
-    does not tell.
+    That of tensors on a GPU, the resident one of this process on a CPU, less the pages of files at
+    the time of asking: mapped data, and code of libraries, which grows with what is called. A tiny
+    layer is stepped before, for what libraries allocate. Raises ``OSError`` on a system that does
+    not tell.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -132,7 +133,7 @@ class MemoryWatch:
         torch.optim.AdamW(layer.parameters(), fused=True).step()
         self._device, self._of_gpu = device, device.type == "cuda"
         self.begin()
-        self._base = torch.cuda.memory_allocated(device) if self._of_gpu else _status("VmRSS")
+        self._base = torch.cuda.memory_allocated(device) if self._of_gpu else _own("VmRSS")
 
     def begin(self) -> None:
         """Forget the peak so far."""
@@ -142,16 +143,18 @@ class MemoryWatch:
         (_PROCESS / "clear_refs").write_text("5")  # man 5 proc_pid_clear_refs
 
     def peak(self) -> int:
-        now = torch.cuda.max_memory_allocated(self._device) if self._of_gpu else _status("VmHWM")
+        now = torch.cuda.max_memory_allocated(self._device) if self._of_gpu else _own("VmHWM")
         return now - self._base
 
 
 _PROCESS = Path("/proc/self")
 
 
-def _status(entry: str) -> int:
+def _own(resident: str) -> int:
+    """Return the bytes of an entry of the process's status, without pages of files."""
     lines = (_PROCESS / "status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(entry)).split()[1]) << 10
+    kib = {words[0]: int(words[1]) for line in lines if (words := line.split())[2:] == ["kB"]}
+    return (kib[f"{resident}:"] - kib["RssFile:"]) << 10
 
 
 _KEY = "not_finite"

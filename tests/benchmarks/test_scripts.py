@@ -148,10 +148,12 @@ def in_this_process(words, **_):
 def test_memory_weighs_models_and_tables(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(session.subprocess, "run", in_this_process)
     (result,) = measured(tmp_path, "memory", *MODEL, "--batch", "1", "2")
-    assert [row[""] for row in result["rows"]] == ["batch 1", "batch 2"]
+    rows = [(row[""], row["of"]) for row in result["rows"]]
+    assert rows == [(f"batch {size}", way) for size in (1, 2) for way in ("tensors", "resident")]
     table = ["--table", "--shape", "60", "16", "--rank", "4", "--tokens", "24"]
     (result,) = measured(tmp_path, "memory", *table)
-    assert set(result["rows"][0]) == {"", "plain", "comera", "plain / comera"}
+    assert set(result["rows"][0]) == {"", "of", "plain", "comera", "plain / comera"}
+    assert result["rows"][0]["plain"] > result["rows"][0]["comera"] > 0
     capsys.readouterr()
     words = [*MODEL, "--batch", "3", "1", f"--json={tmp_path / 'out.json'}"]
     assert bench("memory", *words) == 1

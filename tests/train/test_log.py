@@ -291,6 +291,16 @@ def test_a_watch_measures_what_came_after_it_and_is_gone_again():
     assert watch.peak() < 8 << 20
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it is read from /proc")
+def test_a_watch_leaves_out_data_that_are_mapped_from_a_file(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(bytes(32 << 20))
+    watch = MemoryWatch(CPU)
+    mapped = torch.from_file(str(path), size=32 << 20, dtype=torch.uint8)
+    assert mapped[::4096].sum() == 0  # reads every page
+    assert watch.peak() < 8 << 20
+
+
 def strict(text: str):
     """Read JSON as other programs do, to which NaN is none."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
