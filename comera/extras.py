@@ -30,6 +30,7 @@ _EXTRAS = {
 """Imported packages, and the extra that brings each."""
 
 _Config = TypeVar("_Config")
+_Kinds = type[Exception] | tuple[type[Exception], ...]
 
 _SAID = set[str]()  # by say_once
 
@@ -62,6 +63,15 @@ def check_known(word: object, known: Collection[str], said: str) -> None:
     """Raise ``ValueError`` with the text ``said`` and a hint unless ``word`` is known."""
     if word not in known:
         raise ValueError(said + did_you_mean(word, known))
+
+
+@contextmanager
+def error_prefix(text: str, kinds: _Kinds = ValueError) -> Iterator[None]:
+    """Raise ``ValueError`` in place of an error inside, with ``text`` before its message."""
+    try:
+        yield
+    except kinds as problem:
+        raise ValueError(f"{text}{problem}") from None
 
 
 def names_misspelt(cls: type[_Config]) -> type[_Config]:

@@ -23,16 +23,8 @@ from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.fused import self_attention
 from comera.nn.linear import TTLinear
+from comera.ops import dispatch
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import (
-    ORDERED,
-    Case,
-    forget_times,
-    preferring,
-    recorded,
-    way_setting,
-    ways_of,
-)
 from comera.ops.kernels import choose
 from comera.ops.linear.feed_forward import factorized_feed_forward, gated_feed_forward
 from comera.ops.linear.tt_linear import Factors
@@ -75,9 +67,9 @@ def measure_ways(device: torch.device, say: Say) -> None:
     their ways as listed. Raises ``ValueError`` if ``COMERA_KERNELS`` forces kernels or torch.
     """
     check_choice()
-    if device.type not in ORDERED:
+    if device.type not in dispatch.ORDERED:
         return
-    setting, today = way_setting(device), datetime.date.today().isoformat()
+    setting, today = dispatch.way_setting(device), datetime.date.today().isoformat()
     path: Path | None = None
     jobs, left_out = _jobs(device), Counter[str]()
     deadline = time.monotonic() + _ALL_SECONDS
@@ -95,7 +87,7 @@ def measure_ways(device: torch.device, say: Say) -> None:
                 for timing in timings:
                     say(describe(timing))
     finally:
-        forget_times()
+        dispatch.forget_times()
     for name, count in left_out.items():
         say(f"{name}: sizes not measured: {count}, {_ALL_SECONDS:.0f} s are over")
     say("no operator has two ways here" if path is None else f"saved as {path}")
@@ -142,7 +134,7 @@ def _measure(
 ) -> list[Timing]:
     """Time the ways of a trial, if several, in eager mode, and on a GPU also in a CUDA graph."""
     group, found = trial.group, list[Timing]()
-    if len(ways_of(group)) < 2:
+    if len(dispatch.ways_of(group)) < 2:
         return found
     with contextlib.ExitStack() as stack:
         graphs = None
@@ -165,14 +157,14 @@ def _in_turns(
     """Time the ways in turn, captured if ``graphs`` is given; report a way that cannot run."""
     samples: dict[str, Callable[[], float]] = {}
     cases: set[tuple[str, tuple[int | str, ...]]] = set()
-    for way in ways_of(group):
+    for way in dispatch.ways_of(group):
         try:
             met = cases_of(group, way, runs[0])
             if way not in [ran for ran, _ in met]:
                 continue
             sample: Callable[[], float] = partial(_host_seconds, group, way, runs, device)
             if graphs is not None:
-                with preferring(group, way):
+                with dispatch.preferring(group, way):
                     sample = partial(_graph_seconds, in_turn(runs, device, graphs), len(runs))
         except (RuntimeError, OSError) as problem:  # too little memory, a kernel that fails
             say(f"{group}: {way} cannot be measured: {problem}")
@@ -194,9 +186,9 @@ def _in_turns(
     ]
 
 
-def cases_of(group: str, way: str, run: Run) -> list[tuple[str, Case]]:
+def cases_of(group: str, way: str, run: Run) -> list[tuple[str, dispatch.Case]]:
     """Call ``run`` once, preferring one way; return the ways that ran, each with its case."""
-    with recorded() as seen, preferring(group, way):
+    with dispatch.recorded() as seen, dispatch.preferring(group, way):
         run()
     return [(ran, case) for of, ran, case in seen if of == group and case is not None]
 
@@ -218,7 +210,7 @@ def _host_seconds(group: str, way: str, runs: Sequence[Run], device: torch.devic
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    with preferring(group, way):
+    with dispatch.preferring(group, way):
         for run in runs:  # so that the way is found, and nothing is made for the first time
             run()
         count, began = 0, now()

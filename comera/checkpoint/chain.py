@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from comera.checkpoint.archive import Archive, Manifest, packed
 from comera.checkpoint.contents import Quality, Snapshot, decode, encode, take_snapshot
 from comera.checkpoint.streams import DamagedError
+from comera.extras import error_prefix
 from comera.shapes import check_whole_numbers
 
 log = logging.getLogger("comera")
@@ -45,12 +46,8 @@ class Policy:
                 raise ValueError(
                     f"policy {pattern!r}: {treatment!r} is not one of {get_args(Treatment)}"
                 )
-            try:
+            with error_prefix(f"policy {pattern!r} is no regular expression: ", re.error):
                 self._patterns.append((re.compile(pattern), treatment))
-            except re.error as problem:
-                raise ValueError(
-                    f"policy {pattern!r} is no regular expression: {problem}"
-                ) from None
 
     def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
         """Return the treatment of a tensor; ``lossy`` is whether it is a weight or a moment."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from comera.compress import layer_moments
 from comera.compress.allocate import (
     Choice,
     CompressedLayer,
@@ -18,24 +19,9 @@ from comera.compress.allocate import (
     allocate,
     parse_budget,
 )
-from comera.compress.layer_moments import (
-    Layer,
-    LossFn,
-    gather_moments,
-    linear_targets,
-    own_loss,
-    weight_OI,
-)
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.params import model_size
-from comera.planning.printing import (
-    Report,
-    Table,
-    data_frame,
-    empty_figure,
-    show_bytes,
-    show_column,
-)
+from comera.planning import printing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,7 +72,7 @@ class LayerSensitivity:
 
 
 @dataclass(frozen=True, repr=False)
-class Sensitivity(Report):
+class Sensitivity(printing.Report):
     """Result of :func:`sensitivity`; prints itself, also in Jupyter.
 
     :func:`compress_` accepts it instead of calibration data, for this model or its copies.
@@ -120,7 +106,8 @@ class Sensitivity(Report):
         size = LayerSensitivity.bytes if in_bytes else LayerSensitivity.params
         if in_bytes and share >= total:
             raise ValueError(
-                f"budget={budget!r} is no less than the {show_bytes(total)} of all parameters"
+                f"budget={budget!r} is no less than the {printing.show_bytes(total)} of all "
+                "parameters"
             )
         whole = int(share) if in_bytes else math.floor(share * total)
         other = total - sum(size(layer, None) for layer in self.layers)
@@ -156,7 +143,7 @@ class Sensitivity(Report):
         Each layer has a row for each share of its dense weight, rounded down to a rank of at least
         one; equal ranks are listed once.
         """
-        return data_frame(
+        return printing.data_frame(
             {
                 "layer": layer.name,
                 "share": layer.params(rank) / layer.params(None),
@@ -180,7 +167,7 @@ class Sensitivity(Report):
                 zip(layer.plain_K.tolist(), layer.whitened_K.tolist(), strict=True), 1
             )
         )
-        return data_frame(rows, "spectra()")
+        return printing.data_frame(rows, "spectra()")
 
     def plot(self) -> "Figure":
         """Draw the rise of the loss by layer and share of its dense weight. Needs matplotlib.
@@ -218,7 +205,7 @@ class Sensitivity(Report):
         order = sorted(range(len(kinds)), key=lambda k: kinds.index(kinds[k]))
         names = [self.layers[k].name for k in order]
         height = max(2.8, 1.5 + 0.15 * min(len(names), _NAMED))  # or the bar's label has no room
-        figure, axes = empty_figure(len(panels), height, max(map(len, names)) / 16)
+        figure, axes = printing.empty_figure(len(panels), height, max(map(len, names)) / 16)
         from matplotlib.colors import LogNorm
 
         images = [torch.tensor([row(self.layers[k]) for k in order]) for row in panels.values()]
@@ -240,11 +227,13 @@ class Sensitivity(Report):
         figure.colorbar(drawn, ax=list(axes), label=label, extend="min")
         return figure
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[printing.Table]:
         """Return a table of the predicted rise of the loss at shares of each dense weight."""
         at = (0.75, 0.5, 0.25, 0.1)
         losses = (
-            show_column([layer.whitened.loss(layer.rank_at(share)) for layer in self.layers])
+            printing.show_column(
+                [layer.whitened.loss(layer.rank_at(share)) for layer in self.layers]
+            )
             for share in at
         )
         rows = [
@@ -253,7 +242,7 @@ class Sensitivity(Report):
         ]
         header = ("layer", "weight", *(f"loss at {share:.0%}" for share in at))
         title = "predicted rise of the loss, by share of the weight kept"
-        return [Table(title, header, rows, names=0)]
+        return [printing.Table(title, header, rows, names=0)]
 
     def summary(self) -> str:
         """Return a line with the totals of the model."""
@@ -268,7 +257,7 @@ def sensitivity(
     model: nn.Module,
     calibration: Iterable[Any],
     *,
-    loss_fn: LossFn | None = None,
+    loss_fn: layer_moments.LossFn | None = None,
     target_modules: str | list[str] = "all-linear",
     exclude_modules: str | list[str] | None = None,
     keep: str | Path | None = None,
@@ -288,23 +277,25 @@ def sensitivity(
         small = copy.deepcopy(model)
         comera.compress_(small, found, budget=0.8)
     """
-    layers = linear_targets(model, target_modules, exclude_modules, "sensitivity")
+    layers = layer_moments.linear_targets(model, target_modules, exclude_modules, "sensitivity")
     return look_at(model, layers, calibration, loss_fn, keep=keep, progress=progress)
 
 
 def look_at(
     model: nn.Module,
-    layers: Mapping[str, Layer],
+    layers: Mapping[str, layer_moments.Layer],
     calibration: Iterable[Any],
-    loss_fn: LossFn | None,
+    loss_fn: layer_moments.LossFn | None,
     *,
     keep: str | Path | None = None,
     progress: bool = False,
 ) -> Sensitivity:
-    moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
+    moments = layer_moments.gather_moments(
+        model, layers, calibration, loss_fn or layer_moments.own_loss, keep, progress
+    )
     rows = max(round(each.rows / each.batches) for each in moments.values())
     made = [  # moments are freed as the decompositions come, which are no larger
-        LayerSensitivity(name, whitened_svd(weight_OI(layer), moments.pop(name)))
+        LayerSensitivity(name, whitened_svd(layer_moments.weight_OI(layer), moments.pop(name)))
         for name, layer in layers.items()
     ]
     return Sensitivity(tuple(made), *model_size(model), rows)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from comera.extras import needed_by
+from comera.extras import error_prefix, needed_by
 from comera.files import naming_what_is_no_text, replacing
 
 if TYPE_CHECKING:
@@ -348,10 +348,8 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
         if len(column) != (rows := len(table[columns.label])):
             raise ValueError(f"{path}: {name} has {len(column)} values, the label {rows}")
         if name not in columns.fields:
-            try:
+            with error_prefix(f"{path}: {name} must hold numbers: ", (TypeError, ValueError)):
                 table[name] = column.astype(np.float64)
-            except (TypeError, ValueError) as problem:
-                raise ValueError(f"{path}: {name} must hold numbers: {problem}") from None
     frame = pd.DataFrame(table)
     frame.index += 1
     return frame
@@ -406,10 +404,8 @@ def _layout(path: Path, format: str) -> _Layout:
         return _Layout(_first_line(path).split("\t"), "\t", header=True)
     if ".csv" not in path.suffixes:
         raise ValueError(f"{path}: {EXPECTED}")
-    try:
+    with error_prefix(f"line 1 of {path}, which names the columns: ", csv.Error):
         return _Layout(_cells(_first_line(path)), ",", header=True)
-    except csv.Error as problem:
-        raise ValueError(f"line 1 of {path}, which names the columns: {problem}") from None
 
 
 def _repeated(names: Sequence[str]) -> str | None:

@@ -92,11 +92,9 @@ class Clicks:
     malformed lines were left out, ``digests`` that of the file, ``prepared`` that of the rows.
     """
 
-    def __init__(
-        self, settings: ClickData, folder: Path, digests: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, settings: ClickData, folder: Path, digests: Mapping[str, str]) -> None:
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-        self.settings, self.digests = settings, digests or {}
+        self.settings, self.digests = settings, digests
         self.prepared: str = facts["prepared"]
         self.table_sizes: list[int] = facts["table_sizes"]
         self.field_names: list[str] = facts["fields"]
@@ -144,10 +142,7 @@ class Clicks:
 
         ``continuous`` is float32 (B, C), ``fields`` is int64 (B, F), ``labels`` is float32 (B,).
         """
-        per_epoch = self.steps_per_epoch(batch_size)
-        if not per_epoch:
-            raise ValueError(f"batch_size={batch_size} exceeds the {self.num_train} training rows")
-        epoch, position = divmod(step, per_epoch)
+        epoch, position = divmod(step, self.steps_per_epoch(batch_size))
         if self._order is None or self._order[0] != (epoch, seed):
             rng = np.random.default_rng([seed % 2**32, epoch])
             self._order = (epoch, seed), rng.permutation(self.splits["train"])

@@ -111,14 +111,11 @@ class NliPairs:
     """
 
     def __init__(
-        self,
-        settings: NliData,
-        arrays: Mapping[str, np.ndarray],
-        digests: Mapping[str, str] | None = None,
+        self, settings: NliData, arrays: Mapping[str, np.ndarray], digests: Mapping[str, str]
     ) -> None:
         arrays = dict(arrays)
         self.tokenizer = vocabulary.from_array(arrays.pop("tokenizer"))
-        self.settings, self.digests = settings, digests or {}
+        self.settings, self.digests = settings, digests
         self.prepared = vocabulary.array_digest(arrays)
         self.vocab_size = int(arrays["vocab_size"])
         self.splits = {name: _Split(arrays, name) for name in settings.splits}

@@ -10,20 +10,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from comera.extras import listed, say_once
+from comera.extras import error_prefix, listed, say_once
+from comera.nn import forms
 from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
-from comera.nn.forms import (
-    PER_TOKEN,
-    are_grouped,
-    as_torch,
-    expert_shares,
-    experts_apart,
-    form_of,
-    from_torch,
-    fuse_experts_,
-    rows_at,
-)
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded
 from comera.nn.swap import call, evaluation_mode, every_layer_called, swap_layers_
@@ -114,7 +104,7 @@ def tensorize_(
             f'calibration says what init="svd" does to outputs; init={config.init!r} draws new '
             "cores"
         )
-    with experts_apart(model):
+    with forms.experts_apart(model):
         return _tensorized(model, config, filter_fn, calibration)
 
 
@@ -191,13 +181,13 @@ def densify_(model: nn.Module) -> nn.Module:
         if isinstance(module, (CompressedLinear, TTTable)):
             dense = module.to_dense()
             dense.weight = weights.setdefault(id(module.cores), dense.weight)
-            replacements[id(module)] = from_torch(dense, module.dense_form)
+            replacements[id(module)] = forms.from_torch(dense, module.dense_form)
         elif isinstance(module, TiedTTLinear):
             heads.append(module)
     for head in heads:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
-    model = fuse_experts_(swap_layers_(model, replacements))
+    model = forms.fuse_experts_(swap_layers_(model, replacements))
     renew_wrappers_(model.modules())
     return model
 
@@ -213,21 +203,21 @@ def plans_of(
     for name, layer in layers.items():
         if isinstance(layer, TensorTrainModule):
             kind = layer.kind() if isinstance(layer, CompressedLinear) else name
-            alike.setdefault((kind, rows_at(tokens, name, shares)), []).append((name, layer))
+            alike.setdefault((kind, forms.rows_at(tokens, name, shares)), []).append((name, layer))
     found = []
     for (_, rows), members in alike.items():
         names, (layer, *_) = zip(*members, strict=True)
         work: Any = layer.at(rows, together=len(names))
         if work is not None:
             at = layer.planner_setting() | setting
-            if at["machine"].kind == "cpu" and are_grouped(names[0], rows, layer, shares):
+            if at["machine"].kind == "cpu" and forms.are_grouped(names[0], rows, layer, shares):
                 work = replace(work, grouped=True)
             found.append((names, plan_layer(work, **at)))
     return found
 
 
 def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], tokens: int) -> None:
-    shares = expert_shares(model)
+    shares = forms.expert_shares(model)
     plans = plans_of(made, shares, tokens)
     losing = [(names, plan) for names, plan in plans if plan.worst_ratio > _WORST_RATIO]
     losing.sort(key=lambda each: -each[1].worst_ratio)
@@ -245,7 +235,7 @@ def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], token
         say_once(log, level, _LOSES, "; ".join(texts), tokens, guess)
     for held, share in shares.items():
         if share is None and any(name.startswith(f"{held}.") for name in made):
-            say_once(log, logging.WARNING, _ALL_ROWS, held, tokens, PER_TOKEN[0])
+            say_once(log, logging.WARNING, _ALL_ROWS, held, tokens, forms.PER_TOKEN[0])
 
 
 def _holds_numbers(layer: nn.Module) -> bool:
@@ -263,7 +253,7 @@ def _warn_of_approximations(
         name: layer.weight
         for name, new in made.items()
         if isinstance(new, CompressedLinear)
-        and isinstance(layer := as_torch(old[name]), nn.Linear)
+        and isinstance(layer := forms.as_torch(old[name]), nn.Linear)
         and _holds_numbers(new)
     }
     if not weights:
@@ -331,7 +321,7 @@ def _convert(
     name: str, module: nn.Module, config: TTConfig, feature_dim: int = -1
 ) -> TensorTrainModule | str:
     """Make the layer that replaces ``module``, or return why it stays dense."""
-    form = form_of(module)
+    form = forms.form_of(module)
     if form is not None:
         made = _convert(name, form.to_torch(module), config, form.feature_dim)
         if not isinstance(made, str):
@@ -355,10 +345,8 @@ def _convert(
         least = BTTShape.fit(module.in_features, module.out_features, rank=1).num_params
         if _first(config.shape_pattern, name) is None and least >= module.weight.numel():
             return _NO_SMALLER.format("block tensor train")
-    try:
+    with error_prefix(f"{name or 'the model'}: "):
         new = _build(name, module, config, feature_dim)
-    except ValueError as problem:
-        raise ValueError(f"{name or 'the model'}: {problem}") from None
     if new.num_stored >= new.num_dense:
         made = "tensor train" if new.is_chain else "block tensor train"
         return _NO_SMALLER.format(made)

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from comera.extras import check_known, listed, names_misspelt, say_once
+from comera.extras import check_known, error_prefix, listed, names_misspelt, say_once
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
@@ -339,10 +339,8 @@ def matches(name: str, pattern: str | Sequence[str]) -> bool:
     """Return whether a regular expression matches a whole name, or a list has the name's end."""
     if not isinstance(pattern, str):
         return any(name == end or name.endswith(f".{end}") for end in pattern)
-    try:
+    with error_prefix(f"{pattern!r} is not a regular expression: ", re.error):
         return re.fullmatch(pattern, name) is not None
-    except re.error as problem:
-        raise ValueError(f"{pattern!r} is not a regular expression: {problem}") from None
 
 
 def tied_groups(targets: Mapping[str, nn.Module]) -> list[tuple[list[str], list[nn.Module]]]:

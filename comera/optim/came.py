@@ -18,14 +18,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from comera.ops.dispatch import is_eager
-from comera.optim.state_layout import (
-    COMMON_KEYS,
-    check_gradient,
-    check_whole,
-    group_of,
-    load_hooks,
-    made_for,
-)
+from comera.optim import state_layout
 from comera.params import check_unflattened, is_sharded
 
 State = dict[str, Tensor]
@@ -121,11 +114,11 @@ class CAME(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; raises the errors of the class."""
-        unknown = sorted(set(param_group) - set(self.defaults) - COMMON_KEYS)
+        unknown = sorted(set(param_group) - set(self.defaults) - state_layout.COMMON_KEYS)
         if unknown:
             raise TypeError(
                 f"CAME has no setting {', '.join(map(repr, unknown))}; a parameter group can have "
-                f"{', '.join(self.defaults)}{made_for(unknown)}"
+                f"{', '.join(self.defaults)}{state_layout.made_for(unknown)}"
             )
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -160,7 +153,7 @@ class CAME(Optimizer):
             grad = param.grad
             if grad is None:
                 continue
-            check_gradient(grad, "CAME")
+            state_layout.check_gradient(grad, "CAME")
             if param.numel() == 0:
                 continue
             state = self.state[param]
@@ -256,7 +249,7 @@ class CAME(Optimizer):
             for param, state in saved.items():
                 self.state[param].update(state)
 
-        with load_hooks(self, collect, restore):
+        with state_layout.load_hooks(self, collect, restore):
             super().load_state_dict(state_dict)
 
     @torch.no_grad()
@@ -286,7 +279,7 @@ class CAME(Optimizer):
         state = self.state.get(param)
         if not state:
             return
-        if _is_packed(param, group_of(self, param)["state_dtype"]):
+        if _is_packed(param, state_layout.group_of(self, param)["state_dtype"]):
             codes, scales = quantized(state["exp_avg_update"].view(1, -1))
             state["exp_avg_update"] = codes.view(param.shape)
             state["exp_avg_update_scale"] = scales[0]
@@ -326,9 +319,9 @@ def _check_shards(param: Any, packed: bool) -> None:
     """Raise ``ValueError`` for a parameter whose shards CAME cannot take means of."""
     shards = [p.is_shard(0) for p in getattr(param, "placements", ()) if not p.is_replicate()]
     if packed:
-        check_whole(param, "CAME keeps eight bits of", "it without state_dtype='8bit'")
+        state_layout.check_whole(param, "CAME keeps eight bits of", "it without state_dtype='8bit'")
     elif shards not in ([], [True]):
-        check_whole(param, "CAME takes means of shards by rows and of")
+        state_layout.check_whole(param, "CAME takes means of shards by rows and of")
 
 
 def _all(values: Any, count: int, fits: Callable[[float], bool]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from comera.checkpoint.archive import Archive
 from comera.recipes import run_folder
@@ -40,9 +40,8 @@ def list_runs(folder: str = "runs", /, *, console: Console) -> None:
     if not is_run(path):
         console.print(runs_table(path))
         return
-    table = Table(title=f"the run in {path}")
-    for name in ("file", "what it is", "MB"):
-        table.add_column(name, justify="right" if name == "MB" else "left")
+    size = Column("MB", justify="right")
+    table = Table("file", "what it is", size, title=f"the run in {path}")
     for file in sorted(path.iterdir(), key=lambda file: (file.name not in _FILES, file.name)):
         if file.name != ".lock":
             what = _FILES.get(file.name, "not written by comera train")

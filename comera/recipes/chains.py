@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -334,10 +334,8 @@ def _number(name: str, text: str, other: str = "") -> int:
 
 
 def _table(title: str, *names: str) -> Table:
-    table = Table(title=escape(title), title_style="")
-    for name in names:
-        table.add_column(name, justify="right" if name else "left")
-    return table
+    columns = [Column(name, justify="right" if name else "left") for name in names]
+    return Table(*columns, title=escape(title), title_style="")
 
 
 def _sizes(size: int, raw: int) -> tuple[str, str, str]:

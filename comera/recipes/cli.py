@@ -31,7 +31,7 @@ from comera import __version__
 from comera._command import INTERRUPTED
 from comera.allocator import reuse_freed_memory
 from comera.checkpoint.archive import FolderInUseError
-from comera.extras import MissingPackageError, check_known, did_you_mean, needed_by
+from comera.extras import MissingPackageError, check_known, did_you_mean, error_prefix, needed_by
 from comera.recipes.parse import (
     converted,
     file_of,
@@ -325,10 +325,8 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
     try:
         return parse_settings(RunConfig, settings)
     except ValueError:
-        try:
+        with error_prefix(f"{path}: "):
             parse_settings(RunConfig, of_file)
-        except ValueError as problem:
-            raise ValueError(f"{path}: {problem}") from None
         raise
 
 
@@ -381,10 +379,8 @@ def _of_file(word: str) -> tuple[Path, dict[str, Any]]:
     settings = read_yaml(path)
     if {"base", "variants"} & settings.keys():
         raise ValueError(f"{path} is no run but a sweep: comera sweep trains it")
-    try:
+    with error_prefix(f"{path}: "):
         settings = nested(settings)
-    except ValueError as problem:
-        raise ValueError(f"{path}: {problem}") from None
     of_a_run = path.name == "config.yaml" and (path.parent / "metrics.jsonl").is_file()
     # A run does not write where it is, so that its folder can be moved.
     return path, {"out": str(path.parent), **settings} if is_folder or of_a_run else settings

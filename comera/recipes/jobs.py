@@ -23,7 +23,7 @@ import yaml
 from rich.console import Console
 
 from comera._command import INTERRUPTED
-from comera.extras import check_known, needed_by
+from comera.extras import check_known, error_prefix, needed_by
 from comera.files import write_text
 from comera.recipes import run_folder
 from comera.recipes.run_config import RunConfig
@@ -36,6 +36,7 @@ _ERROR = re.compile(r"^error: (.+)|^Traceback .*\n(?:\s.*\n)*(\S.*)", re.MULTILI
 _EVERY_SECONDS = 0.25
 _GRACE_SECONDS = 60.0
 _A_WEEK = 7 * 24 * 60
+_NOT_SET_UP = NameError, TypeError, ValueError, AssertionError  # what submitit raises
 
 LauncherName = Literal["local", "submitit"]
 State = Literal["waiting", "running", "finished", "failed", "stopped"]
@@ -143,35 +144,16 @@ def make_launcher(
     launcher or a setting is unknown, and ``MissingPackageError`` if submitit is missing.
     """
     check_known(name, get_args(LauncherName), f"launcher={name} is no launcher")
-    if name == "local":
-        # Runs share the threads that torch would use.
-        threads = max(1, torch.get_num_threads() // (at_once or 1))
-
-        def start_here(folder: str, overwrite: bool) -> Started:
-            process = start_run(folder, overwrite, threads=threads)
-            return Started(process.poll, lambda: process.send_signal(signal.SIGINT))
-
-        return Launcher(start_here, at_once or 1)
-    try:
-        submit, most = _submitit({**settings}, out, console)
-    except (NameError, TypeError, ValueError, AssertionError) as problem:
-        raise ValueError(f"submitit={dict(settings)}: {problem}") from None
-    # This process holds the file: runs stop when it is gone, wherever they are.
-    permit = (out / f".runs-{uuid4().hex}").absolute()
-    permit.touch()
+    if name == "submitit":
+        return _submitit(settings, out, at_once, console)
+    # Runs share the threads that torch would use.
+    threads = max(1, torch.get_num_threads() // (at_once or 1))
 
     def start(folder: str, overwrite: bool) -> Started:
-        poll, cancel = submit(Remote(folder, overwrite, os.getcwd(), str(permit)))
-        asked = itertools.count()
+        process = start_run(folder, overwrite, threads=threads)
+        return Started(process.poll, lambda: process.send_signal(signal.SIGINT))
 
-        def stop() -> None:
-            permit.unlink(missing_ok=True)
-            if next(asked):
-                cancel()
-
-        return Started(poll, stop)
-
-    return Launcher(start, at_once or most, lambda: permit.unlink(missing_ok=True))
+    return Launcher(start, at_once or 1)
 
 
 def start_run(
@@ -251,12 +233,9 @@ class Remote:
         return DelayedSubmission(dataclasses.replace(self, overwrite=False))
 
 
-_Submit = Callable[[Remote], Started]  # queues a run; stop of what it returns cancels it
-
-
 def _submitit(
-    parameters: dict[str, Any], out: Path, console: Console
-) -> tuple[_Submit, int | None]:
+    settings: Mapping[str, Any], out: Path, at_once: int | None, console: Console
+) -> Launcher:
     """Start runs through Slurm; without Slurm as processes of submitit, one at a time by default.
 
     A run whose time is up saves and goes back into the queue. The settings are those of
@@ -264,15 +243,21 @@ def _submitit(
     """
     with needed_by("--launcher=submitit"):
         from submitit import AutoExecutor
-    executor = AutoExecutor((out / "submitit").absolute(), parameters.pop("cluster", None))
-    is_local = executor.cluster == "local"
-    if is_local:
-        parameters.setdefault("timeout_min", _A_WEEK)
-    executor.update_parameters(**parameters)
+    parameters = dict(settings)
+    with error_prefix(f"submitit={parameters}: ", _NOT_SET_UP):
+        executor = AutoExecutor((out / "submitit").absolute(), parameters.pop("cluster", None))
+        is_local = executor.cluster == "local"
+        if is_local:
+            parameters.setdefault("timeout_min", _A_WEEK)
+        executor.update_parameters(**parameters)
     where = "processes of this machine, as there is no Slurm" if is_local else "Slurm"
     console.print(f"submitit starts the runs through {where}", markup=False)
+    # This process holds the file: runs stop when it is gone, wherever they are.
+    permit = (out / f".runs-{uuid4().hex}").absolute()
+    permit.touch()
 
-    def submit(run: Remote) -> Started:
+    def start(folder: str, overwrite: bool) -> Started:
+        run, asked = Remote(folder, overwrite, os.getcwd(), str(permit)), itertools.count()
         job = executor.submit(run)
 
         def poll() -> int | str | None:
@@ -284,9 +269,15 @@ def _submitit(
             except Exception as problem:  # whatever the run or the cluster came to
                 return f"its job {job.job_id} ended: {str(problem).strip()}"
 
-        return Started(poll, lambda: job.cancel(check=False))
+        def stop() -> None:
+            permit.unlink(missing_ok=True)
+            if next(asked):
+                job.cancel(check=False)
 
-    return submit, 1 if is_local else None
+        return Started(poll, stop)
+
+    at_once = at_once or (1 if is_local else None)
+    return Launcher(start, at_once, lambda: permit.unlink(missing_ok=True))
 
 
 def run_jobs(

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from rich.console import Console
 
-from comera.extras import check_known, did_you_mean, listed
+from comera.extras import check_known, did_you_mean, error_prefix, listed
 from comera.files import naming_what_is_no_text
 
 T = TypeVar("T")
@@ -56,10 +56,8 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
             raise ValueError(
                 f"{within}{key}={value!r} must be a section, with keys of its own{either}: {keys}"
             )
-    try:
+    with error_prefix(within):  # it begins with the name of a field
         return kind(**found)
-    except ValueError as problem:  # it begins with the name of a field
-        raise ValueError(f"{within}{problem}") from None
 
 
 def converted(value: Any, hint: Any) -> Any:

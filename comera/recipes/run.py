@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from comera import __version__
 from comera.checkpoint.archive import Archive
+from comera.extras import error_prefix
 from comera.files import write_text
 from comera.nn.convert import tensorize_
 from comera.nn.init import init_keys_as_queries_
@@ -249,10 +250,8 @@ def _planned(config: RunConfig) -> list[tuple[str, nn.Module, Optimizer]]:
                     f"the section {section} needs tensor trains, but tensorize made none"
                 )
             size = sum(layer.shape.size_at(layer.ranks) for layer in layers)
-            try:
+            with error_prefix(f"{section}."):
                 target_entries(layers, ranks.target, size, ranks.min_rank)
-            except ValueError as problem:
-                raise ValueError(f"{section}.{problem}") from None
         found.append((name, model, settings.optimizer_for(settings.train.steps).build(model)))
     return found
 

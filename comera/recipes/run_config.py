@@ -1,7 +1,7 @@
 """Define the settings of a run: ``RunConfig`` and its sections."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from comera.checkpoint.chain import KEY_EVERY, CheckpointChain
 from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
+from comera.extras import error_prefix
 from comera.nn.targets import TTConfig
 from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
 from comera.rank.learning import check_target
@@ -48,7 +49,9 @@ class TwoStageConfig(TwoStageSettings):
     late_share: float = 0.4
 
     def check(self, steps: int | None = None) -> None:
-        _check("two_stage", self.target, super().check)
+        with error_prefix("two_stage."):
+            check_target(self.target)
+            super().check()
         early, late = self.early_share, self.late_share
         if early < 0 or late <= 0 or early + late > 1:
             raise ValueError(
@@ -84,7 +87,9 @@ class ImportancePruningConfig(ImportanceSettings):
     share: float = 0.3
 
     def check(self, steps: int | None = None) -> None:
-        _check("importance_pruning", self.target, super().check)
+        with error_prefix("importance_pruning."):
+            check_target(self.target)
+            super().check()
         if not 0 < self.share <= 1:
             raise ValueError(
                 f"importance_pruning.share={self.share} must be a share of the run, in (0, 1]"
@@ -103,15 +108,6 @@ class ImportancePruningConfig(ImportanceSettings):
 
 RANK_SECTIONS = ("two_stage", "importance_pruning")
 """Names of the sections of a run that learn ranks; at most one is given."""
-
-
-def _check(section: str, target: Any, check: Callable[[], None]) -> None:
-    """Run the checks of a section's settings; errors name the section."""
-    try:
-        check_target(target)
-        check()
-    except ValueError as problem:
-        raise ValueError(f"{section}.{problem}") from None
 
 
 def _own(kind: type, settings: Any) -> dict[str, Any]:

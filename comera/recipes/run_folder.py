@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from comera.checkpoint.archive import Archive, take
 from comera.data.click_files import CATEGORIES
-from comera.extras import check_known
+from comera.extras import check_known, listed
 from comera.files import write_text
 from comera.planning.printing import Table
 from comera.recipes.parse import parse_settings, read_yaml
@@ -63,8 +63,7 @@ def changed_data(there: DataRecord, here: DataRecord) -> str | None:
     ]
     if lines:
         count = f"{len(lines)} file{'s' if len(lines) > 1 else ''}"
-        more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        return f"{count}: {', '.join(lines[:_SHOWN])}{more}"
+        return f"{count}: {listed(lines, _SHOWN)}"
     if None not in (there.prepared, here.prepared) and there.prepared != here.prepared:
         return (
             "the files are the same, but comera or tokenizers, in another version, reads them "
@@ -246,9 +245,7 @@ class Begun:
     @property
     def difference(self) -> str | None:
         """Text on the first settings that make it another run; None if there are none."""
-        more = f" and {len(self.others) - _SHOWN} more" if len(self.others) > _SHOWN else ""
-        text = ", ".join(self.others[:_SHOWN]) + more + (_LET_IT_END if self.late else "")
-        return text or None
+        return listed(self.others, _SHOWN) + (_LET_IT_END if self.late else "") or None
 
     def is_finished(self, folder: Path) -> bool:
         """Return whether the folder holds the result of a run with these settings."""

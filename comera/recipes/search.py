@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from comera.extras import needed_by
+from comera.extras import error_prefix, needed_by
 from comera.recipes.jobs import Job
 from comera.recipes.parse import check_least, parse_settings
 from comera.recipes.report.sweep_report import read_trained
@@ -66,15 +66,13 @@ def _distribution(key: str, given: Any) -> Any:
         )
     whole = all(type(value) is int for name, value in given.items() if name != "log")
     kind = distributions.IntDistribution if whole else distributions.FloatDistribution
-    try:
+    with error_prefix(f"{key}={given!r}: ", (TypeError, ValueError)):
         # YAML takes 1e-4, which has no point, for a text.
         ends: dict[str, Any] = {k: float(v) if isinstance(v, str) else v for k, v in given.items()}
         for name, value in ends.items():
             if not math.isfinite(value):
                 raise ValueError(f"{name}={given[name]!r} must be a number")
         return kind(**ends)
-    except (TypeError, ValueError) as problem:
-        raise ValueError(f"{key}={given!r}: {problem}") from None
 
 
 def extremes(distribution: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import TaskID
 
 from comera._command import INTERRUPTED
-from comera.extras import check_known, did_you_mean
+from comera.extras import check_known, did_you_mean, error_prefix
 from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
 from comera.recipes.parse import check_least, file_of, merged, nested, parse_settings, read_yaml
 from comera.recipes.report import sweep_report
@@ -164,10 +164,8 @@ def _read_base(given: Any, folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"base={given!r} must be the path of a run's file, a configuration's name, or settings"
         )
-    try:
+    with error_prefix("base: "):
         settings = nested(given)
-    except ValueError as problem:
-        raise ValueError(f"base: {problem}") from None
     return {key: value for key, value in settings.items() if key not in _OF_THE_SWEEP}
 
 
@@ -188,11 +186,9 @@ def _check_variants(given: Any) -> None:
 
 def variant_of(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> RunConfig:
     """Return the settings of a variant; raise ``ValueError`` if they do not go together."""
-    try:
+    with error_prefix(f"variant {name}: "):
         config = parse_settings(RunConfig, merged(base, _overrides(name, given)))
         config.check()
-    except ValueError as problem:
-        raise ValueError(f"variant {name}: {problem}") from None
     return config
 
 
@@ -237,10 +233,8 @@ def _read_search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) 
         if key.split(".")[0] in _OF_THE_SWEEP:
             raise ValueError(f"search.over.{key}: {key} is not for a search to set: the sweep does")
         for value in extremes(domain):
-            try:
+            with error_prefix(f"search.over.{key}: "):
                 parse_settings(RunConfig, merged(base, nested({key: value})))
-            except ValueError as problem:
-                raise ValueError(f"search.over.{key}: {problem}") from None
     return search
 
 
@@ -299,13 +293,15 @@ def run_sweep(
             "those that run side by side learn nothing from each other: give --jobs"
         )
     for name, config in sweep.variants.items():
-        _check_model(name, config)
+        with error_prefix(f"variant {name}: "):
+            planned_memory(config)
 
     def make_trial(name: str, own: dict[str, Any]) -> list[Job]:
         if sweep.search is not None and sweep.search.extends is not None:
             own = {"extends": sweep.search.extends, **own}
         variant = variant_of(name, sweep.base, {**sweep.given, name: own})
-        _check_model(name, variant)
+        with error_prefix(f"variant {name}: "):
+            planned_memory(variant)
         return make_jobs(dataclasses.replace(sweep, variants={name: variant}))
 
     with lock(sweep.out, "sweep"):
@@ -394,13 +390,6 @@ def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
     for word in skip:
         check_known(word, known, f"skip={word} is neither a variant nor a run")
     return [job for job in jobs if not {*names[job]} & {*skip}]
-
-
-def _check_model(name: str, config: RunConfig) -> None:
-    try:
-        planned_memory(config)
-    except ValueError as problem:
-        raise ValueError(f"variant {name}: {problem}") from None
 
 
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:

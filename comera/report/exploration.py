@@ -1,20 +1,12 @@
 """Show the points of an explored model: their table, Pareto front and plot."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from comera.extras import listed, needed_by
-from comera.planning.printing import (
-    Report,
-    Table,
-    data_frame,
-    empty_figure,
-    show_bytes,
-    show_column,
-    show_seconds,
-)
+from comera.planning import printing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,7 +71,7 @@ class Point:
 
 
 @dataclass(frozen=True, repr=False)
-class Exploration(Report):
+class Exploration(printing.Report):
     """Result of :func:`comera.explore`; prints itself, also in Jupyter.
 
     The table fits the terminal and names hidden columns; :meth:`to_pandas` has them all.
@@ -92,7 +84,7 @@ class Exploration(Report):
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return a data frame with a row for each :class:`Point`. Needs pandas."""
-        return data_frame(map(vars, self.points))
+        return printing.data_frame(map(vars, self.points))
 
     def pareto(self) -> "Exploration":
         """Return the Pareto front by parameters and loss; of equal points only the first."""
@@ -126,23 +118,23 @@ class Exploration(Report):
         best = sorted(self.pareto().points, key=lambda point: point.params or 0)
         return (_in_plotly if library == "plotly" else _in_matplotlib)(groups, best)
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[printing.Table]:
         """Return a table with a row for each point; points of :meth:`pareto` have a star."""
         best = self.pareto().points
-        losses = show_column([point.loss for point in self.points], 4)
+        losses = printing.show_column([point.loss for point in self.points], 4)
         rows = [
             (
                 ("* " if point in best else "") + point.setting,
                 point.layer,
-                _text(point.order, "{}"),
+                _text(point.order, "{}".format),
                 point.ranks,
-                _text(point.ratio, "{:.2f}x"),
-                _text(point.params, "{:,}"),
-                "" if point.bytes is None else show_bytes(point.bytes),
-                _text(point.error, "{:.3f}"),
+                _text(point.ratio, "{:.2f}x".format),
+                _text(point.params, "{:,}".format),
+                _text(point.bytes, printing.show_bytes),
+                _text(point.error, "{:.3f}".format),
                 loss or "failed",
-                _text(point.predicted_ratio, "{:.2f}x"),
-                "" if point.measured_seconds is None else show_seconds(point.measured_seconds),
+                _text(point.predicted_ratio, "{:.2f}x".format),
+                _text(point.measured_seconds, printing.show_seconds),
             )
             for point, loss in zip(self.points, losses, strict=True)
         ]
@@ -151,7 +143,9 @@ class Exploration(Report):
             spare.insert(0, "layer")
         batches = sorted({point.tokens for point in self.points if point.tokens})
         at = f", times at {listed(list(map(str, batches)))} rows a batch" * bool(batches)
-        return [Table(f"explored{at}", _HEADER, rows, left=(0, 1, 3), names=1, spare=spare)]
+        return [
+            printing.Table(f"explored{at}", _HEADER, rows, left=(0, 1, 3), names=1, spare=spare)
+        ]
 
     def summary(self) -> str:
         """Return lines that count the points and say why points failed."""
@@ -181,7 +175,7 @@ class Exploration(Report):
 
 
 def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any:
-    figure, (axes,) = empty_figure(height=4.4)
+    figure, (axes,) = printing.empty_figure(height=4.4)
     from matplotlib.ticker import EngFormatter
 
     for kind, points in groups.items():
@@ -251,5 +245,5 @@ def _loss(point: Point) -> float:
     return point.loss
 
 
-def _text(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+def _text(value: float | None, show: Callable[[float], str]) -> str:
+    return "" if value is None else show(value)

@@ -127,8 +127,6 @@ class ModelPlan(Report):
 
     def summary(self) -> str:
         """Return lines with the total times and, for a configuration, the sizes of its model."""
-        if not self.layers:
-            return "no tensor-train layer"
         eager = self.eager
         lines = [self.report.summary()] if self.report else []
         lines.append(

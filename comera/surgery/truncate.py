@@ -8,14 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.nn.module import TensorTrainModule, check_unsharded, is_open, tensor_trains
-from comera.optim.state_layout import (
-    AnyOptimizer,
-    group_of,
-    pack_state_,
-    packs_state,
-    unpack_state_,
-    unwrap_separable,
-)
+from comera.optim import state_layout
 from comera.params import renew_wrappers_, set_data_
 from comera.shapes import check_min_rank
 
@@ -53,7 +46,7 @@ def slice_state_(
         inverse = torch.where(scale == 0, 0, 1 / scale)
         factors = {-1: scale, 1: inverse, 2: inverse**2}
     # Some state has the parameter's dimensions only once it is unpacked, such as eight-bit moments.
-    unpack_state_(optimizer, param)
+    state_layout.unpack_state_(optimizer, param)
     state = {} if optimizer is None else optimizer.state.get(param, {})
     # All is cut before anything is assigned: what cannot be matched raises with nothing changed.
     cut_state = {
@@ -73,7 +66,7 @@ def slice_state_(
     if grad is not None:
         grad = _cut("the gradient", grad, old_shape, keep)
         param.grad = (grad * factors[1]).to(grad.dtype) if factors else grad
-    pack_state_(optimizer, param)
+    state_layout.pack_state_(optimizer, param)
 
 
 def _power_of_gradient(key: str, state: Mapping[str, object]) -> int:
@@ -121,7 +114,7 @@ def reset_state_(param: Tensor, optimizer: Optimizer | None = None) -> None:
     param.grad = None
     if optimizer is None:
         return
-    unpack_state_(optimizer, param)
+    state_layout.unpack_state_(optimizer, param)
     state = optimizer.state.get(param, {})
     for key, value in state.items():
         if key == "step" and not isinstance(value, Tensor):
@@ -129,19 +122,19 @@ def reset_state_(param: Tensor, optimizer: Optimizer | None = None) -> None:
         elif isinstance(value, Tensor):
             first = 0
             if key in ("step_size", "eta"):  # Rprop's, ASGD's
-                first = group_of(optimizer, param)["lr"]
+                first = state_layout.group_of(optimizer, param)["lr"]
             elif key in ("mu", "mu_product"):
                 first = 1
             elif key == "sum":  # Adagrad's
-                first = group_of(optimizer, param).get("initial_accumulator_value", 0)
+                first = state_layout.group_of(optimizer, param).get("initial_accumulator_value", 0)
             value.fill_(first)
-    pack_state_(optimizer, param)
+    state_layout.pack_state_(optimizer, param)
 
 
 @torch.no_grad()
 def truncate_(
     model: nn.Module,
-    optimizer: AnyOptimizer | None = None,
+    optimizer: state_layout.AnyOptimizer | None = None,
     *,
     min_rank: int = 1,
     absorb: bool = True,
@@ -227,15 +220,15 @@ def _truncate_layer(
 
 
 def check_can_be_cut(
-    named: Mapping[str, TensorTrainModule], optimizer: AnyOptimizer | None
+    named: Mapping[str, TensorTrainModule], optimizer: state_layout.AnyOptimizer | None
 ) -> Optimizer | None:
     """Return the optimizer that holds the state of layers.
 
     Raises ``ValueError`` if the state cannot be cut with the ranks. State that an optimizer packs
     in its own way is not checked.
     """
-    unwrapped = unwrap_separable(optimizer)
-    if unwrapped is not None and not packs_state(unwrapped):
+    unwrapped = state_layout.unwrap_separable(optimizer)
+    if unwrapped is not None and not state_layout.packs_state(unwrapped):
         for param in _cores_and_gates(named):
             for key, value in unwrapped.state.get(param, {}).items():
                 if _is_cut(value, param):

@@ -1,8 +1,7 @@
 """Describe the state that a recorded training step fixes: addresses, and settings on the host."""
 
-import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ class HostState:
             "gradients from before the step": [param.grad is not None for param in params],
             "buffers": [(buffer.data_ptr(), buffer.numel()) for buffer in buffers],
             # A module may give way to one of other code over the same parameters.
-            "modules": _Objects(modules),
+            "modules": _objects(modules),
             "buffers of DistributedDataParallel": (
                 None if step.parallel is None else step.parallel.times_renewed
             ),
@@ -63,8 +62,8 @@ class HostState:
                 }
                 for group in groups
             ],
-            "parameters of the optimizer": _Objects(p for group in groups for p in group["params"]),
-            "state of the optimizer": _Objects(
+            "parameters of the optimizer": _objects(p for group in groups for p in group["params"]),
+            "state of the optimizer": _objects(
                 value for state in optimizer.state.values() for value in state.values()
             ),
             "hooks of the optimizer": (
@@ -98,20 +97,9 @@ class HostState:
         return put_back
 
 
-class _Objects(list[Any]):
-    """A list of objects that is compared by their identity, and keeps them alive."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Objects)
-            and len(self) == len(other)
-            and all(map(operator.is_, self, other))
-        )
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+def _objects(found: Iterable[Any]) -> list[tuple[int, Any]]:
+    """Return objects with their ids: pairs compare by identity, and keep the objects alive."""
+    return [(id(each), each) for each in found]
 
 
 def why_not_capturable(optimizer: AnyOptimizer) -> str | None:

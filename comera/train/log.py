@@ -10,20 +10,13 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import get_console
+from rich import get_console, progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Column
 from rich.text import Text
 from torch import nn
@@ -90,6 +83,7 @@ class StepClock:
         self.add(start.elapsed_time(end) / 1e3)
 
 
+@dataclass
 class Pace:
     """Shows steps a second since the last call, and peak memory.
 
@@ -97,27 +91,22 @@ class Pace:
     ``steps`` is the number of steps done before, which took ``seconds``.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        per_step: tuple[int, str] | None = None,
-        steps: int = 0,
-        seconds: float = 0.0,
-    ) -> None:
-        self._device, self._per_step = device, per_step
-        self._steps, self._seconds = steps, seconds
+    device: torch.device
+    per_step: tuple[int, str] | None = None
+    steps: int = 0
+    seconds: float = 0.0
 
     def show(self, steps: int, seconds: float) -> str:
         """Return speeds since the last call and peak memory as text, given totals so far."""
-        new, took = steps - self._steps, seconds - self._seconds
-        self._steps, self._seconds = steps, seconds
+        new, took = steps - self.steps, seconds - self.seconds
+        self.steps, self.seconds = steps, seconds
         parts = []
         if new > 0 and took > 0:
             parts.append(f"{show_count(new / took)} steps/s")
-            if self._per_step is not None:
-                count, unit = self._per_step
+            if self.per_step is not None:
+                count, unit = self.per_step
                 parts.append(f"{show_count(count * new / took)} {unit}/s")
-        parts.append(f"peak {peak_memory(self._device) / (1 << 20):,.0f} MiB")
+        parts.append(f"peak {peak_memory(self.device) / (1 << 20):,.0f} MiB")
         return ", ".join(parts)
 
 
@@ -305,7 +294,7 @@ _WIDE = 100
 _BESIDE_FIGURES = 38  # columns of a title, the steps and the time
 
 
-class _FiguresColumn(TextColumn):
+class _FiguresColumn(progress.TextColumn):
     """Column of a progress bar with the latest figures, the first ones that have room."""
 
     def __init__(self, width: int) -> None:
@@ -313,17 +302,17 @@ class _FiguresColumn(TextColumn):
         # Narrowed before the others, whose columns cannot be broken.
         super().__init__("", table_column=Column(no_wrap=False, overflow="ellipsis"))
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: progress.Task) -> Text:
         figures = task.fields["figures"]
         while ", " in figures and len(figures) > self._room:
             figures = figures.rpartition(", ")[0] + ","
         return Text(figures, no_wrap=True, overflow="ellipsis")
 
 
-class _TimeColumn(TimeRemainingColumn):
+class _TimeColumn(progress.TimeRemainingColumn):
     """Column of a progress bar with the time left or, once finished, taken."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: progress.Task) -> Text:
         return Text.assemble(super().render(task), " taken" if task.finished else " left")
 
 
@@ -333,7 +322,7 @@ class PlainLines:
     EVERY = 10.0
     """Seconds between two lines at least."""
 
-    def __init__(self, bar: Progress, title: str, total: int) -> None:
+    def __init__(self, bar: progress.Progress, title: str, total: int) -> None:
         console = bar.console
         self._console = console
         self._shown = not (bar.disable or console.is_terminal or console.is_jupyter)
@@ -347,13 +336,13 @@ class PlainLines:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def progress_bar(disable: bool = False, console: Console | None = None) -> Progress:
+def progress_bar(disable: bool = False, console: Console | None = None) -> progress.Progress:
     """Return a progress bar with step count, latest figures and time, without a bar if narrow."""
     width = (console or get_console()).width
-    return Progress(
-        TextColumn("{task.description}"),
-        *([BarColumn(20)] if width >= _WIDE else []),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        *([progress.BarColumn(20)] if width >= _WIDE else []),
+        progress.MofNCompleteColumn(table_column=Column(no_wrap=True)),
         _FiguresColumn(width - 21 if width >= _WIDE else width),
         _TimeColumn(elapsed_when_finished=True, table_column=Column(no_wrap=True)),
         console=console,

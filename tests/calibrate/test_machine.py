@@ -5,6 +5,7 @@ from comera.calibrate import machine as module
 from comera.calibrate import ways as way_speed
 from comera.calibrate.machine import calibrate
 from comera.calibrate.ways import Trial
+from comera.ops import dispatch
 from comera.ops.kernels import choose
 from comera.planning import machine
 from comera.planning.machine import default_machine, load_machine
@@ -19,7 +20,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_DTYPES", ("float32",))
     monkeypatch.setattr(module, "_LARGE", {"cpu": 1 << 20})
     monkeypatch.setattr(way_speed, "TRIALS", ())
-    monkeypatch.setattr(way_speed, "ORDERED", ("cpu",))  # no card is needed
+    monkeypatch.setattr(dispatch, "ORDERED", ("cpu",))  # no card is needed
     yield tmp_path
     machine.load_machine.cache_clear()
 

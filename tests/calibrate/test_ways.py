@@ -38,8 +38,7 @@ def quick(monkeypatch, tmp_path):
 def sleeping(monkeypatch):
     """An operator whose first way takes ten times as long as its second; a third refuses."""
     monkeypatch.setattr(dispatch, "TABLE", {})
-    for module in (dispatch, way_speed):  # no card is needed
-        monkeypatch.setattr(module, "ORDERED", ("cpu",))
+    monkeypatch.setattr(dispatch, "ORDERED", ("cpu",))  # no card is needed
     case = lambda x: (x, x.dtype, (x.shape[0],))  # noqa: E731
     ways = Ways(
         "sleeping", "sleeping", case, lambda new: (new(4),),
@@ -167,8 +166,7 @@ def test_every_trial_meets_cases_of_its_group(trial, monkeypatch):
 def test_the_command_measures_the_machine_and_doctor_tells_of_it(monkeypatch, capsys):
     monkeypatch.setattr(profile, "_ROUNDS", 1)
     monkeypatch.setattr(profile, "_LARGE", {"cpu": 1 << 20})
-    for module in (dispatch, way_speed):  # no card is needed
-        monkeypatch.setattr(module, "ORDERED", ("cpu",))
+    monkeypatch.setattr(dispatch, "ORDERED", ("cpu",))  # no card is needed
     monkeypatch.setattr(way_speed, "_tokens", lambda device: 512)
     monkeypatch.setattr(
         way_speed, "TRIALS", tuple(t for t in TRIALS if t.group == "attention_space")[:2]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from comera.data.click_files import CATEGORIES, CRITEO_CONTINUOUS, ClickRows, fields_named
 from comera.data.clicks import Clicks
-from comera.extras import check_known
+from comera.extras import check_known, error_prefix
 from comera.models.dlrm import DLRM, click_metrics, replace_tables_
 from comera.recipes.tasks.task import Batch, Digests, Task, logits_of
 
@@ -58,10 +58,8 @@ class ClicksTask(Task):
         tables, continuous = sizes["table_sizes"], sizes["num_continuous"]
         made = DLRM(tables, continuous, model.embedding_dim, model.bottom, model.top)
         if model.small_tables is not None:
-            try:
+            with error_prefix("dlrm.small_tables."):
                 replace_tables_(made.tables, **dataclasses.asdict(model.small_tables))
-            except ValueError as problem:
-                raise ValueError(f"dlrm.small_tables.{problem}") from None
         return made
 
     def prepare(self, digests: Digests) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from comera.data.nli import LABELS, NliPairs, joined
 from comera.data.text import CausalText, MaskedText, TextStreams
 from comera.data.vocabulary import CLS, MASK
+from comera.extras import error_prefix
 from comera.files import write_text
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
@@ -32,10 +33,8 @@ class TextTask(Task):
         return {"vocab_size": self.data.vocab_size}
 
     def dense_model(self, sizes: Mapping[str, Any]) -> nn.Module:
-        try:
+        with error_prefix("model."):  # it begins with the name of a setting
             return self._transformer(int(sizes["vocab_size"]))
-        except ValueError as problem:  # it begins with the name of a setting
-            raise ValueError(f"model.{problem}") from None
 
     @abstractmethod
     def _transformer(self, vocab_size: int) -> nn.Module:
@@ -59,10 +58,9 @@ class TextTask(Task):
         write_text(folder / _TOKENIZER, self.vocabulary.to_str())
 
     def load_vocabulary(self, folder: Path) -> None:
-        try:
-            self.vocabulary = Tokenizer.from_file(str(folder / _TOKENIZER))
-        except Exception as problem:  # tokenizers raises no other
-            raise ValueError(f"{folder / _TOKENIZER} is damaged: {problem}") from None
+        path = str(folder / _TOKENIZER)
+        with error_prefix(f"{path} is damaged: ", Exception):  # tokenizers raises no other
+            self.vocabulary = Tokenizer.from_file(path)
 
     def _tokens(self, text: str) -> np.ndarray:
         return np.asarray(self.vocabulary.encode(text, add_special_tokens=False).ids, np.int64)
@@ -201,13 +199,11 @@ class NliTask(TextTask):
         length = self.data.length if graph else None
         self.sizes, self.vocabulary = {"vocab_size": data.vocab_size}, data.tokenizer
         self.per_step = size, "pairs"
-        self._prepared(
-            data,
-            lambda step: with_padding(data.batch(step, size, self.config.seed, length)),
-            data.steps_per_epoch(size),
-            valid,
-            test,
-        )
+
+        def get_batch(step: int) -> Batch:
+            return with_padding(data.batch(step, size, self.config.seed, length))
+
+        self._prepared(data, get_batch, data.steps_per_epoch(size), valid, test)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(self.logits(model, batch), batch["labels"])
