@@ -98,8 +98,8 @@ class Exploration(printing.Report):
         """Draw losses over sizes, and a line through the points of :meth:`pareto`.
 
         Args:
-            library: ``"matplotlib"`` draws a still picture, with the settings of points on the
-                line; ``"plotly"`` one to zoom into, with a point's setting under the pointer.
+            library: ``"matplotlib"`` draws a still picture, with names of settings where there
+                is room; ``"plotly"`` one to zoom into, with a point's setting under the pointer.
 
         Returns:
             A figure of that library.
@@ -189,8 +189,9 @@ def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     figure.draw_without_rendering()  # puts the axes where they stay
     taken: list[Any] = []
-    for point in best:
-        if point.setting == "dense":
+    every = [*best, *(point for points in groups.values() for point in points)]
+    for point in dict.fromkeys(every):  # those on the line first
+        if point.setting == "dense" or (point.layer != WHOLE and point not in best):
             continue
         name = re.sub(r"^(order=\d+, |budget=)", "", point.setting)
         name += "" if point.layer == WHOLE else f", {point.layer}"

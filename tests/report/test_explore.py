@@ -295,7 +295,7 @@ def test_it_prints(explored):
 
 
 @pytest.mark.parametrize("times", [1, 12_345])
-def test_a_still_picture_names_the_front_and_nothing_touches(explored, times, tmp_path):
+def test_a_still_picture_names_settings_and_nothing_touches(explored, times, tmp_path):
     points = [
         dataclasses.replace(point, params=times * point.params, loss=5.15 + 1e-4 * point.loss)
         for point in explored.points[:-1]
@@ -304,7 +304,7 @@ def test_a_still_picture_names_the_front_and_nothing_touches(explored, times, tm
     (axes,), (legend,) = figure.axes, figure.legends
     labels = [line.get_label() for line in axes.lines]
     assert labels == ["dense", "budget", "order 2", "order 2, one layer", "Pareto front"]
-    assert {text.get_text() for text in axes.texts} == {"0.5", "0.4"}  # the front
+    assert {text.get_text() for text in axes.texts} == {"0.5", "0.4", "compression=2"}
     figure.canvas.draw()
     assert not legend.get_window_extent().overlaps(axes.bbox)
     assert not axes.yaxis.get_offset_text().get_text()  # ticks say the whole loss
