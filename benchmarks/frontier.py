@@ -42,6 +42,7 @@ from comera.train.step import NonFiniteLossError, TrainStep
 
 # By family the learning rate at width 128, which falls with the width.
 RATES = {"dense": 2.2e-3, "muon": 2e-3, "lowrank": 3e-3, "trains": 3e-3, "blocks": 3e-3}
+RATES |= {"ffnblocks": 2.4e-3}  # in the feed-forward parts alone; attention as `muon` has it
 POINTS = """dense:64,96,128,192,256x2,4,6 muon:96,128,192x2,4 lowrank24:128,192x2,4
 trains32:192,256x2,4 blocks1:96,128,192,256x2,4 blocks2:96,128,192,256x2,4 blocks4:128,192x2,4"""
 AXES = {
@@ -70,9 +71,11 @@ def make_model(setting: Point, vocab: int) -> nn.Module:
     model.lm_head.weight = decoder.embed_tokens.weight
     if ranks:
         how: Any = {"rank": ranks[0], "init": "orthogonal", "tokens": BATCH * LENGTH}
-        how |= {"blocks": {"linear_format": "btt"}, "lowrank": {"order": 1}}.get(kind, {})
-        tensorize_(model, TTConfig(target_modules=_BODY, **how))
-        if any(type(layer) is nn.Linear for layer in decoder.layers.modules()):
+        how |= {"lowrank": {"order": 1}, "trains": {}}.get(kind, {"linear_format": "btt"})
+        targets = r"model\.layers\..*\.mlp\..*" if kind == "ffnblocks" else _BODY
+        tensorize_(model, TTConfig(target_modules=targets, **how))
+        left = (m for name, m in model.named_modules() if re.fullmatch(targets, name))
+        if any(type(layer) is nn.Linear for layer in left):
             raise ValueError(f"{setting['family']} of width {width} would be no smaller than dense")
     if ranks[1:]:
         how = {"embedding_rank": ranks[1], "init": "orthogonal", "tied": "share"}
@@ -91,11 +94,12 @@ def operations(setting: Point, model: nn.Module, vocab: int) -> int:
 
 def settings_of(text: str) -> list[Point]:
     """Read ``FAMILY:WIDTHSxDEPTHS``, such as ``blocks2:96,128x2,4``, or raise ``ValueError``."""
-    form = r"((dense|muon)|(?:lowrank|trains|blocks)\d+(?:\+\d+)?):(\d+(?:,\d+)*)x(\d+(?:,\d+)*)"
+    ranked = r"(?:lowrank|trains|(?:ffn)?blocks)\d+(?:\+\d+)?"
+    form = rf"((dense|muon)|{ranked}):(\d+(?:,\d+)*)x(\d+(?:,\d+)*)"
     if (found := re.fullmatch(form, text)) is None:
         raise ValueError(
             f"points={text!r} must be as dense:64,96x2,4 or muon:96x2 or blocks2:128x4; families "
-            "with a rank are lowrank, trains and blocks, and +RANK compresses the table too"
+            "with a rank are lowrank, trains, blocks and ffnblocks; +RANK compresses the table too"
         )
     widths, depths = ([int(word) for word in found[k].split(",")] for k in (3, 4))
     own = {"family": found[1], "kind": re.split(r"\d", found[1])[0], "compressed": not found[2]}
@@ -237,7 +241,7 @@ def _stepper(point: Point, model: nn.Module, steps: int) -> TrainStep:
     groups = param_groups(
         model,
         point.get("rate", RATES[point["kind"]]),
-        muon_modules={"muon": _BODY}.get(point["kind"]),
+        muon_modules=_BODY if point["kind"] in ("muon", "ffnblocks") else None,
     )
     optimizer = (torch.optim.AdamW if point["kind"] == "dense" else MuonAdamW)(groups, fused=True)
     warm = max(1, round(_WARM_UP * steps))

@@ -2,8 +2,10 @@ import json
 import subprocess
 
 import pytest
+from torch import nn
 
 from benchmarks import frontier, session
+from comera.nn.module import tensor_trains
 from tests.benchmarks.calling import bench, measured
 from tests.texts import write_functions
 
@@ -53,6 +55,18 @@ def test_points_are_measured_once_and_shown(words, tmp_path, capsys):
     assert {row["model"] for row in models["rows"]} == {"dense 16x1, 1s", "blocks1 32x1, 1s"}
     assert len({row["budget, axis"] for row in leads["rows"]}) == len(frontier.AXES)
     assert (tmp_path / "out" / f"{files[0].parent.name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_blocks_of_the_feed_forward_parts_leave_attention_to_muon():
+    setting = frontier.settings_of("ffnblocks2:64x2")[0]
+    model = frontier.make_model(setting, 270)
+    layer = model.model.layers[0]
+    assert type(layer.self_attn.q_proj) is nn.Linear
+    assert len(tensor_trains(layer.mlp)) == 3
+    assert not tensor_trains(layer.self_attn)
+    stepped = frontier._stepper(setting, model, 8).optimizer.param_groups
+    muon = {id(p) for group in stepped if group["muon"] for p in group["params"]}
+    assert muon == {id(p) for name, p in model.model.layers.named_parameters() if p.ndim > 1}
 
 
 def test_a_point_that_another_process_measures_is_left_to_it(words, monkeypatch, capsys):
