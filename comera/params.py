@@ -10,14 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from comera.extras import listed
+
+_fused_steps = 0
+"""Steps of optimizers with ``fused=True``, whose writes no tensor's version counts."""
+
+
+@register_optimizer_step_post_hook
+def _count_step(optimizer: Optimizer, *_: Any) -> None:
+    global _fused_steps
+    if not torch.compiler.is_compiling():  # a graph would be compiled for each count
+        _fused_steps += any(group.get("fused") for group in optimizer.param_groups)
 
 
 class Undisturbed:
     """Watch named tensors for writes, while a model is saved; writes via ``.data`` go unnoticed."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._steps = _fused_steps
         self._versions = {
             name: (tensor, tensor._version)
             for name, tensor in tensors.items()
@@ -27,7 +39,8 @@ class Undisturbed:
     def check(self) -> None:
         """Raise RuntimeError with the names of tensors that were written to since the start."""
         written = [name for name, (tensor, at) in self._versions.items() if tensor._version > at]
-        if written:
+        if written or _fused_steps > self._steps:
+            written = written or ["parameters, by an optimizer with fused=True"]
             raise RuntimeError(
                 f"written to while the model was being saved: {listed(written)}. That would save a "
                 "mixture of before and after; save between two steps, or save a copy that was made "
@@ -117,9 +130,9 @@ def renew_(wrapper: DistributedDataParallel) -> None:
 
 
 def versions_of(params: Sequence[Tensor]) -> list[int] | None:
-    """Return the version counters of parameters; None under ``torch.inference_mode``."""
+    """Return counters that change if parameters are written to; None in ``inference_mode``."""
     try:
-        return [param._version for param in params]
+        return [_fused_steps, *(param._version for param in params)]
     except RuntimeError:  # an inference tensor
         return None
 

@@ -337,16 +337,19 @@ def test_saving_returns_once_the_state_is_copied(tmp_path, monkeypatch):
     assert_equal(chain.load().model, dict(before))
 
 
-def test_a_model_that_is_trained_while_it_is_copied(tmp_path):
+@pytest.mark.parametrize(("fused", "written"), [(False, r"0\.weight"), (True, "parameters, by an")])
+def test_a_model_that_is_trained_while_it_is_copied(tmp_path, fused, written):
     model = make_model()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    optimizer = torch.optim.SGD([model[0].weight], lr=0.1, fused=fused)
 
     class Slow(dict):
         def items(self):
-            nn.init.zeros_(model[0].weight)
+            optimizer.step()
             return super().items()
 
     with CheckpointChain(tmp_path) as chain:
-        with pytest.raises(RuntimeError, match=r"being saved: 0\.weight\. "):
+        with pytest.raises(RuntimeError, match=rf"being saved: {written}"):
             chain.save(1, model, extra=Slow(a=1))
         assert chain.steps() == []
 

@@ -153,10 +153,14 @@ def test_a_copy_made_inside_is_a_copy_of_the_parameters():
     assert all(m.shared_factors is None for m in twin.modules() if isinstance(m, comera.TTLinear))
 
 
-def changed_by_an_optimizer(model):
+def changed_by_an_optimizer(model, fused=False):
     model.zero_grad()
     model(torch.arange(5)).square().mean().backward()
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    torch.optim.SGD(model.parameters(), lr=0.5, fused=fused).step()
+
+
+def changed_by_a_fused_optimizer(model):
+    changed_by_an_optimizer(model, fused=True)
 
 
 def changed_by_loading(model):
@@ -174,7 +178,10 @@ def changed_table(model):
         model[0].gates[0].mul_(0.5)
 
 
-CHANGES = [changed_by_an_optimizer, changed_by_loading, changed_gates, changed_table]
+CHANGES = [
+    changed_by_an_optimizer, changed_by_a_fused_optimizer, changed_by_loading, changed_gates,
+    changed_table,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
