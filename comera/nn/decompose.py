@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from comera.ops.context import without_autocast
 from comera.shapes import TTMShape, TTShape, check_tolerance
 
 _OVERSAMPLE = 10
@@ -71,17 +72,18 @@ def tt_svd(
     if tolerance is not None:
         allowed = (max(tolerance, 4 * torch.finfo(tensor.dtype).eps) * float(tensor.norm())) ** 2
     cores, left, rest = [], 1, tensor.reshape(1, -1)
-    for k, size in enumerate(sizes[:-1]):
-        rest = rest.reshape(left * size, -1)
-        u, s = _leading_directions(rest, None if ranks is None else ranks[k])
-        if ranks is None:  # the remaining error is shared equally by the remaining bonds
-            tail = s.double().square().flip(0).cumsum(0).flip(0)  # what a cut at each rank loses
-            rank = max(1, int((tail > allowed / (len(sizes) - 1 - k)).sum()))
-            allowed = max(0.0, allowed - float(tail[rank])) if rank < len(tail) else allowed
-        else:
-            rank = min(ranks[k], len(s))
-        cores.append(u[:, :rank].reshape(left, size, rank))
-        left, rest = rank, u[:, :rank].T @ rest
+    with without_autocast(tensor):
+        for k, size in enumerate(sizes[:-1]):
+            rest = rest.reshape(left * size, -1)
+            u, s = _leading_directions(rest, None if ranks is None else ranks[k])
+            if ranks is None:  # the remaining error is shared equally by the remaining bonds
+                tail = s.double().square().flip(0).cumsum(0).flip(0)  # lost by a cut at each rank
+                rank = max(1, int((tail > allowed / (len(sizes) - 1 - k)).sum()))
+                allowed = max(0.0, allowed - float(tail[rank])) if rank < len(tail) else allowed
+            else:
+                rank = min(ranks[k], len(s))
+            cores.append(u[:, :rank].reshape(left, size, rank))
+            left, rest = rank, u[:, :rank].T @ rest
     return [*cores, rest.reshape(left, sizes[-1], 1)]
 
 

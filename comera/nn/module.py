@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from comera.nn.decompose import widened
 from comera.nn.dense_weight import PARAMETRIZED, WeightByAssignment, WithoutWeight, read_only
 from comera.nn.init import Init, normal_, orthogonal_
-from comera.ops.context import machine_of
+from comera.ops.context import machine_of, without_autocast
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import NOT_PLAIN
@@ -198,7 +198,8 @@ class TensorTrainModule(WeightByAssignment):
         """
         if is_eager():
             check_unsharded(self, "layer.weight")
-        return read_only(self.dense_weight, _WRITTEN.format(type(self).__name__))
+        with without_autocast(self.cores[0]):
+            return read_only(self.dense_weight, _WRITTEN.format(type(self).__name__))
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
@@ -257,7 +258,7 @@ class TensorTrainModule(WeightByAssignment):
             )
         check_tolerance(tolerance)
         check_unsharded(self, "set_weight_", written=True)
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(self.cores[0]):
             exact = self._as_read(weight.detach().to(self.cores[0].device))
             self._decompose_(exact, tolerance)
             if tolerance is not None:

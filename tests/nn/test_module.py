@@ -229,6 +229,20 @@ def test_double_makes_everything_double(make):
     assert module.weight.dtype == torch.float64
 
 
+def test_autocast_rounds_no_dense_weight(make):
+    module = make(rank=2)
+    want = module.weight.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        weight, dense = module.weight, module.to_dense()
+        approximate = getattr(type(module), "from_linear", None) or type(module).from_embedding
+        again = approximate(dense, tolerance=1e-4)
+        error = module.set_weight_(want, tolerance=1e-4)
+    assert torch.equal(weight, want)
+    assert torch.equal(dense.weight, want)
+    assert (again.weight - want).norm() <= 1e-4 * want.norm()
+    assert error <= 1e-4
+
+
 def test_pruned_gates_close_their_ranks(make):
     module, twin = make().double(), make().double()
     with torch.no_grad():
