@@ -294,8 +294,9 @@ def _output_errors(
         exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
         error = new.dense_weight().to(exact.dtype) - exact
 
-        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0].to(exact.dtype)
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next(iter((*args, *kwargs.values()))).to(exact.dtype)
+            x = x.movedim(getattr(new, "feature_dim", -1), -1)
             squares = [(x @ each.T).double().square().sum() for each in (error, exact)]
             sums[name] = sums.get(name, 0) + torch.stack(squares)
 
@@ -304,7 +305,8 @@ def _output_errors(
     count = 0
     with ExitStack() as hooks, evaluation_mode(model), every_layer_called():
         for name, (old, weight, new) in layers.items():
-            hooks.enter_context(old.register_forward_pre_hook(watch(name, weight, new)))
+            hook = watch(name, weight, new)
+            hooks.enter_context(old.register_forward_pre_hook(hook, with_kwargs=True))
         for count, batch in enumerate(batches, start=1):  # noqa: B007
             call(model, batch)
     idle = [name for name in layers if name not in sums]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import autocast_together, machine_of, without_autocast
-from comera.ops.dispatch import is_on_cpu
-from comera.ops.operator import is_concrete, operator
+from comera.ops.dispatch import is_eager, is_on_cpu
+from comera.ops.operator import is_concrete, is_traced, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _CPU = torch.device("cpu")
@@ -99,7 +99,8 @@ def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Ten
         x_BI, [weight_IO] if bias_O is None else [weight_IO, bias_O]
     )
     bias_O = biases[0] if biases else None
-    if _suits_onednn(x_BI, weight_IO.shape[1], NODE_FROM):
+    traced = is_eager() and is_traced()  # transforms have no rule for the operator
+    if not traced and _suits_onednn(x_BI, weight_IO.shape[1], NODE_FROM):
         return _affine(x_BI, weight_IO, bias_O)
     return _torch_affine(x_BI, weight_IO, bias_O)
 

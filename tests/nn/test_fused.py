@@ -81,16 +81,31 @@ def test_gated_feed_forward_equals_its_layers(kind):
     assert_equal(gated_feed_forward(x, gate, up, down), want, inputs_of(x, [gate, up, down]))
 
 
+RUNS = {
+    "linears": lambda x, *made: linears(x, made)[1],
+    "feed forward": lambda x, *made: feed_forward(x, *made[:2], "gelu"),
+    "gated": gated_feed_forward,
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("kind", ["tt", "blocks"])
-def test_an_input_of_another_width(kind):
+def test_gradients_in_batches_and_under_autocast(kind, run):
+    x, made = torch.randn(5, 24, requires_grad=True), layers(3, kind=kind, dtype=torch.float32)
+    y, many = RUNS[run](x, *made), torch.randn(2, 5, 24)
+    grads = functools.partial(torch.autograd.grad, y, x, retain_graph=True)
+    want = torch.stack([grads(one)[0] for one in many])
+    torch.testing.assert_close(grads(many, is_grads_batched=True)[0], want)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(grads(many[0])[0], want[0], rtol=0.05, atol=0.03)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("kind", ["tt", "blocks"])
+def test_an_input_of_another_width(kind, run):
     x, made = torch.randn(3, 23, dtype=torch.float64), layers(3, kind=kind)
-    for run in (
-        lambda: linears(x, made),
-        lambda: feed_forward(x, *made[:2], "gelu"),
-        lambda: gated_feed_forward(x, *made),
-    ):
-        with pytest.raises(RuntimeError, match="23"):
-            run()
+    with pytest.raises(RuntimeError, match="23"):
+        RUNS[run](x, *made)
 
 
 def test_an_unknown_activation_is_named():
@@ -137,6 +152,13 @@ def test_a_row_of_ones_is_made_once(widths):
         kept = last_of_each([*widths, 9], like)
     assert not kept.is_inference()  # it serves training afterwards
     assert last_of_each(widths, like.to("meta")).is_meta
+
+
+def test_a_row_of_ones_made_under_a_transform_is_not_kept():
+    x = torch.ones(2)
+    torch.func.hessian(lambda x: (x**3 * last_of_each([1, 3, 7], x)[:2]).sum())(x)
+    row = last_of_each([1, 3, 7], x)
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(row)
 
 
 def kept_by(run, inputs):

@@ -42,6 +42,24 @@ def test_the_error_of_outputs_is_that_of_outputs(rank, caplog):
     assert not old._forward_pre_hooks
 
 
+def test_the_error_of_a_convolution_called_by_keyword(caplog):
+    class Picture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Conv2d(24, 32, 1, bias=False)
+
+        def forward(self, x):
+            return self.mix(input=x)
+
+    net, x = Picture(), torch.randn(2, 24, 3, 5)
+    with torch.no_grad():
+        want = net(x)
+        comera.tensorize_(net, CONFIG, calibration=[x])
+        off = 100 * float((net(x) - want).norm() / want.norm())
+    error = re.search(r"off by (\S+) %", caplog.text).group(1)
+    assert float(error) == pytest.approx(off, abs=0.06)
+
+
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, 1.0), lambda x: {"x": x}])
 def test_with_calibration_it_says_how_far_off_outputs_will_be(caplog, wrap):
     net, data = Net(), batches()

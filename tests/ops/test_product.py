@@ -142,6 +142,16 @@ def test_gradients_of_affine():
     assert torch.autograd.gradgradcheck(affine, inputs)
 
 
+@pytest.mark.usefixtures("library")
+def test_affine_under_transforms():
+    x, weight, row = torch.randn(3, 9, 4), torch.randn(4, 5), torch.randn(5)
+    torch.testing.assert_close(
+        torch.vmap(affine, (0, None, None))(x, weight, row), x @ weight + row
+    )
+    tangent = torch.func.jvp(lambda x: affine(x, weight, row), (x[0],), (x[1],))[1]
+    torch.testing.assert_close(tangent, x[1] @ weight)
+
+
 def test_affine_follows_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         assert affine(torch.randn(3, 4), torch.randn(4, 2), torch.randn(2)).dtype == torch.bfloat16

@@ -231,17 +231,18 @@ class _Multiply(torch.autograd.Function):
         x_TI, *rest = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad
         factors, saved = rest[: len(needs)], rest[len(needs) :]
-        if torch.is_grad_enabled() or is_legacy_batchedtensor(grads[0]):
+        with without_autocast(x_TI):
+            if torch.is_grad_enabled() or any(map(is_legacy_batchedtensor, grads)):
 
-            def side_by_side(*given: Tensor) -> Tensor:
-                return torch.cat(_multiply(*given), 1)
+                def side_by_side(*given: Tensor) -> Tensor:
+                    return torch.cat(_multiply(*given), 1)
 
-            return (*gradients_again(side_by_side, [x_TI, *factors], torch.cat(grads, 1)),)
-        layers, grad_x = _Layers(*factors), x_TI.new_empty(x_TI.shape) if needs_x else None
-        pieces = _each(ctx.rows, x_TI, grad_x, *grads)
-        for hidden, (x, into, *given) in zip(saved, pieces, strict=True):
-            layers.backward(x, hidden, given, needs, into)
-        return grad_x, *layers.grads
+                return (*gradients_again(side_by_side, [x_TI, *factors], torch.cat(grads, 1)),)
+            layers, grad_x = _Layers(*factors), x_TI.new_empty(x_TI.shape) if needs_x else None
+            pieces = _each(ctx.rows, x_TI, grad_x, *grads)
+            for hidden, (x, into, *given) in zip(saved, pieces, strict=True):
+                layers.backward(x, hidden, given, needs, into)
+            return grad_x, *layers.grads
 
 
 class _FeedForward(torch.autograd.Function):
@@ -264,25 +265,26 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_TI, *factors = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_legacy_batchedtensor(grad_TO):
-            again = functools.partial(_feed_forward, ctx.activation, ctx.size)
-            return None, None, *gradients_again(again, [x_TI, *factors], grad_TO)
-        _, _, needs_x, *needs = ctx.needs_input_grad
-        first, second = _Layers(*factors[: ctx.size]), _Layers(*factors[ctx.size :])
-        value, grad_of = ACTIVATIONS[ctx.activation]
-        grad_x = x_TI.new_empty(x_TI.shape) if needs_x else None
-        for x, into, grad_y in _each(ctx.rows, x_TI, grad_x, grad_TO):
-            hidden = first.hidden(x)
-            inner, *up = first.outputs(hidden, first.new(x))
-            active = value(inner, out=torch.empty_like(inner))
-            made = active * up[0] if up else active
-            grad = torch.empty_like(made)
-            second.backward(made, second.hidden(made), [grad_y], needs[ctx.size :], grad)
-            of_up = [active.mul_(grad)] if up else []
-            grad = grad.mul_(up[0]) if up else grad
-            grad = grad_of(grad, inner, grad_input=grad)
-            first.backward(x, hidden, [grad, *of_up], needs, into)
-        return None, None, grad_x, *first.grads, *second.grads
+        with without_autocast(x_TI):
+            if torch.is_grad_enabled() or is_legacy_batchedtensor(grad_TO):
+                again = functools.partial(_feed_forward, ctx.activation, ctx.size)
+                return None, None, *gradients_again(again, [x_TI, *factors], grad_TO)
+            _, _, needs_x, *needs = ctx.needs_input_grad
+            first, second = _Layers(*factors[: ctx.size]), _Layers(*factors[ctx.size :])
+            value, grad_of = ACTIVATIONS[ctx.activation]
+            grad_x = x_TI.new_empty(x_TI.shape) if needs_x else None
+            for x, into, grad_y in _each(ctx.rows, x_TI, grad_x, grad_TO):
+                hidden = first.hidden(x)
+                inner, *up = first.outputs(hidden, first.new(x))
+                active = value(inner, out=torch.empty_like(inner))
+                made = active * up[0] if up else active
+                grad = torch.empty_like(made)
+                second.backward(made, second.hidden(made), [grad_y], needs[ctx.size :], grad)
+                of_up = [active.mul_(grad)] if up else []
+                grad = grad.mul_(up[0]) if up else grad
+                grad = grad_of(grad, inner, grad_input=grad)
+                first.backward(x, hidden, [grad, *of_up], needs, into)
+            return None, None, grad_x, *first.grads, *second.grads
 
 
 def _feed_forward(activation: str, size: int, x_TI: Tensor, *factors: Tensor) -> Tensor:

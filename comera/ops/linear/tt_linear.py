@@ -121,7 +121,8 @@ _rows: dict[tuple[Any, ...], Tensor] = {}
 
 def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
     """Return one row with a block for each width: zeros, then a one. Cached: do not write to it."""
-    is_cached, key = is_eager() and is_concrete(like), (*widths, like.dtype, like.device)
+    is_cached = is_eager() and is_concrete(like) and not torch._C._are_functorch_transforms_active()
+    key = *widths, like.dtype, like.device
     row = _rows.get(key) if is_cached else None  # a captured graph may read an older one
     if row is not None:
         return row
