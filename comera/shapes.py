@@ -70,7 +70,6 @@ def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[Modes
 
 def _order_for(width: int, order: int) -> int:
     """Return ``order``, or less for a narrow side, for which more modes save nothing."""
-    check_whole_numbers(1, order=order)
     return min(order, max(1, int(math.log2(max(2, width)) / 2)))
 
 
@@ -195,23 +194,25 @@ class Shape:
             bonds[k] = min(bonds[k], bonds[k + 1] * sizes[k])
         return tuple(bonds[1:-1])
 
-    def with_compression(self, compression: float) -> Self:
+    def with_compression(self, compression: float, num_dense: int | None = None) -> Self:
         """Return the shape at the largest uniform rank that compresses at least so many times.
 
-        Raises ValueError if rank one is too large, or ``compression`` is not above 1.
+        ``num_dense`` are the entries of the dense matrix, by default with padding. Raises
+        ValueError if rank one is too large, or ``compression`` is not above 1.
         """
         if not (is_number(compression) and compression > 1):
             raise ValueError(
                 f"compression={compression!r} must be above 1: 10 means ten times fewer parameters"
             )
-        budget = self.num_dense / compression
+        num_dense = num_dense or self.num_dense
+        budget = num_dense / compression
         smallest = self.with_rank(1)
         if smallest.num_params > budget:
             raise ValueError(
-                f"compression={compression} leaves {int(budget)} parameters of {self.num_dense}, "
+                f"compression={compression} leaves {int(budget)} parameters of {num_dense}, "
                 f"but rank 1 over the modes {self.describe_modes()} already needs "
                 f"{smallest.num_params}; {self._to_be_smaller} or a compression up to "
-                f"{self.num_dense / smallest.num_params:.4g}"
+                f"{num_dense / smallest.num_params:.4g}"
             )
         ranks = range(1, max(self.max_ranks, default=1) + 1)
         fitting = bisect_right(ranks, budget, key=lambda rank: self.with_rank(rank).num_params)
@@ -236,7 +237,7 @@ class Shape:
         for (name, width), modes in zip(widths.items(), given.sides, strict=True):
             _check_cover(name, width, modes)
         if compression is not None:
-            return given.with_compression(compression)
+            return given.with_compression(compression, math.prod(widths.values()))
         if rank is None and isinstance(shape, cls):
             return given
         return given.with_rank(cls._default_rank if rank is None else rank)
@@ -244,7 +245,7 @@ class Shape:
     @classmethod
     def _two_sides(cls, shape: Sequence[Sequence[int]]) -> tuple[Modes, Modes]:
         try:
-            one, two = (tuple(int(n) for n in side) for side in shape)
+            one, two = (tuple(map(whole_number, side)) for side in shape)
         except (TypeError, ValueError):
             names = ", ".join(list(cls.__annotations__)[:2])
             raise ValueError(f"shape={shape!r} is not a pair ({names}) of lists") from None
@@ -330,7 +331,7 @@ class TTShape(LinearShape):
         Raises:
             ValueError: If the modes do not fit the widths, or rank and compression are both given.
         """
-        check_whole_numbers(order=order)
+        check_whole_numbers(1, order=order)
 
         def choose() -> tuple[Modes, Modes]:
             one = balanced_modes(in_features, _order_for(in_features, order))
@@ -391,8 +392,7 @@ class TTMShape(Shape):
         check_whole_numbers(order=order)
 
         def choose() -> tuple[Modes, Modes]:
-            if order < 2:
-                raise ValueError(f"order={order} must be at least 2: a table has two factors")
+            check_whole_numbers(2, order=order)
             cores = min(order, max(2, int(math.log2(max(2, num_embeddings)) / 2)))
             return _table_modes(num_embeddings, embedding_dim, cores)
 

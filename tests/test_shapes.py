@@ -141,9 +141,9 @@ def test_bonds_are_cut_to_what_can_be_filled(ins, outs, data):
 @settings(deadline=None, derandomize=True, max_examples=60)
 def test_compression_takes_the_largest_rank_that_fits(one, other, kind, compression):
     shape = kind.fit(one, other, rank=1)
-    budget = shape.num_dense / compression
+    budget = one * other / compression  # padding is no entry of the dense matrix
     assume(shape.num_params <= budget)
-    got = shape.with_compression(compression)
+    got = shape.with_compression(compression, one * other)
     assert kind.fit(one, other, compression=compression) == got
     assert got.num_params <= budget
     larger = shape.with_rank(max(got.ranks) + 1)
@@ -180,6 +180,7 @@ def test_size_at_other_ranks_is_that_of_the_cores():
         (lambda: TTShape.fit(60, 8, shape=((7, 10), (8,))), ("7 x 10", 70, "=60")),
         (lambda: TTShape.fit(768, 10, shape=((768,), (3, 3))), ("3 x 3", 9, "out_features=10")),
         (lambda: TTShape.fit(8, 8, shape=((8,), (8,), (8,))), ("shape=((8,), (8,), (8,))", "pair")),
+        (lambda: TTShape.fit(8, 8, shape=((4, 2.5), (8,))), ("shape=((4, 2.5), (8,))", "pair")),
         (lambda: TTShape.fit(8, 8, shape=8), ("shape=8", "in_modes, out_modes")),
         (lambda: TTShape.fit(8, 8, shape=(("a",), (8,))), ("shape=(('a',), (8,))",)),
         (lambda: TTShape.fit(8, 8, shape=((), (8,))), ("at least one mode",)),

@@ -72,7 +72,7 @@ def swap_layers_(
             if id(child) in replacements:
                 assert child is not None
                 new = _with_hooks_of(child, replacements[id(child)])
-                if biases and getattr(child, "bias", None) is not None:
+                if biases and child._parameters.get("bias") is not None:
                     new.bias = child.bias  # it may be another module's too
                 setattr(parent, name, new)
                 if name == "base_layer":  # of PEFT, whose adapters merge into (out, in) unless told
@@ -140,6 +140,9 @@ _HOOKS = (
 def _with_hooks_of(old: nn.Module, new: nn.Module) -> nn.Module:
     for name in _HOOKS:
         setattr(new, name, getattr(old, name))  # the same dicts: handles still remove from them
+    if "bias" in vars(old) and "bias" in new._parameters:  # a hook of nn.utils.prune computes it
+        del new.bias
+        vars(new)["bias"] = old.bias
     return new
 
 
@@ -169,7 +172,11 @@ def _carry_over(old: Any, new: Any) -> list[str]:
         if name in known:
             continue
         value = getattr(old, name)
-        if hasattr(new, name) or getattr(value, "__self__", None) is old:
+        if (
+            hasattr(new, name)
+            or name == "parametrizations"
+            or getattr(value, "__self__", None) is old
+        ):
             lost += [] if getattr(new, name, None) is value else [name]
         elif name in old._buffers:
             new.register_buffer(name, value, name not in old._non_persistent_buffers_set)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 import comera
 
@@ -133,6 +134,24 @@ def test_what_cannot_go_along_is_named(register, caplog):
     caplog.clear()
     comera.densify_(model)
     assert "cannot go along" not in caplog.text
+
+
+@pytest.mark.parametrize("convert", [comera.densify_, comera.freeze_])
+@pytest.mark.parametrize(
+    "computed",
+    [lambda m: prune.l1_unstructured(m, "bias", 0.5),
+     lambda m: parametrize.register_parametrization(m, "bias", nn.Tanh())],
+    ids=["pruned", "parametrized"],
+)  # fmt: skip
+def test_a_bias_that_is_computed(computed, convert):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
+    comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal"))
+    computed(model[0])
+    x = torch.randn(3, 64)
+    want = [model(x), model[0](x)]
+    model = convert(model) or model
+    assert type(model[0]) is nn.Linear
+    torch.testing.assert_close([model(x), model[0](x)], want)
 
 
 def test_sparse_gradients_that_become_dense_are_named(caplog):
