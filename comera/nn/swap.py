@@ -172,11 +172,8 @@ def _carry_over(old: Any, new: Any) -> list[str]:
         if name in known:
             continue
         value = getattr(old, name)
-        if (
-            hasattr(new, name)
-            or name == "parametrizations"
-            or getattr(value, "__self__", None) is old
-        ):
+        is_own = name == "parametrizations" or getattr(value, "__self__", None) is old
+        if is_own or hasattr(new, name):
             lost += [] if getattr(new, name, None) is value else [name]
         elif name in old._buffers:
             new.register_buffer(name, value, name not in old._non_persistent_buffers_set)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
-from comera.ops.dispatch import is_on_cpu
+from comera.ops.dispatch import is_on_cpu, may_read_values
 from comera.ops.operator import operator
 
 _SCORES = 1 << 20  # scores at a time on a CPU: a few megabytes, the size of a cache
@@ -49,9 +49,12 @@ def attend(
     :func:`score_bias`; a sequence without such a key is attended to evenly. None is all keys, which
     takes a GPU less time. Returns ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width
     of v)`` in memory. On a CPU the result can be differentiated once. A ``dropout`` outside [0, 1]
-    is a ``ValueError``.
+    is a ``ValueError``, ``keep_BT`` of ones and zeros as floats, on a CPU, a ``TypeError``.
     """
     check_probability(dropout)
+    floats = keep_BT is not None and keep_BT.is_floating_point() and may_read_values(keep_BT)
+    if floats and bool((keep_BT > 0).any()):  # type: ignore[operator]
+        raise TypeError("keep_BT holds numbers above 0: give booleans, or score_bias(keep_BT, ...)")
     if keep_BT is not None and keep_BT.dtype != q_BHME.dtype:
         keep_BT = keep_BT == 0 if keep_BT.is_floating_point() else keep_BT != 0
         keep_BT = score_bias(keep_BT, q_BHME.dtype)
