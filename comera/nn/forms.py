@@ -115,7 +115,10 @@ def _unscaled(layer: Any) -> nn.Embedding:
     rows, width = layer.weight.shape
     table: Any = nn.Embedding(rows, width, layer.padding_idx, device="meta")
     table.weight = layer.weight
-    table.output_scale = getattr(layer, "scalar_embed_scale", layer.embed_scale)
+    scale = getattr(layer, "scalar_embed_scale", layer.embed_scale)
+    if isinstance(layer.embed_scale, Tensor):  # it is rounded, as by Gemma's
+        scale = torch.as_tensor(scale, dtype=layer.weight.dtype, device="cpu").item()
+    table.output_scale = scale
     return table.train(layer.training)
 
 

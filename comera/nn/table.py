@@ -350,10 +350,10 @@ class TTTable(TensorTrainModule):
 
         Arguments are those of the constructor. ``tolerance``, a bound on the relative Frobenius
         error of the rows that are not hot, can replace the rank. Raises the constructor's errors,
-        and ``TypeError`` if ``embedding`` is of another class.
+        and ``TypeError`` if ``embedding`` is of another class, or has a forward pass of its own.
         """
         only_one(rank=rank, compression=compression, tolerance=tolerance)
-        if not isinstance(embedding, cls._dense_class):
+        if getattr(type(embedding), "forward", None) is not cls._dense_class.forward:
             raise TypeError(f"nn.{cls._dense_class.__name__} is needed, not {embedding!r}")
         weight = embedding.weight
         fitted = TTMShape.fit(

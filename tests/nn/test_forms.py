@@ -137,5 +137,9 @@ def test_a_table_that_scales_its_output_scales_in_every_form(scale, tmp_path):
             comera.save_model(changed, folder)
             again = comera.load_model(folder, lambda: nn.Sequential(kind(60, 64, 0, scale)))
             torch.testing.assert_close(again.eval()(x), table(x))
+    narrow = comera.tensorize_(kind(60, 64, 0, 33.94).bfloat16(), config)
+    assert narrow.output_scale == 34  # as the weight's dtype holds it
+    with pytest.raises(TypeError, match=r"nn\.Embedding is needed, not Gemma3"):
+        comera.TTEmbedding.from_embedding(table, rank=4)
     with pytest.raises(ValueError, match="ScaledWordEmbedding is not among what it compresses"):
         comera.sensitivity(nn.Sequential(table, nn.Tanh()), [x], target_modules="all")
