@@ -360,14 +360,14 @@ def _first(patterns: Mapping[str, Any], name: str) -> Any:
 
 
 def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> TensorTrainModule:
-    own_rank = _first(config.rank_pattern, name)
+    is_linear, is_btt = isinstance(module, nn.Linear), config.linear_format == "btt"
+    own_rank = _first(config.rank_pattern, name) or (None if is_linear else config.embedding_rank)
     settings: dict[str, Any] = {
         "rank": own_rank or config.rank,
         "shape": _first(config.shape_pattern, name),
         "compression": None if own_rank else config.compression,
         "prune_below": config.prune_below,
     }
-    is_linear, is_btt = isinstance(module, nn.Linear), config.linear_format == "btt"
     kind: Any
     if is_linear and is_btt:
         kind = BTTLinear
@@ -378,7 +378,7 @@ def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> Tensor
         kind = TTEmbedding if isinstance(module, nn.Embedding) else TTEmbeddingBag
         rank = config.rank if isinstance(config.rank, int) and not is_btt else None
         hot = _first(config.hot_pattern, name) or (config.hot_rows, config.hot_rank)
-        settings["rank"] = own_rank or config.embedding_rank or rank
+        settings["rank"] = own_rank or rank
         settings |= {"order": config.embedding_order, "hot_rows": hot[0], "hot_rank": hot[1]}
     weight, init = module.weight, config.init or "orthogonal"
     if init == "svd" and not weight.is_meta:
@@ -423,7 +423,8 @@ def _convert_tied(
             made[id(module)] = TiedTTLinear(lead, module.bias).train(module.training)
         else:
             twin = _convert(names[first], module, config)
-            assert isinstance(twin, TensorTrainModule), "the leading module of the group converted"
+            if isinstance(twin, str):
+                return twin
             twin.share_parameters_(lead)
             made[id(module)] = twin
     return made

@@ -103,6 +103,10 @@ def register_feed_forward(
         names = ", ".join(f"F.{name}" for name in _FUNCTIONS)
         raise ValueError(f"activation={activation!r} must be the name of an attribute, or {names}")
     skipped = {name: path_of(each) for name, each in (inside or {}).items()}
+    if strings := [given for given in (before, between, after) if isinstance(given, str)]:
+        raise ValueError(
+            f"{strings[0]!r} must be a list of names, as before, between and after are"
+        )
     sequences = tuple(before), tuple(between), tuple(after)
     LAYOUTS[path_of(kind)] = Layout(tuple(layers), activation, *sequences, skipped, method)
     _layout_of.cache_clear()

@@ -132,10 +132,10 @@ class TensorTrainModule(WeightByAssignment):
     @property
     def parametrizations(self) -> Any:
         """Refuse ``weight_norm`` and other parametrizations of the weight: it is no parameter."""
-        caller = sys._getframe(2)  # the only place where torch asks the layer before it fails
-        asked = caller.f_locals.get("tensor_name")
-        if caller.f_code.co_name == "register_parametrization" and asked == "weight":
-            raise ValueError(PARAMETRIZED)
+        caller = sys._getframe(1).f_back  # the only place where torch asks before it fails
+        if caller is not None and caller.f_code.co_name == "register_parametrization":
+            if caller.f_locals.get("tensor_name") == "weight":
+                raise ValueError(PARAMETRIZED)
         raise AttributeError("parametrizations")  # nn.Module then finds those of other parameters
 
     def _build(
@@ -429,6 +429,8 @@ class TensorTrainModule(WeightByAssignment):
                 what = f"load_state_dict of other ranks ({prefix.rstrip('.') or 'the layer'})"
                 check_unsharded(self, what, written=True)
                 self.resize_ranks_(ranks)
+                for gate in self.gates:  # the state may be without them
+                    nn.init.ones_(gate)
                 renew_wrappers_([self], during=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

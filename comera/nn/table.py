@@ -140,6 +140,7 @@ class TTTable(TensorTrainModule):
                     "cores, whose gradients are dense, so one row cannot be changed by itself"
                 )
         if padding_idx is not None:
+            check_whole_numbers(padding_idx=padding_idx)
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(
                     f"padding_idx={padding_idx} is outside a table of {num_embeddings} rows"
@@ -424,6 +425,7 @@ def _golden_step(rows: int) -> int:
 
 
 def _cold_rows(num_embeddings: int, hot_rows: int) -> int:
+    check_whole_numbers(hot_rows=hot_rows)
     if not 0 <= hot_rows < num_embeddings:
         raise ValueError(
             f"hot_rows={hot_rows} must leave rows for the tensor train: "

@@ -37,8 +37,9 @@ class TTConfig:
     Args:
         rank: Bound on the bonds of linear layers: one int, or a list of all inner bonds that every
             targeted linear layer must fit. 32 if neither this nor ``compression`` is given.
-        embedding_rank: Bound on the bonds of embeddings; if None, ``rank`` if that is an int, but
-            32 with ``linear_format="btt"``.
+        embedding_rank: Bound on the bonds of embeddings, in place of ``compression`` and
+            ``tolerance`` too; if None, ``rank`` if that is an int, but 32 with
+            ``linear_format="btt"``.
         compression: How many times smaller each layer becomes; replaces ``rank``.
         tolerance: Relative Frobenius error of each weight, with ``init="svd"``; replaces ``rank``
             and ``compression``.

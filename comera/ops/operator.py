@@ -166,11 +166,6 @@ def is_concrete(value: Any) -> bool:
     return type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta
 
 
-def is_readable(value: Tensor) -> bool:
-    """Return whether code may branch on a tensor's numbers: on a CPU, in eager mode."""
-    return value.is_cpu and type(value) in (Tensor, torch.nn.Parameter) and not is_traced()
-
-
 def is_traced() -> bool:
     """Return whether ``torch.func``, forward-mode AD or a tracer has to see all operations."""
     return (

@@ -132,6 +132,12 @@ def test_compression_and_a_rank_pattern_live_together():
         assert layer.fc1.shape.num_params * 3 <= layer.fc1.num_dense
 
 
+@pytest.mark.parametrize("size", [{"compression": 3}, {"tolerance": 0.5, "init": "svd"}], ids=str)
+def test_embeddings_may_have_a_rank_and_linear_layers_a_size(size):
+    model = convert(Model(), rank=None, embedding_rank=2, **size)
+    assert max(model.embedding.ranks) == 2
+
+
 def test_a_conversion_keeps_the_spread_of_hot_rows():
     table = convert(nn.Embedding(600, 256), rank=16, hot_rows=400, hot_rank=32)
     for rows in (table.weight[:400], table.weight[400:]):
@@ -341,6 +347,13 @@ def test_ties_are_restored():
     assert type(model.head) is nn.Linear
     assert model.head.weight is model.embedding.weight
     torch.testing.assert_close(model(TOKENS), want)
+
+
+def test_a_tied_table_that_stays_dense_keeps_its_twin_dense(caplog):
+    tables = nn.ModuleList([nn.Embedding(60, 24), nn.Embedding(60, 24, max_norm=1.0)])
+    tables[1].weight = tables[0].weight
+    assert not tensor_trains(convert(tables, tied="share"))
+    assert "leaves 0, 1 dense: max_norm scales single rows" in caplog.text
 
 
 @pytest.mark.parametrize("init", ["orthogonal", "normal", "svd"])

@@ -155,6 +155,8 @@ def test_conversion_keeps_settings_and_the_random_state():
         ({"padding_idx": 50}, ValueError, "padding_idx=50 is outside a table of 50 rows"),
         ({"hot_rows": 50}, ValueError, "hot_rows=50 must leave rows.* 0 to 49"),
         ({"hot_rows": -1}, ValueError, "hot_rows=-1"),
+        ({"hot_rows": 2.5}, ValueError, r"^hot_rows=2\.5 must be a whole number"),
+        ({"padding_idx": 2.5}, ValueError, r"^padding_idx=2\.5 must be a whole number"),
         ({"hot_rank": 3}, ValueError, "hot_rank=3 is of hot rows: give hot_rows too"),
         ({"hot_rows": 20, "hot_rank": 8}, ValueError, "hot_rank=8 must be 1 to 7: .* 20 rows"),
         ({"hot_rows": 20, "hot_rank": 0}, ValueError, "hot_rank=0 must be 1 to 7"),

@@ -237,7 +237,7 @@ def test_a_pass_put_on_the_module_stays():
 
 @pytest.mark.parametrize("given", [
     (3, ["up", "down"], "act"), (Mlp, ["up"], "act"), (Mlp, "up", "act"),
-    (Mlp, ["up", "down"], torch.tanh),
+    (Mlp, ["up", "down"], torch.tanh), (Mlp, ["up", "down"], "act", "norm"),
 ])  # fmt: skip
 def test_what_cannot_be_registered(given):
     with pytest.raises((TypeError, ValueError), match="must be"):

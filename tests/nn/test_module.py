@@ -1,10 +1,12 @@
 """What every tensor-train module does alike: saving, copying, moving, casting."""
 
+import _thread
 import copy
 import importlib
 import inspect
 import io
 import pickle
+import queue
 
 import pytest
 import torch
@@ -126,6 +128,13 @@ def test_a_truncated_module_takes_the_ranks_of_a_full_file(make):
     small, full = shrunk(make()), make()
     small.load_state_dict(full.state_dict())
     assert_same(small, full)
+
+
+def test_gates_that_a_file_of_other_ranks_lacks_are_ones(make):
+    state = {key: part for key, part in shrunk(make()).state_dict().items() if "gates" not in key}
+    module = make()
+    module.load_state_dict(state, strict=False)
+    assert all((gate == torch.ones(2)).all() for gate in module.gates)
 
 
 def test_other_ranks_load_inside_a_model(make):
@@ -376,6 +385,9 @@ def test_a_weight_cannot_be_parametrized_and_a_bias_can():
             with pytest.raises(ValueError, match=r"weight of a .* is computed .*exclude_modules"):
                 norm(copy.deepcopy(layer))
     assert not parametrize.is_parametrized(layer)
+    found = queue.SimpleQueue()  # a frame without another below it, as at a script's top level
+    _thread.start_new_thread(lambda: found.put(hasattr(layer, "parametrizations")), ())
+    assert found.get(timeout=10) is False
     parametrize.register_parametrization(layer, "bias", nn.Tanh())
     assert parametrize.is_parametrized(layer, "bias")
     assert layer(torch.zeros(1, 24)).abs().max() < 1
