@@ -73,10 +73,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
             bags = dict(zip(self, bags, strict=True))
         if bags.keys() != set(self):
             raise ValueError(f"the tables are {sorted(self)}, got bags of {sorted(bags)}")
-        request = {
-            name: (given,) if isinstance(given, Tensor) else tuple(given)
-            for name, given in bags.items()
-        }
+        request = {k: (of,) if isinstance(of, Tensor) else tuple(of) for k, of in bags.items()}
         groups: dict[Any, list[str]] = {}
         for name, each in self.items():
             groups.setdefault(_kind(each) or name, []).append(name)

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from comera.ops.dispatch import is_eager
 
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 _NO_PARAMETER = (
     "layer.weight is computed in each access, so that this would change nothing: "
     "layer.requires_grad_(False) freezes the layer, and hooks go on each of layer.parameters()"
@@ -77,10 +78,6 @@ def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
     if not is_eager() or type(weight) is not Tensor or _is_transformed(weight):
         return weight
     return _guarded(weight, remedy, is_whole=True)
-
-
-def _is_transformed(tensor: Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _guarded(tensor: Tensor, remedy: str, is_whole: bool = False) -> Tensor:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
@@ -103,10 +102,8 @@ def register_feed_forward(
         names = ", ".join(f"F.{name}" for name in _FUNCTIONS)
         raise ValueError(f"activation={activation!r} must be the name of an attribute, or {names}")
     skipped = {name: path_of(each) for name, each in (inside or {}).items()}
-    if strings := [given for given in (before, between, after) if isinstance(given, str)]:
-        raise ValueError(
-            f"{strings[0]!r} must be a list of names, as before, between and after are"
-        )
+    if any(isinstance(names, str) for names in (before, between, after)):
+        raise ValueError("before, between and after must be lists of names, not strings")
     sequences = tuple(before), tuple(between), tuple(after)
     LAYOUTS[path_of(kind)] = Layout(tuple(layers), activation, *sequences, skipped, method)
     _layout_of.cache_clear()
@@ -214,9 +211,8 @@ class _Replicate(_Bound):
 def may_fuse(x: Any) -> bool:
     if not is_eager() or is_traced() or not is_concrete(x) or not isinstance(x, Tensor):
         return False
-    if x.dim() == 0 or x.numel() < _FEWEST_ROWS * x.shape[-1]:
-        return False
-    return torch.autograd.forward_ad._current_level < 0 and not torch_module._has_any_global_hook()
+    few = x.dim() == 0 or x.numel() < _FEWEST_ROWS * x.shape[-1]
+    return not few and not torch_module._has_any_global_hook()
 
 
 def _part_of(module: nn.Module) -> _Part | None:
@@ -230,10 +226,8 @@ def _part_of(module: nn.Module) -> _Part | None:
     find = functools.partial(_inside, module)
     try:
         containers = {find(name): path for name, path in layout.inside.items()}
-        if isinstance(layout.activation, str):
-            activation = _activation_of(find(layout.activation))
-        else:
-            activation = _activation_of(layout.activation)
+        given = layout.activation
+        activation = _activation_of(find(given) if isinstance(given, str) else given)
         layers, before, between = (
             [find(name) for name in names]
             for names in (layout.layers, layout.before, layout.between)
@@ -241,11 +235,8 @@ def _part_of(module: nn.Module) -> _Part | None:
         after = [name if name is None else find(name) for name in layout.after]
     except (AttributeError, KeyError):  # one is gone
         return None
-    if not all(
-        path_of(type(each)) == path and _is_plain(each) for each, path in containers.items()
-    ):
-        return None
-    if activation is None or (len(layers) == 3 and activation != "silu"):
+    plain = all(path_of(type(m)) == path and _is_plain(m) for m, path in containers.items())
+    if not plain or activation is None or (len(layers) == 3 and activation != "silu"):
         return None
     return _Part(layers, activation, before, between, after) if _are_dropouts(between) else None
 
@@ -347,10 +338,8 @@ _OTHERS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
     _GATED: (["gate_proj", "up_proj", "down_proj"], "act_fn", {}),
 }  # fmt: skip
 
-for _kind, _dropout in (
-    (nn.TransformerEncoderLayer, "dropout2"),
-    (nn.TransformerDecoderLayer, "dropout3"),
-):
+_TORCHS = {nn.TransformerEncoderLayer: "dropout2", nn.TransformerDecoderLayer: "dropout3"}
+for _kind, _dropout in _TORCHS.items():
     register_feed_forward(
         _kind, ["linear1", "linear2"], "activation",
         between=["dropout"], after=[_dropout], method="_ff_block",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name
-from comera.ops.context import autocast_dtype, is_ordinary, machine_of, without_autocast
+from comera.ops.context import autocast_dtype, is_ordinary, machine_of
 from comera.ops.contract_cores import contract_cores, contract_layer
 from comera.ops.dispatch import is_eager
 from comera.ops.linear.tt_linear import (
@@ -108,8 +108,7 @@ class CompressedLinear(TensorTrainModule):
         dense = nn.Linear(  # on meta, where nothing is drawn
             self.in_features, self.out_features, self.bias is not None, "meta", like.dtype
         ).to_empty(device=like.device)
-        with without_autocast(like):
-            dense.weight.copy_(self.dense_weight())
+        dense.weight.copy_(self.weight)
         dense.weight.requires_grad_(any(core.requires_grad for core in self.cores))
         if self.bias is not None:
             dense.bias.copy_(self.bias)

@@ -132,10 +132,10 @@ class TensorTrainModule(WeightByAssignment):
     @property
     def parametrizations(self) -> Any:
         """Refuse ``weight_norm`` and other parametrizations of the weight: it is no parameter."""
-        caller = sys._getframe(1).f_back  # the only place where torch asks before it fails
-        if caller is not None and caller.f_code.co_name == "register_parametrization":
-            if caller.f_locals.get("tensor_name") == "weight":
-                raise ValueError(PARAMETRIZED)
+        caller: Any = sys._getframe(1).f_back  # the only place where torch asks before it fails
+        registers = caller is not None and caller.f_code.co_name == "register_parametrization"
+        if registers and caller.f_locals.get("tensor_name") == "weight":
+            raise ValueError(PARAMETRIZED)
         raise AttributeError("parametrizations")  # nn.Module then finds those of other parameters
 
     def _build(
@@ -321,20 +321,18 @@ class TensorTrainModule(WeightByAssignment):
     @torch.no_grad()
     def set_cores_(self, cores: Sequence[Tensor]) -> None:
         """Copy cores of any ranks into the parameters, the same objects; set the gates to one."""
+        self.resize_ranks_([core.shape[-1] for core in cores[:-1]])
         for mine, new in zip(self.cores, cores, strict=True):
-            resize_(mine, new.shape)
             mine.copy_(new)
-        for gate, core in zip(self.gates, cores, strict=False):
-            resize_(gate, core.shape[-1:])
-            gate.fill_(1)
 
     def resize_ranks_(self, ranks: Sequence[int]) -> None:
-        """Resize cores and gates to other ranks, contents undefined; objects stay the same."""
+        """Resize cores to other ranks, contents undefined, and gates, all ones; in place."""
         sizes = self._modes.of_ranks(ranks).core_shapes
         for mine, size in zip(self.cores, sizes, strict=True):
             resize_(mine, size)
         for gate, rank in zip(self.gates, ranks, strict=True):
             resize_(gate, (rank,))
+            nn.init.ones_(gate)
 
     def share_parameters_(self, lead: Any) -> None:
         """Share the cores and gates of another layer; raise ``ValueError`` if its shape differs."""
@@ -429,8 +427,6 @@ class TensorTrainModule(WeightByAssignment):
                 what = f"load_state_dict of other ranks ({prefix.rstrip('.') or 'the layer'})"
                 check_unsharded(self, what, written=True)
                 self.resize_ranks_(ranks)
-                for gate in self.gates:  # the state may be without them
-                    nn.init.ones_(gate)
                 renew_wrappers_([self], during=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from comera.nn.decompose import decompose_matrix, decompose_table, widened
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule
-from comera.ops.context import without_autocast
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_traced
@@ -398,8 +397,7 @@ class TTTable(TensorTrainModule):
             sparse=self.dense_sparse, device="meta", dtype=like.dtype,  # on meta nothing is drawn
             **{name: getattr(self, name) for name in self._own_settings},
         ).to_empty(device=like.device)  # fmt: skip
-        with without_autocast(like):
-            dense.weight.copy_(self.dense_weight())
+        dense.weight.copy_(self.weight)
         if self.output_scale != 1:  # for what from_torch makes of it
             dense.output_scale = self.output_scale
         dense.weight.requires_grad_(any(param.requires_grad for param in self.parameters()))

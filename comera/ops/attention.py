@@ -52,12 +52,12 @@ def attend(
     is a ``ValueError``, ``keep_BT`` of ones and zeros as floats, on a CPU, a ``TypeError``.
     """
     check_probability(dropout)
-    floats = keep_BT is not None and keep_BT.is_floating_point() and may_read_values(keep_BT)
-    if floats and bool((keep_BT > 0).any()):  # type: ignore[operator]
-        raise TypeError("keep_BT holds numbers above 0: give booleans, or score_bias(keep_BT, ...)")
-    if keep_BT is not None and keep_BT.dtype != q_BHME.dtype:
-        keep_BT = keep_BT == 0 if keep_BT.is_floating_point() else keep_BT != 0
-        keep_BT = score_bias(keep_BT, q_BHME.dtype)
+    if keep_BT is not None:
+        floats = keep_BT.is_floating_point()
+        if floats and may_read_values(keep_BT) and bool((keep_BT > 0).any()):
+            raise TypeError("keep_BT has numbers above 0: give booleans, or score_bias() of them")
+        if keep_BT.dtype != q_BHME.dtype:
+            keep_BT = score_bias(keep_BT == 0 if floats else keep_BT != 0, q_BHME.dtype)
     given = q_BHME, k_BGTE, v_BGTE, keep_BT, scale, dropout
     # torch has a fused attention on a CPU too, but not with dropout or values of another width.
     is_fused = not dropout and k_BGTE.shape[-1] == v_BGTE.shape[-1]

@@ -151,14 +151,8 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
     return total
 
 
-def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b``; it is written to ``out`` if torch computes it."""
-    if is_concrete(a) and _is_onednns(a, b):
-        return _onednn_product(a, b)
-    return torch.mm(a, b, out=out)
-
-
 def store_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    made = product_into(out, a, b)
-    if made is not out:
-        out.copy_(made)
+    if is_concrete(a) and _is_onednns(a, b):
+        out.copy_(_onednn_product(a, b))
+    else:
+        torch.mm(a, b, out=out)

@@ -237,11 +237,17 @@ def test_a_pass_put_on_the_module_stays():
 
 @pytest.mark.parametrize("given", [
     (3, ["up", "down"], "act"), (Mlp, ["up"], "act"), (Mlp, "up", "act"),
-    (Mlp, ["up", "down"], torch.tanh), (Mlp, ["up", "down"], "act", "norm"),
+    (Mlp, ["up", "down"], torch.tanh),
 ])  # fmt: skip
 def test_what_cannot_be_registered(given):
     with pytest.raises((TypeError, ValueError), match="must be"):
         register_feed_forward(*given)
+
+
+@pytest.mark.parametrize("names", ["before", "between", "after"])
+def test_names_are_no_string(names):
+    with pytest.raises(ValueError, match="must be lists of names"):
+        register_feed_forward(Mlp, ["up", "down"], "act", **{names: "norm"})
 
 
 def new(path):
