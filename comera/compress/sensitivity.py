@@ -20,7 +20,7 @@ from comera.compress.allocate import (
     parse_budget,
 )
 from comera.compress.whitened import WhitenedSVD, whitened_svd
-from comera.params import model_size
+from comera.params import checksum, model_size
 from comera.planning import printing
 
 if TYPE_CHECKING:
@@ -38,11 +38,13 @@ _COLUMNS, _NAMED = 100, 100
 class LayerSensitivity:
     """The sensitivity of one layer, with its ``name`` as in ``named_modules``.
 
-    ``whitened`` is the SVD of its weight, with the loss that each direction saves.
+    ``whitened`` is the SVD of its weight, with the loss that each direction saves; ``checksum`` is
+    that of the weight then.
     """
 
     name: str
     whitened: WhitenedSVD
+    checksum: int
 
     @functools.cached_property
     def plain_K(self) -> Tensor:
@@ -294,8 +296,10 @@ def look_at(
         model, layers, calibration, loss_fn or layer_moments.own_loss, keep, progress
     )
     rows = max(round(each.rows / each.batches) for each in moments.values())
-    made = [  # moments are freed as the decompositions come, which are no larger
-        LayerSensitivity(name, whitened_svd(layer_moments.weight_OI(layer), moments.pop(name)))
-        for name, layer in layers.items()
-    ]
+    made = []
+    for name, layer in layers.items():
+        weight = layer_moments.weight_OI(layer)
+        # Moments are freed as the decompositions come, which are no larger.
+        whitened = whitened_svd(weight, moments.pop(name))
+        made.append(LayerSensitivity(name, whitened, checksum(weight)))
     return Sensitivity(tuple(made), *model_size(model), rows)
