@@ -11,6 +11,7 @@ from comera.nn import linear
 from comera.nn.fused import feed_forward, gated_feed_forward, linears, self_attention
 from comera.ops import attention
 from comera.ops.kernels import choose
+from comera.ops.linear import blocks
 from comera.ops.linear.tt_linear import last_of_each
 
 
@@ -90,14 +91,19 @@ RUNS = {
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("kind", ["tt", "blocks"])
-def test_gradients_in_batches_and_under_autocast(kind, run):
-    x, made = torch.randn(5, 24, requires_grad=True), layers(3, kind=kind, dtype=torch.float32)
-    y, many = RUNS[run](x, *made), torch.randn(2, 5, 24)
-    grads = functools.partial(torch.autograd.grad, y, x, retain_graph=True)
-    want = torch.stack([grads(one)[0] for one in many])
-    torch.testing.assert_close(grads(many, is_grads_batched=True)[0], want)
+def test_gradients_in_batches_and_under_autocast(kind, run, monkeypatch):
+    monkeypatch.setattr(blocks, "_HIDDEN_NUMBERS", 1)  # in pieces
+    x, made = torch.randn(512, 24, requires_grad=True), layers(3, kind=kind, dtype=torch.float32)
+    y, many = RUNS[run](x, *made), torch.randn(2, 512, 24)
+    grads = functools.partial(torch.autograd.grad, y, [x, made[1].cores[0]], retain_graph=True)
+    want = [grads(one) for one in many]
+    got = grads(many, is_grads_batched=True)
+    each = tuple(map(torch.stack, zip(*want, strict=True)))
+    torch.testing.assert_close(got, each, rtol=1e-4, atol=1e-4)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(grads(many[0])[0], want[0], rtol=0.05, atol=0.03)
+        narrow = grads(many[0])
+    for got, exact in zip(narrow, want[0], strict=True):
+        assert (got - exact).norm() <= 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("run", RUNS)
