@@ -232,6 +232,8 @@ class TrainStep:
     def _update(self, batch: Any) -> Tensor:
         """Run all work of a step on the device; a CUDA graph can hold it."""
         self._unreduced = False  # one that was broken off has been seen to
+        self.optimizer.zero_grad(set_to_none=True)  # gradients from before the step
+        self.model.zero_grad(set_to_none=True)  # and of parameters that the optimizer lacks
         if self.parallel is not None:
             self.parallel.prepare_()
         total = torch.zeros((), device=self._device)
