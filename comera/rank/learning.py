@@ -390,7 +390,8 @@ class RankLearning(ABC):
                 )  # fmt: skip
         self.steps_done, self.forced = state["steps_done"], state["forced"]
         self.start_size, self.target_size, self.pace = start_size, target_size, state.get("pace", 1)
-        self._target_met = self._own(state["target_met"])
+        is_same = target_size == state["target_size"]
+        self._target_met = self._own(state["target_met"]) & is_same
         self.discard_()
 
     def _own(self, tensor: Tensor) -> Tensor:

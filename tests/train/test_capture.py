@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import comera
 from comera.checkpoint.chain import CheckpointChain
 from comera.train.capture import WARM_UP
+from comera.train.host_state import host_random_state, set_random_state
 from comera.train.loop import train
 
 from .captured import FIRST, assert_same, eager_step, said, static_steps_
@@ -257,8 +258,20 @@ def test_checkpoints_hold_rates_in_tensors(tapes, tmp_path):
         step._capture.free()
         other = make_step(graph=False)  # and eager steps can go on from it
         load_checkpoint(chain, other)
+    for group in want["optimizer"]["param_groups"]:  # most optimizers capture on a GPU alone
+        assert group["capturable"]
+        group |= {"capturable": False, "lr": float(group["lr"])}
     assert_equal(state_of(other), want)
     other(get_batch(0))
+
+
+def test_random_states_of_more_gpus_than_there_are(monkeypatch):
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", found.extend)
+    set_random_state({**host_random_state(), "cuda": ["first", "second"]})
+    assert found == ["first"]
 
 
 def test_a_short_batch_runs_eagerly_and_the_graph_stays(tapes, caplog):
