@@ -154,10 +154,6 @@ class GaLore(Optimizer):
         inner = type(self.inner).__name__
         return super().__repr__().replace(" (", f" around {inner} (", 1)
 
-    def stand_in(self, param: Tensor) -> nn.Parameter | None:
-        """Return the tensor that the inner optimizer trains in place of a projected parameter."""
-        return self._stand_ins.get(param)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of every parameter that has a gradient.

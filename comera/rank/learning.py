@@ -390,8 +390,7 @@ class RankLearning(ABC):
                 )  # fmt: skip
         self.steps_done, self.forced = state["steps_done"], state["forced"]
         self.start_size, self.target_size, self.pace = start_size, target_size, state.get("pace", 1)
-        is_same = target_size == state["target_size"]
-        self._target_met = self._own(state["target_met"]) & is_same
+        self._target_met = self._own(state["target_met"]) & (target_size == state["target_size"])
         self.discard_()
 
     def _own(self, tensor: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ class TrainStep:
         self._capture = Capture(self._update, host, graphs, self._device, warm_up, together)
 
     def __call__(self, batch: Any) -> Tensor:
-        """Train on one batch; return its mean loss over all processes.
+        """Drop earlier gradients, train on one batch, and return its mean loss over all processes.
 
         Args:
             batch: A tensor, or tensors in nested lists, tuples and dicts; ``loss_fn`` gets it as it
