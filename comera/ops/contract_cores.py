@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from comera.ops.context import is_autocast_on, shapes_are_static, without_autocast
 from comera.ops.cores import Chains, open_gate
-from comera.ops.dispatch import Case, Way, Ways, is_eager, may_read_values
+from comera.ops.dispatch import Case, Way, Ways, is_eager
 from comera.ops.kernels import choose, contract_kernel
 from comera.ops.operator import is_concrete, is_traced, operator, recomputed_grads
 
@@ -47,7 +47,8 @@ def contract_layer(
     # Reading so few numbers takes an eighth of the time of autograd's operations on gates. Twice
     # the threshold, as it may be rounded up to the dtype of the gates.
     numbers = itertools.chain.from_iterable(map(Tensor.tolist, gates))
-    if may_read_values(gates[0]) and min(numbers, default=1.0) > 2 * threshold:
+    readable = gates[0].is_cpu and is_concrete(gates[0]) and not is_traced()
+    if readable and min(numbers, default=1.0) > 2 * threshold:
         gated = [*torch._foreach_mul(list(cores[:-1]), list(gates)), cores[-1]]
     else:
         opened = [open_gate(gate, threshold) for gate in gates]
