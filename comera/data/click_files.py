@@ -30,6 +30,7 @@ CATEGORIES = "categories.safetensors"
 """Name of the file of :class:`ClickRows` in the folder of a run."""
 
 RARE = 0  # row of a table for all categories that are not in the vocabulary
+_EMPTY = -(2**63)  # whole number that stands for an empty cell
 _KEY = "comera.categories"
 
 
@@ -59,6 +60,10 @@ class Field:
         if not self.integers:
             return codes_of_text(["" if value is None else str(value)])[0]
         try:
+            if value is None or value == "":
+                value = _EMPTY
+            elif isinstance(value, float) and value.is_integer():  # as pandas writes it to JSON
+                value = int(value)
             number = int(str(value))  # raises for true and false, too
             return np.uint64(number) if number >= 0 else np.int64(number).astype(np.uint64)
         except (ValueError, OverflowError):
@@ -339,7 +344,8 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
             with _open_npz(path) as file:
                 table = {name: file[name] for name in wanted}
         else:
-            table = dict(pd.read_parquet(path, columns=wanted))
+            # Else whole numbers with an empty cell become floats, which are equal beyond 2^53.
+            table = dict(pd.read_parquet(path, columns=wanted, dtype_backend="numpy_nullable"))
     for name, column in table.items():
         if column.ndim != 1:
             raise ValueError(
@@ -350,6 +356,13 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
         if name not in columns.fields:
             with error_prefix(f"{path}: {name} must hold numbers: ", (TypeError, ValueError)):
                 table[name] = column.astype(np.float64)
+        elif pd.api.types.is_any_real_numeric_dtype(cells := pd.Series(column)):
+            kind: Any = getattr(cells.dtype, "numpy_dtype", cells.dtype)
+            numbers = cells.fillna(0).to_numpy(kind)
+            with np.errstate(invalid="ignore"):  # of inf, which is no whole number
+                whole = numbers.astype(np.int64)
+            if kind.kind in "iu" or (numbers == whole).all():
+                table[name] = np.where(cells.isna(), _EMPTY, whole)
     frame = pd.DataFrame(table)
     frame.index += 1
     return frame

@@ -110,6 +110,14 @@ def test_continuous_numbers_can_be_standardised(tmp_path):
     assert abs(float(numbers.std()) - 1) < 0.01
 
 
+def test_the_mean_of_many_rows_is_exact(tmp_path):
+    years = np.resize([1900.0, 2054.0], 150_000)
+    np.savez(tmp_path / "a.npz", y=np.arange(len(years)) % 2, user=years, one=years, two=years)
+    numbers = {"continuous": ["one", "two"], "transform": "standard"}
+    rows = Clicks.prepare(ClickData(str(tmp_path / "a.npz"), label="y", **numbers)).categories
+    np.testing.assert_allclose([rows.mean, rows.spread], [[1977] * 2, [77] * 2], atol=0.1)
+
+
 def test_a_column_may_begin_after_the_training_rows(tmp_path):
     frame = table()
     frame["age"] = np.where(np.arange(len(frame)) < 300, np.nan, 3.5)
@@ -225,6 +233,8 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
         ({"fields": ["user", "user"]}, "clicks.fields names 'user' more than once"),
         ({"hash_rows": 1}, "clicks.hash_rows=1 must be at least 2"),
         ({"heldout": 0.0}, "clicks.heldout=0.0 of 400 rows must leave some on either side"),
+        ({"test": 0.001}, "clicks.test=0.001 of 400 rows, .*, must be 0, or have some rows"),
+        ({"format": "criteo"}, "clicks.label is not for format=criteo"),
     ],
 )
 def test_wrong_settings_are_named(tmp_path, more, message):
