@@ -451,6 +451,10 @@ class RunConfig:
                     f"device={self.device!r} is no device of torch's: give cpu, cuda, cuda:1 or "
                     "the like, or auto for a GPU where there is one"
                 ) from None
+        if self.dlrm.small_tables is not None and self.tensorize is not None:
+            raise ValueError(
+                "dlrm.small_tables stand in the place of tensor trains: give tensorize=null"
+            )
         optimizer = self.optimizer_for(self.train.steps)
         optimizer.check()
         if optimizer.in_backward and self.train.clip_norm is not None:

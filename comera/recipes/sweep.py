@@ -126,7 +126,7 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     given = content.get("variants") or ({"base": {}} if searched else content["variants"])
     _check_variants(given)
     if changes:
-        given = {name: {**(own or {}), **changes} for name, own in given.items()}
+        given = {name: _changed(name, base, given, changes) for name in given}
     variants = {name: variant_of(name, base, given) for name in given}
     for number, claim in enumerate(read_claims(content.get("published") or {})):
         claim.check(_CLAIM.format(number), variants)
@@ -150,6 +150,17 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
         base=base,
         given=given,
     )
+
+
+def _changed(
+    name: str, base: dict[str, Any], given: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    with error_prefix(f"variant {name}: "):
+        own, over = nested(given[name] or {}), nested(changes)
+        before = merged(base, _overrides(name, given))
+        if before.get("tensorize", "") is None and over.get("tensorize") is not None:
+            raise ValueError("tensorize is null there, and would no longer be by that change of it")
+        return merged(own, over)
 
 
 def _check_named(name: Any, variants: Mapping[str, Any], said: str) -> None:
@@ -353,7 +364,7 @@ def run_sweep(
 
 
 def _check_data(jobs: Sequence[Job]) -> None:
-    """Raise ``FileNotFoundError`` if all runs lack data; if some do, mark these as failed."""
+    """Raise ``FileNotFoundError`` if all waiting runs lack data; if only some do, these fail."""
     problems: dict[str, None] = {}
     for config in [job.config for job in jobs if job.state == "waiting"]:
         if missing := missing_data(config):

@@ -144,6 +144,8 @@ def test_what_the_system_refuses_is_said_without_its_number(tmp_path, capsys):
         ("--dlrm.table_sizes.user-id=3", ("dlrm.table_sizes", {"user-id": 3})),
         ("--dlrm.table-sizes.user-id=3", ("dlrm.table_sizes", {"user-id": 3})),
         ("--dlrm.table_sizes.user=3", ("dlrm.table_sizes", {"user": 3})),
+        ("--tensorize.rank_pattern={a.b: 3}", ("tensorize.rank_pattern", {"a.b": 3})),
+        ("--tensorize.rank_pattern.0.fc-1=3", ("tensorize.rank_pattern", {"0.fc-1": 3})),
         ("--nli.train=7", ("nli.train", ["7"])),
         ("--two_stage=null --two_stage.target=0.25", ("two_stage.target", 0.25)),
         ("nli/snli-small --seed=2", ("seed", 2)),

@@ -29,6 +29,7 @@ from comera.recipes.run_config import (
     ImportancePruningConfig,
     ModelConfig,
     RunConfig,
+    SmallTablesConfig,
     TrainConfig,
     TwoStageConfig,
 )
@@ -269,6 +270,7 @@ def test_a_dense_run_needs_no_other_section(config):
             {"masked_text": None, "clicks": ClickData("absent.csv", min_count=-1)},
             "clicks.min_count=-1 must be at least 1",
         ),
+        ({"dlrm": DlrmConfig(small_tables=SmallTablesConfig(params=9))}, "give tensorize=null"),
         ({"device": "gpuu"}, "device='gpuu'"),
     ],
 )
