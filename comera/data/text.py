@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from comera.data import vocabulary
+from comera.extras import error_prefix
 from comera.files import cache_folder
 
 _STREAMS = ("train", "valid", "test")
@@ -175,9 +176,11 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
     def is_of_a_run(inner: Path) -> bool:
         return inner != folder and ((inner / ".lock").is_file() or is_of_a_run(inner.parent))
 
+    with error_prefix(f"pattern={pattern!r}: ", (NotImplementedError, ValueError)):
+        found = list(folder.glob(pattern))
     files = [
         path
-        for path in folder.glob(pattern)
+        for path in found
         if path.is_file()
         and not skip & set(path.relative_to(folder).parts)
         and not is_of_a_run(path.parent)

@@ -110,7 +110,7 @@ class OptimizerConfig:
 
     def of_twin(self) -> "OptimizerConfig":
         """Return the optimizer of the dense twin: this one if it was named, else adamw."""
-        twin = dataclasses.replace(self, lr=self.dense_lr or self.lr)
+        twin = dataclasses.replace(self, lr=self.lr if self.dense_lr is None else self.dense_lr)
         if self.name is not None:
             return twin
         return AdamWConfig(**{key: getattr(twin, key) for key in keys_of(AdamWConfig)})

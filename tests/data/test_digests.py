@@ -85,7 +85,7 @@ def test_a_cache_that_may_only_be_read_is_enough(tmp_path, monkeypatch):
     prepared = Clicks.prepare(data).prepared
 
     def refused(*_, **__):
-        raise PermissionError("read-only")
+        raise OSError(30, "read-only")  # EROFS
 
     monkeypatch.setattr(vocabulary, "LARGE", 10)
     settled(path, monkeypatch)

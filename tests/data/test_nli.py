@@ -149,8 +149,9 @@ def test_a_vocabulary_with_capitals_is_cased(settings, tmp_path, capital):
     (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, *WORDS, "\u2028", *["Ulm"] * capital]))
     settings.vocab = str(tmp_path / "vocab.txt")
     tokenizer = NliPairs.prepare(settings).tokenizer
-    assert tokenizer.get_vocab_size() == 6 + len(WORDS) + capital
-    assert tokenizer.encode("Dog Ulm").tokens == ["[UNK]", "Ulm"] if capital else ["dog", "[UNK]"]
+    assert tokenizer.token_to_id("\u2028") is not None
+    found = tokenizer.encode("Dog Ulm").tokens
+    assert found == (["[UNK]", "Ulm"] if capital else ["dog", "[UNK]"])
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.texts import write_functions
         ("two_stage: {late_steps: 3}\n", "two_stage.late_steps is not a setting: did you mean lat"),
         ("model.d_modle: 3\n", "run.yaml: model.d_modle is not a setting: did you mean d_model?"),
         ("train: [1\n", "run.yaml is not readable as YAML"),
+        ("[seed, twin]: 1\n", "run.yaml is not readable as YAML: while constructing a mapping"),
         ("seed: 1\nseed: 2\n", "the key seed in line 2 is there already"),
         ("just words\n", "run.yaml must hold keys and values, not 'just words'"),
         ("train: {steps: 3}\n", "causal_text, nli and clicks, in the file of the run or as"),
