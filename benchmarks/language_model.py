@@ -26,7 +26,7 @@ from comera.compress.whitened import whitened_svd
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.linear import TTLinear
-from comera.params import model_size
+from comera.params import checksum, model_size
 from comera.planning.printing import Table
 
 METHODS = {
@@ -118,8 +118,8 @@ class Bench:
     def found(self) -> Sensitivity:
         """Sensitivity of all layers by these moments."""
         layers = tuple(
-            LayerSensitivity(name, whitened_svd(layer.weight, self.moments[name]))
-            for name, layer in self.layers.items()
+            LayerSensitivity(name, whitened_svd(w := each.weight, self.moments[name]), checksum(w))
+            for name, each in self.layers.items()
         )
         return Sensitivity(layers, *model_size(self.model))
 

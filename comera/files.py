@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,14 +48,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     with naming_a_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        temporary.touch(exist_ok=False)
         try:
             yield temporary
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
-            temporary.chmod(0o644)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -49,7 +49,9 @@ def model_size(model: nn.Module) -> ModelSize:
 
 
 def bytes_of(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    """Return the bytes of a tensor as a flat array of numpy, a view if the tensor is contiguous."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
 
 
 def checksum(tensor: Tensor, start: int = 0) -> int:

@@ -122,3 +122,14 @@ def test_a_background_save_names_the_checkpoint_at_the_next_call(tmp_path, monke
     chain.save(8, nn.Linear(4, 4))
     chain.close()
     assert chain.steps() == [8]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_have_the_mode_that_is_asked_for(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        with replacing(tmp_path / "file") as temporary:
+            temporary.write_text("x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask

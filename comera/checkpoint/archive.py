@@ -34,6 +34,8 @@ MANIFEST = "manifest.json"
 TENSORS = "tensors.safetensors"
 _LARGEST_MANIFEST = 1 << 20
 _STEP = re.compile(r"step-(\d{9,})")
+_NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors of files that are not there; others, as of permissions, may pass and raise."""
 _PARTIAL, _DAMAGED = ".partial-", "damaged-"
 _INSTEAD = "keep fewer checkpoints (keep_last), or choose another folder; earlier ones are sound"
 
@@ -115,7 +117,7 @@ class Archive:
             if len(raw) > _LARGEST_MANIFEST:
                 raise ValueError(f"it is longer than {_LARGEST_MANIFEST} bytes")
             fields = parsed(raw)
-        except (OSError, ValueError, RecursionError) as problem:
+        except (*_NO_FILE, ValueError, RecursionError) as problem:
             raise DamagedError(f"{path} is not readable: {problem}") from problem
         if isinstance(fields, dict) and fields.get("version", VERSION) != VERSION:
             stated = fields.pop("checksum", None)
@@ -153,7 +155,7 @@ class Archive:
                     f"{path} is {path.stat().st_size} bytes long instead of {manifest.size}"
                 )
             raw = path.read_bytes()
-        except OSError as problem:
+        except _NO_FILE as problem:
             raise DamagedError(f"{path} is not readable: {problem}") from problem
         if hashlib.sha256(raw).hexdigest() != manifest.sha256:
             raise DamagedError(f"{path} does not have the checksum its manifest states")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from comera.checkpoint.archive import Archive, Manifest, packed
 from comera.checkpoint.contents import Quality, Snapshot, decode, encode, take_snapshot
 from comera.checkpoint.streams import DamagedError
-from comera.extras import error_prefix
+from comera.extras import error_prefix, listed
 from comera.shapes import check_whole_numbers
 
 log = logging.getLogger("comera")
@@ -41,6 +41,7 @@ class Policy:
     def __init__(self, patterns: Mapping[str, str] | None = None, lossless: bool = False) -> None:
         """Compile the patterns; raise ``ValueError`` if a pattern or a treatment is invalid."""
         self._patterns, self._lossless = [], lossless
+        self.unused = set(patterns or ())
         for pattern, treatment in (patterns or {}).items():
             if treatment not in get_args(Treatment):
                 raise ValueError(
@@ -54,6 +55,7 @@ class Policy:
         wide = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
         for pattern, treatment in self._patterns:
             if pattern.fullmatch(name) and (treatment != "lossy" or wide):
+                self.unused.discard(pattern.pattern)
                 return treatment
         matrix = tensor.ndim > 1 and tensor.numel() >= _SMALLEST_LOSSY
         return "lossy" if lossy and not self._lossless and wide and matrix else "exact"
@@ -138,7 +140,7 @@ class CheckpointChain:
             policy: ``exact``, ``lossy`` or ``skip`` by regular expressions over whole names, as in
                 ``{r"model\\.head\\..*": "exact", r"optimizer\\..*": "skip"}``; the first match
                 counts. Without a match weights and moments that are matrices are lossy, all else
-                is exact.
+                is exact; ``lossy`` for other than weights and moments is exact, too.
             keep_last: Number of checkpoints to keep. Older ones are deleted once no later one
                 builds on them, so up to ``key_every`` more stay; None keeps all.
             keep_every: Checkpoints of steps divisible by this number are never deleted.
@@ -150,6 +152,7 @@ class CheckpointChain:
         """
         if mode not in ("lossy", "lossless"):
             raise ValueError(f"mode is {mode!r}: choose 'lossy' or 'lossless'")
+        check_whole_numbers(0, bits=bits, key_bits=key_bits)
         for name, count in (("bits", bits), ("key_bits", key_bits)):
             if not 2 <= count <= 8:
                 raise ValueError(f"{name} is {count}; it can be 2 to 8")
@@ -158,7 +161,7 @@ class CheckpointChain:
                 raise ValueError(f"{name} is {size}; it must be 0 or more")
         kept = {"key_every": key_every, "keep_last": keep_last, "keep_every": keep_every}
         check_whole_numbers(1, **{name: n for name, n in kept.items() if n is not None})
-        self._archive = Archive(Path(folder))
+        self._archive = Archive(Path(folder).expanduser())
         self._policy = Policy(policy, lossless=mode == "lossless")
         self._quality = Quality(bits, rate, alpha, beta, key_bits)
         self._key_every, self._keep_last, self._keep_every = key_every, keep_last, keep_every
@@ -190,7 +193,8 @@ class CheckpointChain:
 
         Args:
             step: Optimizer steps done; more than at the last checkpoint.
-            model: A module or its state dict.
+            model: A module or its state dict, in which matrices that the optimizer does not train
+                are exact; without an optimizer all may be lossy, even buffers.
             optimizer: An optimizer, its state, or None.
             extra: Tensors, numbers, strings, None, and dicts, lists and tuples of them.
             parameters: Names of weights by the keys of the optimizer's state; needed only if states
@@ -218,6 +222,9 @@ class CheckpointChain:
             began = time.perf_counter()
             snapshot = take_snapshot(model, optimizer, extra, self._policy.treatment, parameters)
             copying = time.perf_counter() - began
+            if unused := listed(sorted(self._policy.unused)):
+                log.warning("policy %s treats no tensor of step %d", unused, step)
+                self._policy.unused.clear()
             if self._thread is None:
                 self._write(step, snapshot, copying)
             else:
@@ -347,6 +354,8 @@ class CheckpointChain:
                 if step != "latest":
                     raise
                 log.warning("the checkpoint of step %d cannot be used: %s", number, problem)
+        if steps != self.steps():  # another process wrote a checkpoint and removed those before it
+            return self.load()
         raise FileNotFoundError(f"no checkpoint in {self.folder}" + (" is sound" if steps else ""))
 
     def verify(self, checked: Callable[[int], None] | None = None) -> dict[int, str | None]:

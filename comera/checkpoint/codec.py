@@ -28,6 +28,7 @@ from comera.checkpoint.streams import (
     to_gaps,
     unpack,
 )
+from comera.params import bytes_of
 
 _LARGEST = 1 << 48
 _MOST_VALUES = 255
@@ -186,10 +187,7 @@ def read_exact(reader: StreamReader, record: Record, base: Tensor | None) -> Ten
 
 
 def _bits(tensor: Tensor) -> Any:
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # one entry, expanded
-        flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
-    return flat.view(torch.uint8).numpy().view(f"u{min(flat.itemsize, _LARGEST_WHOLE)}")
+    return bytes_of(tensor).view(f"u{min(tensor.itemsize, _LARGEST_WHOLE)}")
 
 
 # ── weights ──────────────────────────────────────────────────────────────────────────────────────

@@ -67,11 +67,11 @@ def take_snapshot(
         )
     weights = model.state_dict() if isinstance(model, nn.Module) else model
     states = optimizer.state_dict() if hasattr(optimizer, "state_dict") else optimizer
-    # Buffers must be exact, but a bare state does not tell them from parameters: all may be lossy.
-    trained = set(weights)
+    names = parameters or _guessed_names(model, optimizer, weights, states)
+    # Buffers must be exact. In a bare state parameters are those that the optimizer names, or all.
+    trained = set(names.values()) or set(weights)
     if isinstance(model, nn.Module):
         trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names = parameters or _guessed_names(model, optimizer, weights, states)
     name_of_state = {
         f"optimizer.state.{key}.{entry}": f"optimizer.{names.get(key, key)}.{entry}"
         for key, found in (states or {}).get("state", {}).items()

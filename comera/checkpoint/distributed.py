@@ -48,6 +48,8 @@ def scatter_(
     """
     if _is_first() and saved is None:
         raise ValueError("rank 0 needs the checkpoint: scatter_(model, optimizer, chain.load())")
+    if saved is not None and optimizer is not None and saved.optimizer is None:
+        raise ValueError("the checkpoint holds no state of an optimizer: leave optimizer out")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
     # Copies of the dicts, which torch changes; tensors stay the same.
     parts = (saved.model, saved.optimizer or {}) if saved is not None else ({}, {})

@@ -31,11 +31,10 @@ class Choice:
     losses: Tensor
     dense: int
     each: int
-    least: int = 1
 
     def at(self, price: float) -> int | None:
         """Return the rank with the least loss plus ``price`` times size; None if dense is best."""
-        rank = max(self.least, int((self.losses > price * self.each).sum()))
+        rank = max(1, int((self.losses > price * self.each).sum()))
         rest = float(self.losses[rank:].sum())
         # The sizes are subtracted first: equal ones then differ by nothing at any price.
         return None if price * (self.dense - rank * self.each) <= rest else rank
@@ -54,7 +53,7 @@ def allocate(choices: Sequence[Choice], budget: int) -> list[int | None]:
     def size(ranks: Sequence[int | None]) -> int:
         return sum(one.size(rank) for one, rank in zip(choices, ranks, strict=True))
 
-    smallest = sum(min(one.dense, one.least * one.each) for one in choices)
+    smallest = sum(min(one.dense, one.each) for one in choices)
     if smallest > budget:
         raise ValueError(
             f"the layers hold {smallest:,} numbers at their smallest ranks; a budget of "

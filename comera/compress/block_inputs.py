@@ -21,7 +21,7 @@ from comera.extras import listed
 from comera.files import replacing
 from comera.nn.swap import call
 from comera.saved.description import describe_layers
-from comera.saved.shards import Shards, read_tensor
+from comera.saved.shards import Shards, opened, read_tensor
 
 
 @dataclass
@@ -95,6 +95,11 @@ def record_calls(
             )
         found.others[k].append((args[1:], kwargs))
         if not k:
+            if last:
+                raise ValueError(
+                    "blocks that a model calls several times cannot be compressed one by one: use "
+                    "compress_"
+                )
             found.states.append(state.clone())  # a block may write into its input
         if not tail:
             del blocks[0].forward
@@ -102,7 +107,7 @@ def record_calls(
                 output = blocks[0](*args, **kwargs)
             tail.append(output[1:] if isinstance(output, tuple) else None)
             watch(0)
-        if k == len(blocks) - 1:
+        if k == len(blocks) - 1 and len(found.states) > 1:  # the first batch runs to its end
             raise _Reached
         last[:] = [state.clone()]
         return last[0] if tail[0] is None else (last[0], *tail[0])
@@ -114,6 +119,7 @@ def record_calls(
         watch(k)
     try:
         for batch in batches:
+            last.clear()
             with suppress(_Reached):
                 if isinstance(batch, Mapping):
                     batch = {key: value for key, value in batch.items() if key != "labels"}
@@ -268,16 +274,14 @@ class UnfinishedBlocks:
         try:
             with safe_open(self._states, "pt") as file:
                 noted = json.loads((file.metadata() or {})[_KEY])
-                read = [file.get_tensor(str(k)).clone() for k in range(len(states))]
-        except (SafetensorError, KeyError, ValueError):
-            read, noted = [], {"about": {}}
-        wrong = [key for key, value in self.about.items() if noted["about"].get(key) != value]
-        if wrong:
-            raise ValueError(
-                f"{self.folder} is of a call with another {wrong[0]}: repeat that call to go on "
-                "with it, or remove the folder"
-            )
-        states[:] = read
+                if wrong := [k for k, v in self.about.items() if noted["about"].get(k) != v]:
+                    raise ValueError(
+                        f"{self.folder} is of a call with another {wrong[0]}: repeat that call to "
+                        "go on with it, or remove the folder"
+                    )
+                states[:] = [file.get_tensor(str(k)).clone() for k in range(len(states))]
+        except (SafetensorError, KeyError) as problem:
+            raise ValueError(f"{self._states} is damaged: remove {self.folder}") from problem
         return noted["done"]
 
     def add(
@@ -302,7 +306,7 @@ class UnfinishedBlocks:
         return read_tensor(self._file(k), name)
 
     def noted(self, k: int) -> dict[str, Any]:
-        with safe_open(self._file(k), "pt") as file:
+        with opened(self._file(k)) as file:
             return json.loads(file.metadata()[_KEY])
 
     def _file(self, k: int) -> Path:

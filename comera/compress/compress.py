@@ -19,7 +19,7 @@ from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 from comera.nn.module import check_model
 from comera.nn.swap import evaluation_mode, swap_layers_
-from comera.params import model_size, renew_wrappers_
+from comera.params import checksum, model_size, renew_wrappers_
 from comera.planning.printing import Report, Table, show_bytes
 from comera.shapes import TTShape
 
@@ -212,7 +212,8 @@ def _same(model: nn.Module, found: LayerSensitivity) -> Layer:
             f"{found.name} is no linear layer or table with a weight of {tuple(weight.shape)} in "
             "this model, and was one when sensitivity looked"
         )
-    if not torch.equal(weight_OI(layer), weight.to(layer.weight)):
+    is_same = torch.equal(weight_OI(layer), weight.to(layer.weight))
+    if checksum(weight) != found.checksum or not is_same:
         raise ValueError(f"the weight of {found.name} has changed since sensitivity looked")
     return layer
 

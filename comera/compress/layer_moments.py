@@ -164,7 +164,8 @@ def gather_moments(
             weight.new_zeros(sides, dtype=dtype),
             weight.new_zeros(out_features, out_features, dtype=dtype),
         )
-    seen, complete = _read(keep, layers, found) if keep and Path(keep).exists() else (0, False)
+    keep = Path(keep).expanduser() if keep else None
+    seen, complete = _read(keep, layers, found) if keep and keep.exists() else (0, False)
     if complete:
         return found
     saved = time.monotonic()
@@ -274,7 +275,8 @@ def _watched(
     squares = _Squares()
 
     def hook(name: str) -> Callable[..., Tensor]:
-        def after(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        def after(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+            args = args or (kwargs["input"],)
             moments = found[name]
             padding: Tensor | None = None  # where the output is zero, whatever the weight is
             if isinstance(layer, nn.Embedding):
@@ -288,7 +290,7 @@ def _watched(
 
             def take(grad: Tensor) -> None:
                 grad = grad if padding is None else grad.masked_fill(padding, 0)
-                moments.add_grads(grad.flatten(0, -2).to(moments.grads_OO.dtype))
+                moments.add_grads(torch.atleast_2d(grad).flatten(0, -2).to(moments.grads_OO.dtype))
 
             # A view that is changed in place afterwards, as by relu_, would lose its hook.
             output = torch.ops.aten._unsafe_view(output, output.shape)
@@ -303,7 +305,9 @@ def _watched(
 
     with ExitStack() as hooks:
         for name, layer in layers.items():
-            hooks.enter_context(layer.register_forward_hook(hook(name), prepend=True))
+            hooks.enter_context(
+                layer.register_forward_hook(hook(name), prepend=True, with_kwargs=True)
+            )
         yield first
 
 
@@ -316,7 +320,7 @@ class _Squares:
 
     def of(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
         """Return the sum of ``x x^T`` over the rows of an input, ``(I, I)``, and their number."""
-        x_NI = x.detach().flatten(0, -2).to(dtype)
+        x_NI = torch.atleast_2d(x.detach()).flatten(0, -2).to(dtype)
         if self._x is not x or self._key != (x._version, dtype):
             width = x_NI.shape[1]
             if self._square_II.shape != (width, width) or self._square_II.dtype != dtype:

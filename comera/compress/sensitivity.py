@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from comera.compress.allocate import (
     parse_budget,
 )
 from comera.compress.whitened import WhitenedSVD, whitened_svd
-from comera.params import model_size
+from comera.params import checksum, model_size
 from comera.planning import printing
 
 if TYPE_CHECKING:
@@ -38,11 +38,13 @@ _COLUMNS, _NAMED = 100, 100
 class LayerSensitivity:
     """The sensitivity of one layer, with its ``name`` as in ``named_modules``.
 
-    ``whitened`` is the SVD of its weight, with the loss that each direction saves.
+    ``whitened`` is the SVD of its weight, with the loss that each direction saves; ``checksum`` is
+    that of the weight then.
     """
 
     name: str
     whitened: WhitenedSVD
+    checksum: int
 
     @functools.cached_property
     def plain_K(self) -> Tensor:
@@ -172,8 +174,15 @@ class Sensitivity(printing.Report):
     def plot(self) -> "Figure":
         """Draw the rise of the loss by layer and share of its dense weight. Needs matplotlib.
 
-        It is blank where one rank has more entries than the share.
+        It is blank where one rank has more entries than the share; layers of one kind are together.
         """
+
+        kinds = [re.sub(r"\d+", "", layer.name) for layer in self.layers]
+        order = sorted(range(len(kinds)), key=lambda k: kinds.index(kinds[k]))
+        names = [self.layers[k].name for k in order]
+        height = max(2.8, 1.5 + 0.15 * min(len(names), _NAMED))  # or the bar's label has no room
+        figure, (ax,) = printing.empty_figure(1, height, max(map(len, names)) / 16)
+        from matplotlib.colors import LogNorm
 
         def losses(layer: LayerSensitivity) -> list[float]:
             least = layer.params(1) / layer.params(None)
@@ -181,50 +190,22 @@ class Sensitivity(printing.Report):
             losses = [layer.whitened.loss(layer.rank_at(share)) for share in shares]
             return [math.nan if s < least else loss for s, loss in zip(shares, losses, strict=True)]
 
-        xlabel = "share of the dense weight"
-        return self._heat_map({"": losses}, xlabel, "predicted rise of the loss")
-
-    def plot_spectra(self) -> "Figure":
-        """Draw each layer's singular values, plain and whitened, divided by the largest."""
-
-        def shown(values_K: Tensor) -> list[float]:
-            at = torch.linspace(0, len(values_K) - 0.5, _COLUMNS).long().tolist()
-            return (values_K[at] / values_K[0].clamp_min(1e-300)).tolist()
-
-        panels = {
-            "weight alone": lambda layer: shown(layer.plain_K),
-            "weighed by what it does to the loss": lambda layer: shown(layer.whitened_K),
-        }
-        return self._heat_map(panels, "rank / full rank", "singular value / the largest")
-
-    def _heat_map(
-        self, panels: Mapping[str, Callable[..., list[float]]], xlabel: str, label: str
-    ) -> "Figure":
-        """Draw panels side by side, a row for each layer; layers of one kind stand together."""
-        kinds = [re.sub(r"\d+", "", layer.name) for layer in self.layers]
-        order = sorted(range(len(kinds)), key=lambda k: kinds.index(kinds[k]))
-        names = [self.layers[k].name for k in order]
-        height = max(2.8, 1.5 + 0.15 * min(len(names), _NAMED))  # or the bar's label has no room
-        figure, axes = printing.empty_figure(len(panels), height, max(map(len, names)) / 16)
-        from matplotlib.colors import LogNorm
-
-        images = [torch.tensor([row(self.layers[k]) for k in order]) for row in panels.values()]
-        positive = torch.cat([torch.tensor([1e-30]), *(image[image > 0] for image in images)])
+        image = torch.tensor([losses(self.layers[k]) for k in order])
+        positive = torch.cat([torch.tensor([1e-30]), image[image > 0]])
         top = float(positive.max())
         low = float(positive.quantile(_DARK).clamp(_DRAWN * top, 0.1 * top))
-        for ax, title, image in zip(axes, panels, images, strict=True):
-            drawn = ax.imshow(
-                image.clamp_min(low).numpy(), norm=LogNorm(low, top), extent=(0, 1, len(names), 0),
-                aspect="auto", interpolation="nearest",
-            )  # fmt: skip
-            ax.set(title=title, xlabel=xlabel, yticks=[])
-            for k in range(1, len(names)):
-                if kinds[order[k]] != kinds[order[k - 1]]:
-                    ax.axhline(k, color="white", lw=0.8)
+        drawn = ax.imshow(
+            image.clamp_min(low).numpy(), norm=LogNorm(low, top), extent=(0, 1, len(names), 0),
+            aspect="auto", interpolation="nearest",
+        )  # fmt: skip
         every = -(-len(names) // _NAMED)
         at = [k + 0.5 for k in range(0, len(names), every)]
-        axes[0].set_yticks(at, names[::every], fontsize=7)
-        figure.colorbar(drawn, ax=list(axes), label=label, extend="min")
+        ax.set_yticks(at, names[::every], fontsize=7)
+        ax.set(xlabel="share of the dense weight")
+        for k in range(1, len(names)):
+            if kinds[order[k]] != kinds[order[k - 1]]:
+                ax.axhline(k, color="white", lw=0.8)
+        figure.colorbar(drawn, ax=ax, label="predicted rise of the loss", extend="min")
         return figure
 
     def tables(self) -> list[printing.Table]:
@@ -294,8 +275,10 @@ def look_at(
         model, layers, calibration, loss_fn or layer_moments.own_loss, keep, progress
     )
     rows = max(round(each.rows / each.batches) for each in moments.values())
-    made = [  # moments are freed as the decompositions come, which are no larger
-        LayerSensitivity(name, whitened_svd(layer_moments.weight_OI(layer), moments.pop(name)))
-        for name, layer in layers.items()
-    ]
+    made = []
+    for name, layer in layers.items():
+        weight = layer_moments.weight_OI(layer)
+        # Moments are freed as the decompositions come, which are no larger.
+        whitened = whitened_svd(weight, moments.pop(name))
+        made.append(LayerSensitivity(name, whitened, checksum(weight)))
     return Sensitivity(tuple(made), *model_size(model), rows)

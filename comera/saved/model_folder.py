@@ -170,6 +170,12 @@ def load_model(
     if lost:
         raise ValueError(f"{path} is damaged: {lost[0]!r} is tied and not there")
     tensors |= {name: tensors[first] for name, first in tied.items()}
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name not in tensors:
+            raise ValueError(
+                f"{name} is on the meta device, and being no part of the state dict it was not "
+                "saved: make the model given on a device"
+            )
     here = next((param.device for param in model.parameters() if not param.is_meta), "cpu")
     where = torch.device(here if device is None else device)
     with experts_apart(model, described["split_experts"]):
@@ -178,12 +184,6 @@ def load_model(
     fill_(model, tensors, tied, described["frozen"])
     for name in described["served"]:
         refuse_training_(model.get_submodule(name))
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:  # no state dict has its values
-            raise ValueError(
-                f"{name} is on the meta device, and being no part of the state dict it was not "
-                "saved: make the model given on a device"
-            )
     return model.to(where)
 
 

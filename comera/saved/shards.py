@@ -44,7 +44,7 @@ class Shards:
                     f"{index} is damaged: it has no weight_map of tensors to files"
                 ) from None
         elif whole.is_file():
-            with _opened(whole) as file:
+            with opened(whole) as file:
                 self.file_of = dict.fromkeys(file.keys(), WHOLE)
         else:
             there = "holds neither" if self.folder.is_dir() else "is no folder with"
@@ -66,14 +66,14 @@ class Shards:
 
 def read_tensor(path: Path, name: str) -> Tensor:
     """Read one tensor into its own memory; ``ValueError`` if it is missing or the file damaged."""
-    with _opened(path) as file:
+    with opened(path) as file:
         try:
             return file.get_tensor(name).clone()  # a tensor mapped from a file ends with it
         except (SafetensorError, RuntimeError) as problem:
             raise ValueError(f"{path} is damaged or of another model: {problem}") from problem
 
 
-def _opened(path: Path) -> Any:
+def opened(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except SafetensorError as problem:
@@ -108,4 +108,4 @@ def write_tensors(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:
-            file.write(bytes_of(read(name)))
+            file.write(bytes_of(read(name)).data)

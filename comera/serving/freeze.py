@@ -158,8 +158,10 @@ def to_plain_(model: nn.Module) -> nn.Module:
             if hook is _refuse_training:
                 del layer._forward_pre_hooks[key]
         if id(layer) in contracted:
-            trained = any(param.requires_grad for param in layer.parameters())
-            plain[id(layer)] = contracted[id(layer)].requires_grad_(trained)
+            new = plain[id(layer)] = contracted[id(layer)]
+            trained = {_part(name) for name, p in layer.named_parameters() if p.requires_grad}
+            for name, param in new.named_parameters():
+                param.requires_grad_(_part(name) in trained)
         made = plain.get(id(layer), layer)
         if isinstance(made, PlainWhenPickled):
             made.is_plain = True
@@ -171,6 +173,11 @@ def to_plain_(model: nn.Module) -> nn.Module:
     model = swap_layers_(model, plain, biases=False)
     renew_wrappers_(model.modules())
     return model
+
+
+def _part(name: str) -> str:
+    """Return which part of a layer a parameter is of: bias, hot rows, or all else."""
+    return "bias" if name.endswith("bias") else "hot" if "hot" in name or "basis" in name else ""
 
 
 def _is_uncontracted(layer: nn.Module) -> bool:

@@ -286,6 +286,7 @@ def test_a_missing_step_is_named_with_those_there_are(tmp_path):
         ({"mode": "best"}, "mode is 'best'"),
         ({"bits": 9}, "bits is 9; it can be 2 to 8"),
         ({"key_bits": 1}, "key_bits is 1"),
+        ({"bits": 4.5}, r"bits=4\.5 must be a whole number"),
         ({"rate": -1}, "rate is -1"),
         ({"beta": float("nan")}, "beta is nan"),
         ({"key_every": 0}, "key_every=0 must be at least 1"),
@@ -296,6 +297,58 @@ def test_a_missing_step_is_named_with_those_there_are(tmp_path):
 def test_settings_that_make_no_sense_are_named(tmp_path, settings, told):
     with pytest.raises(ValueError, match=told):
         CheckpointChain(tmp_path, **settings)
+
+
+def test_a_bare_state_has_exact_buffers_and_lossy_weights(tmp_path):
+    """As the state of :func:`gathered`: the optimizer knows which of them are parameters."""
+    model = nn.Sequential(nn.Linear(32, 32))
+    model.register_buffer("places", torch.randn(32, 32))
+    optimizer = adamw(model)
+    model[0](torch.randn(4, 32)).sum().backward()
+    optimizer.step()
+    names = {k: name for k, (name, _) in enumerate(model.named_parameters())}
+    with CheckpointChain(tmp_path) as chain:
+        chain.save(1, model.state_dict(), optimizer.state_dict(), parameters=names)
+    saved = CheckpointChain(tmp_path).load().model
+    assert torch.equal(saved["places"], model.places)
+    assert not torch.equal(saved["0.weight"], model[0].weight)
+
+
+def test_a_policy_that_treats_nothing_is_named_once(tmp_path, caplog):
+    with CheckpointChain(tmp_path, policy={r"0\..*": "exact", r"model\.0.*": "exact"}) as chain:
+        for step in (1, 2):
+            chain.save(step, make_model())
+    assert caplog.text.count(r"policy 0\..* treats no tensor of step 1") == 1
+
+
+def test_a_reader_meets_a_writer_that_removes_what_it_was_to_read(tmp_path, monkeypatch):
+    model, optimizer, _ = chain_of(tmp_path, 1, keep_last=1, key_every=1)
+    reader = CheckpointChain(tmp_path)
+    links = reader._archive.links
+
+    def late(step):
+        if step == 5:
+            with CheckpointChain(tmp_path, keep_last=1, key_every=1) as writer:
+                writer.save(10, model, optimizer)
+        return links(step)
+
+    monkeypatch.setattr(reader._archive, "links", late)
+    assert reader.load().step == 10
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(tmp_path, monkeypatch):
+    model, optimizer, _ = chain_of(tmp_path, 2)
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.read_bytes", refused)
+        chain = CheckpointChain(tmp_path)
+        with pytest.raises(PermissionError, match=r"tensors\.safetensors"):
+            chain.save(15, model, optimizer)
+        chain.close()
+    assert CheckpointChain(tmp_path).load().step == 10
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import comera
-from comera.checkpoint.chain import CheckpointChain
+from comera.checkpoint.chain import Checkpoint, CheckpointChain
 from comera.checkpoint.distributed import gathered, scatter_
 from tests.processes import in_two_processes
 
@@ -159,5 +159,8 @@ def test_rank_0_without_a_checkpoint_says_so(tmp_path):
     try:
         with pytest.raises(ValueError, match="rank 0 needs the checkpoint"):
             scatter_(make_model())
+        bare = Checkpoint(1, {}, None, {}, {})
+        with pytest.raises(ValueError, match="holds no state of an optimizer"):
+            scatter_(make_model(), torch.optim.SGD(make_model().parameters()), bare)
     finally:
         dist.destroy_process_group()

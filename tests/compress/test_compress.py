@@ -208,6 +208,37 @@ def test_a_budget_of_bytes_is_what_the_parameters_take(trained):
     assert done.bytes == sum(p.nbytes for p in half.parameters()) <= 6 * 1024
 
 
+def test_what_sensitivity_found_is_of_the_weights_it_looked_at(trained):
+    """In the model itself, too, whose weight it refers to."""
+    model = copy.deepcopy(trained)
+    found = comera.sensitivity(model, calibration(), loss_fn=loss_fn)
+    model[2].weight.data[0, 0] += 1
+    with pytest.raises(ValueError, match="weight of 2 has changed since"):
+        comera.compress_(model, found, budget=0.5)
+
+
+class Alone(nn.Module):
+    """A layer that is called by name."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.linear(input=x)
+
+
+def test_inputs_of_one_row_and_by_name_are_counted():
+    row = torch.randn(8)
+    found = [
+        comera.sensitivity(Alone(), [x], loss_fn=lambda m, x: m(x).square().mean())
+        for x in (row, row[None])
+    ]
+    got = [each.layers[0].whitened_K for each in found]
+    torch.testing.assert_close(got[0], got[1])
+
+
 def test_what_sensitivity_found_serves_copies_of_the_model_at_any_budget(trained):
     found = comera.sensitivity(trained, calibration(), loss_fn=loss_fn)
     for budget in (0.8, 0.5):

@@ -218,11 +218,35 @@ def test_it_goes_on_where_it_was(trained, tmp_path, monkeypatch):
     assert all(block.training for block in made[0].layers)
     with pytest.raises(ValueError, match="is of a call with another budget"):
         comera.compress_folder(source, tmp_path / "small", Model, batches, budget=0.7)
+    (states,) = tmp_path.rglob("states.safetensors")
+    sound = states.read_bytes()
+    states.write_bytes(sound[:-9])
+    with pytest.raises(ValueError, match=r"states\.safetensors is damaged: remove"):
+        comera.compress_folder(source, tmp_path / "small", Model, batches, budget=0.6)
+    states.write_bytes(sound)
     again = comera.compress_folder(source, tmp_path / "small", Model, batches, budget=0.6)
     assert done == [0, 1, 2, 2]
     assert again.layers == whole.layers
     for file in ("model.safetensors", "comera.json"):
         assert (tmp_path / "small" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+class Again(Model):
+    """Blocks are called twice, as ALBERT calls its one."""
+
+    def forward(self, tokens):
+        x, mask = self.words(tokens), (tokens > 3)[..., None].float()
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x, mask)[0]
+        return self.head(x)
+
+
+def test_blocks_that_are_called_twice_are_refused(trained, tmp_path):
+    model, batches = trained
+    with pytest.raises(ValueError, match="blocks that a model calls several times"):
+        comera.compress_folder(
+            shard(model, tmp_path / "large"), tmp_path / "s", Again, batches, budget=0.6
+        )
 
 
 def test_files_that_do_not_fit_are_named(trained, tmp_path):

@@ -141,6 +141,7 @@ def test_a_buffer_that_no_file_has_must_have_been_made(tmp_path):
         model = with_buffer()
     with pytest.raises(ValueError, match="scale is on the meta device"):
         load_model(folder, model)
+    assert type(model[1]) is nn.Linear  # it is unchanged
 
 
 @pytest.mark.parametrize("content", [b'{"prune_below": 0.02}', b"", b"\xff", None])

@@ -119,6 +119,18 @@ def test_ties_are_kept(more):
     check_plain(model)
 
 
+@pytest.mark.parametrize("hot", [{}, {"hot_rows": 9}, {"hot_rows": 9, "hot_rank": 3}])
+def test_what_was_frozen_is_frozen(hot):
+    table = comera.TTEmbedding(300, 32, rank=4, **hot)
+    model = nn.Sequential(table, comera.TTLinear(32, 48, rank=4))
+    for name, param in model.named_parameters():
+        param.requires_grad_(name == "1.bias" or "hot" in name)
+    plain = comera.to_plain_(model)
+    trained = {name for name, param in plain.named_parameters() if param.requires_grad}
+    assert all(name.endswith("bias") or "hot" in name or "basis" in name for name in trained)
+    assert len(trained) == 1 + len(hot)
+
+
 def test_a_table_that_two_factors_would_not_make_smaller_is_one_of_torch():
     table = nn.Embedding(40, 12)
     head = nn.Linear(12, 40)
