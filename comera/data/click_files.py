@@ -60,11 +60,8 @@ class Field:
         if not self.integers:
             return codes_of_text(["" if value is None else str(value)])[0]
         try:
-            if value is None or value == "":
-                value = _EMPTY
-            elif isinstance(value, float) and value.is_integer():  # as pandas writes it to JSON
-                value = int(value)
-            number = int(str(value))  # raises for true and false, too
+            value = _EMPTY if value in (None, "") else value
+            number = int(str(value).removesuffix(".0"))  # raises for true and false, too
             return np.uint64(number) if number >= 0 else np.int64(number).astype(np.uint64)
         except (ValueError, OverflowError):
             raise ValueError(f"{self.name} is {value!r}, expected a whole number") from None
@@ -359,10 +356,8 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
         elif pd.api.types.is_any_real_numeric_dtype(cells := pd.Series(column)):
             kind: Any = getattr(cells.dtype, "numpy_dtype", cells.dtype)
             numbers = cells.fillna(0).to_numpy(kind)
-            with np.errstate(invalid="ignore"):  # of inf, which is no whole number
-                whole = numbers.astype(np.int64)
-            if kind.kind in "iu" or (numbers == whole).all():
-                table[name] = np.where(cells.isna(), _EMPTY, whole)
+            if kind.kind in "iu" or ((np.trunc(numbers) == numbers) & (abs(numbers) < 2**53)).all():
+                table[name] = np.where(cells.isna(), _EMPTY, numbers.astype(np.int64))
     frame = pd.DataFrame(table)
     frame.index += 1
     return frame

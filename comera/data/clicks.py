@@ -133,12 +133,8 @@ class Clicks:
         """Encoder of raw rows as inputs of the model; each access reads it from the cache."""
         return click_files.ClickRows.load(self._folder / click_files.CATEGORIES)
 
-    @property
-    def num_train(self) -> int:
-        return len(self.splits["train"])
-
     def steps_per_epoch(self, batch_size: int) -> int:
-        return self.num_train // batch_size
+        return len(self.splits["train"]) // batch_size
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
         """Return training batch number ``step``.
@@ -200,9 +196,8 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     finite = np.where(np.isfinite(continuous), continuous, np.nan)[training]
     with warnings.catch_warnings():  # a column may be empty in the training rows
         warnings.simplefilter("ignore", RuntimeWarning)
-        # Along rows numpy adds up one by one, which float32 is too coarse for.
-        of_columns = (of(finite, 0, dtype=np.float64) for of in (np.nanmean, np.nanstd))
-        scale = tuple(map(np.nan_to_num, of_columns))
+        figures = (of(finite, 0, dtype=np.float64) for of in (np.nanmean, np.nanstd))
+        scale = tuple(map(np.nan_to_num, figures))
     arrays = {
         "labels": labels,
         "fields": fields,

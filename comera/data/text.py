@@ -177,14 +177,13 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
         return inner != folder and ((inner / ".lock").is_file() or is_of_a_run(inner.parent))
 
     with error_prefix(f"pattern={pattern!r}: ", (NotImplementedError, ValueError)):
-        found = list(folder.glob(pattern))
-    files = [
-        path
-        for path in found
-        if path.is_file()
-        and not skip & set(path.relative_to(folder).parts)
-        and not is_of_a_run(path.parent)
-    ]
+        files = [
+            path
+            for path in folder.glob(pattern)
+            if path.is_file()
+            and not skip & set(path.relative_to(folder).parts)
+            and not is_of_a_run(path.parent)
+        ]
     if not files:
         raise FileNotFoundError(f"no file matches {pattern!r} under {folder}")
     return sorted(

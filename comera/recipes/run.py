@@ -437,17 +437,10 @@ def build_step(
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.train.precision,
-        scheduler=_Schedule(optimizer, [partial(rate, g["name"]) for g in optimizer.param_groups]),
+        scheduler=LambdaLR(optimizer, [partial(rate, g["name"]) for g in optimizer.param_groups]),
         compile=config.train.compile,
         graph=config.train.graph,
     )
-
-
-class _Schedule(LambdaLR):
-    """Schedule with the peak rates of the settings, also where a run was begun with others."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict({**state_dict, "base_lrs": self.base_lrs})
 
 
 def _rate(settings: OptimizerConfig, steps: int, step: float) -> float:

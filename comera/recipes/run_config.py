@@ -206,8 +206,7 @@ class DlrmConfig:
     def check(self) -> None:
         check_least(self, "dlrm.", embedding_dim=1)
         for name in ("bottom", "top"):
-            widths = getattr(self, name)
-            if any(width < 1 for width in widths):
+            if min(widths := getattr(self, name), default=1) < 1:
                 raise ValueError(f"dlrm.{name}={widths}: each width must be at least 1")
         if self.small_tables is not None:
             self.small_tables.check()
@@ -452,9 +451,7 @@ class RunConfig:
                     "the like, or auto for a GPU where there is one"
                 ) from None
         if self.dlrm.small_tables is not None and self.tensorize is not None:
-            raise ValueError(
-                "dlrm.small_tables stand in the place of tensor trains: give tensorize=null"
-            )
+            raise ValueError("dlrm.small_tables replace tensor trains: give tensorize=null")
         optimizer = self.optimizer_for(self.train.steps)
         optimizer.check()
         if optimizer.in_backward and self.train.clip_norm is not None:

@@ -20,7 +20,7 @@ from comera.recipes.report import sweep_report
 from comera.recipes.report.page import show_metric
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import TASKS, RunConfig
-from comera.recipes.run_folder import is_finished, lock, missing_data, with_whole_paths
+from comera.recipes.run_folder import begun_run, lock, missing_data, with_whole_paths
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
 from comera.train.log import last_logged, progress_bar
 
@@ -349,7 +349,8 @@ def run_sweep(
             bars = show_progress(jobs, sweep.metric, console, expected)
             with contextlib.closing(starts), bars as watch:
                 completed = run_jobs(jobs, starts, watch, more)
-        skipped = [job for job in everything if job not in jobs and is_finished(job.config)]
+        begun = {job: begun_run(job.config) for job in everything if job not in jobs}
+        skipped = [job for job, found in begun.items() if found and found.is_finished(job.folder)]
         for job in skipped:
             job.state = "finished"
         ended = [job for job in everything if job in jobs or job in skipped]
