@@ -196,8 +196,7 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     finite = np.where(np.isfinite(continuous), continuous, np.nan)[training]
     with warnings.catch_warnings():  # a column may be empty in the training rows
         warnings.simplefilter("ignore", RuntimeWarning)
-        figures = (of(finite, 0, dtype=np.float64) for of in (np.nanmean, np.nanstd))
-        scale = tuple(map(np.nan_to_num, figures))
+        scale = tuple(np.nan_to_num(of(finite, 0, dtype=float)) for of in (np.nanmean, np.nanstd))
     arrays = {
         "labels": labels,
         "fields": fields,

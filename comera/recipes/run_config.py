@@ -18,13 +18,7 @@ from comera.nn.targets import TTConfig
 from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
 from comera.rank.learning import check_target
 from comera.rank.two_stage import TwoStage, TwoStageSettings
-from comera.recipes.optimizers import (
-    GATE_LR,
-    OPTIMIZERS,
-    OptimizerConfig,
-    default_name,
-    with_late_stage,
-)
+from comera.recipes.optimizers import GATE_LR, OptimizerConfig, with_late_stage
 from comera.recipes.parse import check_least
 
 _NOT_IDENTITY = {"identity": False}
@@ -385,7 +379,7 @@ class RunConfig:
 
     @property
     def _optimizer(self) -> OptimizerConfig:
-        return self.optimizer or OPTIMIZERS[default_name(self.tensorize is not None)](name=None)
+        return self.optimizer or OptimizerConfig.choose({}, vars(self))[0](name=None)
 
     @property
     def ranks(self) -> TwoStageConfig | ImportancePruningConfig | None:
@@ -404,6 +398,11 @@ class RunConfig:
     @property
     def data(self) -> Any:
         return getattr(self, self.task)
+
+    @property
+    def is_told_by_data(self) -> bool:
+        """Whether the data determine the sizes of the model."""
+        return self.clicks is not None and self.dlrm.table_sizes is None
 
     @property
     def width(self) -> int:

@@ -126,7 +126,14 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     given = content.get("variants") or ({"base": {}} if searched else content["variants"])
     _check_variants(given)
     if changes:
-        given = {name: _changed(name, base, given, changes) for name in given}
+        over, own = nested(changes), {}
+        for name in given:
+            with error_prefix(f"variant {name}: "):
+                before = merged(base, _overrides(name, given))
+                if before.get("tensorize", "") is None and over.get("tensorize") is not None:
+                    raise ValueError("tensorize is null there, and would no longer be by --set")
+                own[name] = merged(nested(given[name] or {}), over)
+        given = own
     variants = {name: variant_of(name, base, given) for name in given}
     for number, claim in enumerate(read_claims(content.get("published") or {})):
         claim.check(_CLAIM.format(number), variants)
@@ -150,17 +157,6 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
         base=base,
         given=given,
     )
-
-
-def _changed(
-    name: str, base: dict[str, Any], given: Mapping[str, Any], changes: Mapping[str, Any]
-) -> dict[str, Any]:
-    with error_prefix(f"variant {name}: "):
-        own, over = nested(given[name] or {}), nested(changes)
-        before = merged(base, _overrides(name, given))
-        if before.get("tensorize", "") is None and over.get("tensorize") is not None:
-            raise ValueError("tensorize is null there, and would no longer be by that change of it")
-        return merged(own, over)
 
 
 def _check_named(name: Any, variants: Mapping[str, Any], said: str) -> None:

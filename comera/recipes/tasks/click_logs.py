@@ -25,10 +25,6 @@ class ClicksTask(Task):
     inputs = ("continuous", "fields")
     lean = True
 
-    @property
-    def is_told_by_data(self) -> bool:
-        return self.config.dlrm.table_sizes is None
-
     def planned_sizes(self) -> Mapping[str, Any]:
         data, given = self.data, self.config.dlrm.table_sizes
         if given is None:

@@ -60,10 +60,7 @@ class Task(ABC):
         valid: Iterable[Batch] = (),
         test: Iterable[Batch] = (),
     ) -> None:
-        """Set the attributes; ``per_epoch`` counts steps, or is None for data without an end.
-
-        Raises ``ValueError`` if the run has no step.
-        """
+        """Set the attributes; ``ValueError`` for no step. ``per_epoch`` is None without an end."""
         train = self.config.train
         if per_epoch == 0:
             raise ValueError(f"train.batch_size={train.batch_size} exceeds the training rows")
@@ -78,11 +75,6 @@ class Task(ABC):
         self._first_batch = lambda: self._to_device(get_batch(0))  # the rows of all processes
         self.evaluate = lambda model: self._measure(model, valid)
         self.test = (lambda model: self._measure(model, test)) if test else None
-
-    @property
-    def is_told_by_data(self) -> bool:
-        """Whether the data determine the sizes of the model."""
-        return False
 
     @abstractmethod
     def planned_sizes(self) -> Mapping[str, Any]:
