@@ -198,8 +198,12 @@ class _Unbind(torch.autograd.Function):
             if param.requires_grad and param.grad is None
         ]
 
+        for param in without:
+            vars(param)["unreached"] = True  # for OptimizerInBackward, which steps before the drop
+
         def drop_zeros() -> None:
             for param in without:
+                vars(param).pop("unreached", None)
                 if param.grad is not None and not param.grad.any():
                     param.grad = None
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.extras import needed_by
+from comera.ops.context import without_autocast
 from comera.optim import state_layout
 from comera.optim.muon import MuonAdamW
 from comera.optim.projection import (
@@ -86,8 +87,7 @@ class GaLore(Optimizer):
         before the step as in :class:`torch.optim.AdamW`; galore-torch decays after the step.
         Subspaces and projected moments are float32, or wider if parameters are. A gradient that is
         not finite leaves the subspace as it was. While the gradient is zero, no first subspace is
-        found, and the parameter waits. A step can be captured in a CUDA graph after one eager step,
-        if the inner optimizer's can; see :meth:`refresh_`.
+        found, and the parameter waits.
 
     Raises:
         ValueError: If a group has an unknown key or a setting out of range, if a projected group
@@ -154,18 +154,13 @@ class GaLore(Optimizer):
         inner = type(self.inner).__name__
         return super().__repr__().replace(" (", f" around {inner} (", 1)
 
-    def stand_in(self, param: Tensor) -> nn.Parameter | None:
-        """Return the tensor that the inner optimizer trains in place of a projected parameter."""
-        return self._stand_ins.get(param)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of every parameter that has a gradient.
 
         Raises ``RuntimeError`` if a gradient to be projected is sparse or complex (nothing has
-        changed then), or the first step of a parameter is captured in a CUDA graph; ``TypeError``
-        if the inner optimizer keeps counts in its groups: projected parameters have then been
-        decayed, but not stepped.
+        changed then); ``TypeError`` if the inner optimizer keeps counts in its groups: projected
+        parameters have then been decayed, but not stepped.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         begun, settings = self._begin_all()
@@ -263,36 +258,20 @@ class GaLore(Optimizer):
             param.grad = decayed
             return param, None, factor, grad
         matrix = decayed.flatten(1)
-        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if not captured:
-            self._refresh(param, matrix, group)
+        self._refresh(param, matrix, group)
         bases = self._bases(param)
         if bases:
-            low = into(matrix, bases)
+            with without_autocast(matrix):
+                low = into(matrix, bases)
             stand_in.data, stand_in.grad = torch.zeros_like(low), low
-        elif captured:
-            raise RuntimeError(
-                f"GaLore has no subspace yet for a parameter of shape {tuple(param.shape)}, "
-                "and none can be found in a CUDA graph: take a step before it is captured"
-            )
         return param, stand_in, factor, grad
 
     def _end(self, begun: list[_Begun]) -> None:
         for param, stand_in, factor, _ in begun:
             if stand_in is not None and stand_in.grad is not None:
-                add_out_of_(param, stand_in.data * factor, self._bases(param))
+                with without_autocast(param):
+                    add_out_of_(param, stand_in.data * factor, self._bases(param))
                 _release(stand_in)
-
-    @torch.no_grad()
-    def refresh_(self) -> None:
-        """Count a step, and recompute the subspaces that are due, from the present gradients.
-
-        Call this after each replay of a CUDA graph, whose next replay uses the new subspaces.
-        """
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param in self._stand_ins and param.grad is not None:
-                    self._refresh(param, param.grad.flatten(1), group)
 
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any]) -> None:
         """Count a step of a parameter; recompute its subspace every ``update_proj_gap`` steps."""
@@ -314,11 +293,8 @@ class GaLore(Optimizer):
             return
         if not old:
             count += 1
-        for side, basis in new_bases(grad_MN, group["rank"], group["proj_type"], steps).items():
-            if side in old:
-                old[side].copy_(basis)  # a captured step reads this memory
-            else:
-                state[_OURS + side] = basis
+        bases = new_bases(grad_MN, group["rank"], group["proj_type"], steps)
+        state.update({_OURS + side: basis for side, basis in bases.items()})
 
     def _bases(self, param: Tensor) -> dict[str, Tensor]:
         state = self.state.get(param, {})

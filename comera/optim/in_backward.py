@@ -65,7 +65,6 @@ class OptimizerInBackward:
         self.optimizer, self.process_group = optimizer, process_group
         self._position: dict[Tensor, int] = {}
         self._stepped: set[Tensor] = set()
-        self._waiting: dict[Tensor, None] = {}  # with gradients of accumulate(), in their order
         self._accumulating = False
         # Each device has a thread of its own in backward, and they share the optimizer.
         self._lock = threading.Lock()
@@ -103,7 +102,7 @@ class OptimizerInBackward:
             self._accumulating = before
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """End an iteration; parameters that still have a gradient are stepped now.
+        """End an iteration: step parameters that still have a gradient, and drop it.
 
         Returns the result of ``closure``, which computes the loss and its backward pass. Raises
         ``RuntimeError`` if an updated parameter has a gradient again, or a ``GradScaler`` calls.
@@ -117,7 +116,6 @@ class OptimizerInBackward:
     def discard_(self) -> None:
         """Drop the gradients of an interrupted iteration; updated parameters stay updated."""
         self._stepped.clear()
-        self._waiting.clear()
         self.zero_grad()
 
     def remove(self) -> None:
@@ -129,13 +127,6 @@ class OptimizerInBackward:
             vars(self.optimizer).update(self._undo)
         self._handles, self._position = [], {}
         self._stepped.clear()
-        self._waiting.clear()
-
-    def __enter__(self) -> "OptimizerInBackward":
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self.remove()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -169,14 +160,15 @@ class OptimizerInBackward:
     def _on_grad(self, param: Tensor) -> None:
         """Step a parameter whose gradient is complete (and reduced, under ``fully_shard``)."""
         if self._accumulating:
-            self._waiting[param] = None
+            return
+        if vars(param).get("unreached") and not param.grad.any():  # type: ignore[union-attr]
+            param.grad = None  # BatchedContraction drops these zeros only after backward
             return
         with self._lock:
             if param in self._stepped:
                 raise RuntimeError(f"{self._name(param)} {_TWICE}")
             self._average(param)
             self._stepped.add(param)
-            self._waiting.pop(param, None)
             step_param(self.optimizer, param, self._position[param])
             param.grad = None
 
@@ -208,15 +200,14 @@ class OptimizerInBackward:
                 raise ValueError(
                     "step(closure) does not go with process_group=: call backward, then step()"
                 )
-            for param in self._waiting:
-                self._average(param)
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    self._average(param)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._lock.locked():
-            for param in self._waiting:  # else the next iteration would add to these gradients
-                param.grad = None
+            self.zero_grad()  # else the next iteration would add to the gradients that are left
             self._stepped.clear()
-            self._waiting.clear()
 
     def _name(self, param: Tensor) -> str:
         number = self._position[param]

@@ -390,7 +390,7 @@ class RankLearning(ABC):
                 )  # fmt: skip
         self.steps_done, self.forced = state["steps_done"], state["forced"]
         self.start_size, self.target_size, self.pace = start_size, target_size, state.get("pace", 1)
-        self._target_met = self._own(state["target_met"])
+        self._target_met = self._own(state["target_met"]) & (target_size == state["target_size"])
         self.discard_()
 
     def _own(self, tensor: Tensor) -> Tensor:

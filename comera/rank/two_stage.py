@@ -177,10 +177,11 @@ class TwoStage(RankLearning):
                 "alone is differentiated, instead of ranks.objective(loss)"
             )
         super().follow_(loss)
+        loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32), copy=True)
         if self._running_loss is None:
-            self._running_loss = loss.detach().clone()
+            self._running_loss = loss
         else:
-            self._running_loss.lerp_(loss.detach(), 0.05)
+            self._running_loss.lerp_(loss, 0.05)
 
     def discard_(self) -> None:
         """Discard the objective of a step that is not taken."""

@@ -45,7 +45,6 @@ class HostState:
             # An address may be given away again, but not to as many numbers.
             "parameters": [(param.data_ptr(), param.numel()) for param in params],
             "which parameters are trained": [param.requires_grad for param in params],
-            "gradients from before the step": [param.grad is not None for param in params],
             "buffers": [(buffer.data_ptr(), buffer.numel()) for buffer in buffers],
             # A module may give way to one of other code over the same parameters.
             "modules": _objects(modules),
@@ -91,6 +90,7 @@ class HostState:
                     del optimizer.state[param]
             if ranks is not None:
                 vars(ranks).update(of_ranks)
+                ranks.discard_()  # what importance pruning has added to tensors in place
             if parallel is not None:
                 parallel.forget()
 
@@ -176,4 +176,4 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Restore the result of :func:`random_state`, also on a machine without a GPU."""
     set_host_random_state(state)
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])

@@ -161,9 +161,7 @@ class RunUnderWay:
         if ranks is not None and (ranks.due or (at_end and ranks.forced is None)):
             spread = self.spread("before its ranks are cut,")
             self.result.ranks = ranks.finish_(step.optimizer) | spread
-            # Its running loss is none of the losses of steps that the log has under that name.
-            figures = {key: v for key, v in self.result.ranks.items() if key != "loss"}
-            self.log.write(step.steps_done, stage="done", **figures)
+            self.log.write(step.steps_done, stage="done", **self.result.ranks)
 
     def spread(self, when: str) -> dict[str, float]:
         """Return how far the model's answers differ among inputs; warn if they hardly do."""

@@ -97,7 +97,7 @@ class RateWatch:
         if not self._warns:
             return
         rate = _rate(self.optimizer)
-        if seen.change > _LARGEST_CHANGE and "change" not in self._said:
+        if _LARGEST_CHANGE < seen.change < math.inf and "change" not in self._said:
             self._said.add("change")
             log.warning(
                 "the learning rate is too high: step %d, at a rate of %.2g, has changed %s by "
@@ -140,7 +140,8 @@ class RateWatch:
 
 def _rate(optimizer: AnyOptimizer) -> float:
     groups = [group for group in optimizer.param_groups if group.get("name") != "gates"]
-    return max((float(group["lr"]) for group in groups), default=0.0)
+    rates = (float(group["lr"]) / group.get("rate_scale", 1.0) for group in groups)
+    return max(rates, default=0.0)
 
 
 def _some(param: Tensor) -> Tensor:
@@ -175,11 +176,11 @@ def _attention_scores(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             query, key = (_weight(getattr(module, side, None)) for side in pair)
             if query is None or key is None:
                 continue
-            rows = query.shape[0]
+            rows, keys = query.shape[0], key.shape[0]
             width, heads = getattr(module, "head_dim", None), getattr(module, "num_heads", None)
             if not isinstance(width, int) and isinstance(heads, int) and heads > 0:
                 width = rows // heads
-            if not isinstance(width, int) or width <= 0 or rows % width:
+            if not isinstance(width, int) or width <= 0 or keys % width or not keys or rows % keys:
                 continue
             query_HED, key_HED = query.unflatten(0, (-1, width)), key.unflatten(0, (-1, width))
             query_HEE, key_HEE = query_HED @ query_HED.mT, key_HED @ key_HED.mT

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from comera.checkpoint.chain import Checkpoint, CheckpointChain
 from comera.checkpoint.contents import names_of_parameters
 from comera.checkpoint.skeleton import parsed, put_together, take_apart
-from comera.nn.module import tensor_trains
+from comera.nn.module import TensorTrainModule
 from comera.optim.state_layout import unwrap
 from comera.params import is_sharded
 from comera.train.data_parallel import unwrapped_model
@@ -101,6 +101,10 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
         moments = shared_optimizer_state(unwrap(step.optimizer), moments)
     model.load_state_dict(weights)
     step.optimizer.load_state_dict(moments)
+    if next(model.parameters()).device.type == "cpu":  # the checkpoint may be of captured steps
+        for group in unwrap(step.optimizer).param_groups:
+            if group.get("capturable"):
+                group |= {"capturable": False, "lr": float(group["lr"])}
     for name in ("scheduler", "ranks"):
         part, loaded = getattr(step, name), state[name]
         if (part is None) != (loaded is None):
@@ -114,7 +118,8 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
 
 
 def _layout(model: nn.Module) -> dict[str, list[int]]:
-    layers = tensor_trains(model)
+    modules = model.named_modules(remove_duplicate=False)  # layers may share their cores
+    layers = {name: module for name, module in modules if isinstance(module, TensorTrainModule)}
     bonds = {
         f"{layer}.{part}.{k}".lstrip(".")
         for layer, module in layers.items()

@@ -211,17 +211,16 @@ class Sharded:
     def clip_(self, largest: float) -> Tensor:
         """Clip whole and sharded gradients to a common norm ``largest``; return the norm before."""
         grads: list[Any] = [param.grad for param in self._params if param.grad is not None]
-        shared = [grad.to_local() for grad in grads if is_sharded(grad)]
-        whole = [grad for grad in grads if not is_sharded(grad)]
+        split = [is_sharded(grad) and any(p.is_shard() for p in grad.placements) for grad in grads]
+        local = [grad.to_local() if is_sharded(grad) else grad for grad in grads]
         dtype = functools.reduce(torch.promote_types, (g.dtype for g in grads), torch.float32)
         square, rest = torch.zeros((2, 1), dtype=dtype, device=grads[0].device).unbind()
-        for total, some in ((square, shared), (rest, whole)):
-            for grad in some:
-                total += grad.to(dtype).square().sum()
+        for grad, part in zip(local, split, strict=True):  # what is replicated counts once
+            (square if part else rest).add_(grad.to(dtype).square().sum())
         dist.all_reduce(square, group=self.group)
         norm = (square + rest).squeeze().sqrt()
         share = (largest / (norm + 1e-6)).clamp(max=1.0)
-        for grad in (*shared, *whole):
+        for grad in local:
             grad.mul_(share)
         return norm
 

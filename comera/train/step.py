@@ -186,7 +186,7 @@ class TrainStep:
         self._capture = Capture(self._update, host, graphs, self._device, warm_up, together)
 
     def __call__(self, batch: Any) -> Tensor:
-        """Train on one batch; return its mean loss over all processes.
+        """Drop earlier gradients, train on one batch, and return its mean loss over all processes.
 
         Args:
             batch: A tensor, or tensors in nested lists, tuples and dicts; ``loss_fn`` gets it as it
@@ -232,6 +232,8 @@ class TrainStep:
     def _update(self, batch: Any) -> Tensor:
         """Run all work of a step on the device; a CUDA graph can hold it."""
         self._unreduced = False  # one that was broken off has been seen to
+        self.optimizer.zero_grad(set_to_none=True)  # gradients from before the step
+        self.model.zero_grad(set_to_none=True)  # and of parameters that the optimizer lacks
         if self.parallel is not None:
             self.parallel.prepare_()
         total = torch.zeros((), device=self._device)

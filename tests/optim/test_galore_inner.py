@@ -68,7 +68,7 @@ def test_weight_decay_is_that_of_every_optimizer_of_torch(inner, maximize):
     optimizer = comera.GaLore([{"params": [layer.weight], "rank": 32}], kind, **settings)
     train(layer, optimizer, 0, 4)
     train(twin, plain, 0, 4)
-    assert optimizer.stand_in(layer.weight) is None  # all of its directions are in the rank
+    assert optimizer._stand_ins.get(layer.weight) is None  # all of its directions are in the rank
     torch.testing.assert_close(layer.weight, twin.weight)
 
 
@@ -125,13 +125,13 @@ def test_a_group_that_is_refused_leaves_no_trace():
         with pytest.raises(ValueError, match=message):
             optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 1
-        assert optimizer.stand_in(new) is None
+        assert optimizer._stand_ins.get(new) is None
     train(layer, optimizer, 0, 3)
     train(twin, other, 0, 3)
     assert torch.equal(layer.weight, twin.weight)
     assert_equal(optimizer.state_dict(), other.state_dict())
     optimizer.add_param_group({"params": [new], "rank": 4})
-    assert optimizer.stand_in(new) is not None
+    assert optimizer._stand_ins.get(new) is not None
 
 
 @pytest.mark.parametrize("rank", [{}, {"rank": 4}], ids=str)
@@ -153,7 +153,8 @@ def test_optimizers_that_keep_count_in_their_groups_are_refused():
     with pytest.raises(TypeError, match=r"Counting changes 'k' .* use Counting without GaLore"):
         train(layer, optimizer, 0, 1)
     assert torch.equal(layer.weight, before)
-    with comera.OptimizerInBackward(optimizer), pytest.raises(TypeError, match="changes 'k'"):
+    comera.OptimizerInBackward(optimizer)
+    with pytest.raises(TypeError, match="changes 'k'"):
         layer(torch.randn(8, 32)).square().mean().backward()
 
 
@@ -302,20 +303,6 @@ def backward(model, k):
     (model(x.to(device)) - x.to(device)).square().mean().backward()
 
 
-def subspaces(optimizer) -> list[torch.Tensor]:
-    return [
-        v for s in optimizer.state.values() for k, v in s.items() if k.endswith(("left", "right"))
-    ]
-
-
-def capturing(monkeypatch, yes: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: yes)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: yes)
-    # Asks the driver for its stream, from torch 2.14 on, where torch was built for CUDA.
-    check = "_accelerator_graph_capture_health_check"
-    monkeypatch.setattr(torch.optim.Optimizer, check, lambda self: None, raising=False)
-
-
 @pytest.mark.slow
 def test_compiled_steps_are_the_same_and_compiled_once():
     torch.compiler.reset()
@@ -333,80 +320,15 @@ def test_compiled_steps_are_the_same_and_compiled_once():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_new_subspaces_take_the_memory_of_the_old():
-    model = make_model()
-    optimizer = make_optimizer(model)
-    backward(model, 0)
-    optimizer.step()
-    before = [(basis.data_ptr(), basis.clone()) for basis in subspaces(optimizer)]
-    for k in range(1, GAP + 1):
-        model.zero_grad()
-        backward(model, k)
-        optimizer.step()
-    for (pointer, old), new in zip(before, subspaces(optimizer), strict=True):
-        assert new.data_ptr() == pointer
-        assert not torch.allclose(old, new)
-
-
-def test_a_captured_step_leaves_the_subspaces_to_refresh(monkeypatch):
-    """Steps as a graph would take them, with refresh_ after each: subspaces one step late."""
-    model = make_model()
-    optimizer = make_optimizer(model)
-    backward(model, 0)
-    optimizer.step()
-    changed = []
-    for k in range(1, 2 * GAP + 1):
-        before = [basis.clone() for basis in subspaces(optimizer)]
-        model.zero_grad()
-        backward(model, k)
-        with monkeypatch.context() as patch:
-            capturing(patch, True)
+@pytest.mark.parametrize("proj_type", ["std", "full"])
+def test_a_step_under_autocast_is_the_same(proj_type):
+    moved = []
+    for enabled in (False, True):
+        layer = make_layer()
+        optimizer = comera.GaLoreAdamW(groups_of(layer, rank=4, proj_type=proj_type))
+        layer(torch.ones(2, 32)).square().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             optimizer.step()
-        for old, now in zip(before, subspaces(optimizer), strict=True):
-            assert torch.equal(old, now)
-        optimizer.refresh_()
-        now = subspaces(optimizer)
-        changed.append([not torch.equal(a, b) for a, b in zip(before, now, strict=True)])
-    assert [sum(each) for each in zip(*changed, strict=True)] == [2, 2]  # each twice in two gaps
-
-
-def test_a_first_step_cannot_be_captured(monkeypatch):
-    model = make_model()
-    optimizer = make_optimizer(model)
-    backward(model, 0)
-    capturing(monkeypatch, True)
-    with pytest.raises(
-        RuntimeError, match=r"shape \(40, 24\), and none can be found in a CUDA graph"
-    ):
-        optimizer.step()
-
-
-@pytest.mark.gpu
-def test_replayed_steps_equal_eager_ones():
-    models = [make_model().cuda(), make_model().cuda()]
-    optimizers = [
-        make_optimizer(model, lr=torch.tensor(1e-2, device="cuda"), capturable=True)
-        for model in models
-    ]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        backward(model, 0)
-        optimizer.step()
-    x = torch.randn(16, 24, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    grads = [torch.zeros_like(p) for p in models[1].parameters()]
-    for param, grad in zip(models[1].parameters(), grads, strict=True):
-        param.grad = grad
-    with torch.cuda.graph(graph):
-        optimizers[1].step()
-    for k in range(1, GAP):  # before the first refresh: both use the same subspaces
-        x = torch.randn(16, 24, device="cuda")
-        models[0].zero_grad()
-        (models[0](x) - x).square().mean().backward()
-        for grad, param in zip(grads, models[0].parameters(), strict=True):
-            grad.copy_(param.grad)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(optimizers[0], "_refresh", lambda *_: None)
-            optimizers[0].step()
-        graph.replay()
-        for ours, plain in zip(models[1].parameters(), models[0].parameters(), strict=True):
-            torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6, msg=f"step {k}")
+        moved.append(layer.weight)
+        assert optimizer.state[layer.weight]["exp_avg"].dtype == torch.float32
+    assert torch.equal(*moved)

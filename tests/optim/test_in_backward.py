@@ -297,13 +297,14 @@ def test_a_class_that_calls_its_parents_step():
     assert_same(a, first, b, second)
 
 
-def test_removal_and_context():
+def test_removal():
     model = make_model()
     optimizer = OPTIMIZERS["AdamW"](model)
-    with OptimizerInBackward(optimizer) as updates:
-        train(model, updates, 0, 2)
-        with pytest.raises(ValueError, match="AdamW is in an OptimizerInBackward already"):
-            OptimizerInBackward(optimizer)
+    updates = OptimizerInBackward(optimizer)
+    train(model, updates, 0, 2)
+    with pytest.raises(ValueError, match="AdamW is in an OptimizerInBackward already"):
+        OptimizerInBackward(optimizer)
+    updates.remove()
     updates.remove()  # a second time is nothing
     loss_of(model, 2).backward()
     assert model.wide.weight.grad is not None
@@ -322,7 +323,9 @@ def test_parameters_added_later_and_frozen_ones():
         model.hidden[0].weight.requires_grad_(True)
         model.hidden[1].weight.requires_grad_(False)
     train(a, first, 0, 5)
-    train(b, updates, 0, 5)
+    for k in range(5):  # the loop of the docstring, without zero_grad
+        loss_of(b, k).backward()
+        updates.step()
     assert_same(a, first, b, second)
 
 

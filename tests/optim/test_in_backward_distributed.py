@@ -80,6 +80,13 @@ def averaged(rank):
     all_of = [torch.empty_like(model[0].weight) for _ in range(2)]
     dist.all_gather(all_of, model[0].weight.detach())
     found["accumulated"] = torch.equal(*all_of)
+    model = make_model()
+    model[0].requires_grad_(False)
+    late = OptimizerInBackward(sgd(model), process_group=dist.group.WORLD)
+    model[0].requires_grad_(True)
+    train(model, late, rank)
+    dist.all_gather(all_of, model[0].weight.detach())
+    found["unfrozen later"] = torch.equal(*all_of)
     found["closure"] = error_of(lambda: updates.step(lambda: None))
     return found
 
@@ -145,7 +152,7 @@ def test_averaged_gradients_step_as_with_distributed_data_parallel(results):
         assert "process_group=torch.distributed.group.WORLD" in found.pop("wrapped")
         assert "step(closure) does not go with process_group=" in found.pop("closure")
         assert all(found.values()), found
-        assert len(found) == 7
+        assert len(found) == 8
 
 
 def test_sharded_parameters_step_as_after_backward(results):

@@ -158,6 +158,14 @@ def test_a_loss_of_few_bits_is_enough(dtype):
     assert want[0].any()
 
 
+def test_the_running_loss_moves_in_more_bits_than_the_loss(model):
+    ranks = comera.TwoStage(model, 0.5, 300, 5)
+    for loss in [2.0] + 199 * [1.9]:
+        ranks.objective(torch.tensor(loss, dtype=torch.bfloat16))
+        ranks.step(torch.tensor(loss, dtype=torch.bfloat16))
+    assert float(ranks._running_loss) == pytest.approx(1.9, abs=0.01)
+
+
 def test_the_late_stage_prunes_and_the_target_is_guaranteed(model, batch):
     optimizer = optimizer_for(model)
     ranks = comera.TwoStage(model, 0.4, 10, 60)
@@ -452,12 +460,14 @@ def test_state_that_cannot_be_cut_leaves_everything_as_it_was(method):
 def test_a_target_may_change_between_runs(model, method, caplog):
     """Like all settings it is that of the object, a share of the size that training began with."""
     steps = (8,) if method is comera.ImportancePruning else (4, 30)
-    state = method(model, 0.5, *steps).state_dict()
-    smaller = method(model, 0.3, *steps)
+    state = method(model, 0.5, *steps).state_dict() | {"target_met": torch.tensor(True)}
+    smaller, same = method(model, 0.3, *steps), method(model, 0.5, *steps)
     start = smaller.start_size
     comera.ImportancePruning(model, 0.7, 8).finish_()
     smaller.load_state_dict(state)
+    same.load_state_dict(state)
     assert (smaller.start_size, smaller.target_size) == (start, int(0.3 * start))
+    assert (bool(smaller._target_met), bool(same._target_met)) == (False, True)
     assert f"goes on with a target of {int(0.3 * start)} entries" in caplog.text
     assert smaller.finish_()["size"] <= int(0.3 * start)
 

@@ -107,6 +107,25 @@ def test_mixed_precision():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_layer_that_no_gradient_reaches_is_not_stepped(accumulate):
+    made = []
+    for wrap in (lambda optimizer: optimizer, comera.OptimizerInBackward):
+        torch.manual_seed(0)
+        model = nn.ModuleList(comera.TTLinear(16, 16, rank=2) for _ in range(2))
+        optimizer = wrap(torch.optim.AdamW(model.parameters(), 1e-2))
+
+        def loss_of(model, batch):
+            x = model[0](batch["x"])
+            return (model[1](x) if batch["both"] else x).square().mean()
+
+        step = comera.TrainStep(model, loss_of, optimizer, accumulate=accumulate)
+        for both in (True, False, False):
+            step({"x": torch.ones(4, 16), "both": both})
+        made.append(step)
+    assert_same(*made)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_that_is_not_finite_updates_nothing(accumulate):
     _, step = steps(accumulate=accumulate)
     step(get_batch(0))

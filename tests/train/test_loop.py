@@ -206,6 +206,33 @@ def test_a_checkpoint_of_another_model_is_named(chain):
         load_checkpoint(chain, without)
 
 
+def test_layers_that_share_their_cores_resume_after_the_cut(chain):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.output = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+            self.output.weight = self.tokens.weight
+
+        def forward(self, x):
+            return self.output(self.tokens(x))
+
+    def tied_step():
+        model = comera.tensorize_(Tied(), comera.TTConfig(embedding_rank=8, tied="share"))
+        ranks = comera.ImportancePruning(model, 0.5, 1)
+        optimizer = torch.optim.AdamW(comera.param_groups(model, 1e-2))
+        return comera.TrainStep(
+            model, lambda m, x: nn.functional.cross_entropy(m(x), x), optimizer, ranks
+        )
+
+    step, tokens = tied_step(), torch.arange(64)
+    step(tokens)
+    step.ranks.finish_(step.optimizer)
+    save_checkpoint(chain, step)
+    resumed = tied_step()
+    load_checkpoint(chain, resumed)
+    assert [float(resumed(tokens)) for _ in range(2)] == [float(step(tokens)) for _ in range(2)]
+
+
 def test_a_checkpoint_that_is_missing_or_of_something_else_is_named(chain):
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         load_checkpoint(chain, make_step())

@@ -139,6 +139,17 @@ def test_heads_may_share_their_keys():
     assert watch.last.attention == ""
 
 
+@pytest.mark.parametrize("width", [0, 6, 16])
+def test_keys_that_do_not_fit_the_queries_are_left_out(width):
+    model = nn.Module()
+    model.num_heads, model.query, model.key = 2, nn.Linear(8, 8), nn.Linear(8, 8)
+    model.key.weight = nn.Parameter(torch.ones(width, 8))
+    watch = RateWatch(model, torch.optim.SGD(model.parameters(), 1e-3), every=1)
+    watch.before(1)
+    watch.after(1)
+    assert watch.last.score == 0
+
+
 def test_bounded_attention_has_no_score():
     step = step_of(classifier(qk_norm=True), 1e-3)
     step(next(batches(1)))
@@ -194,6 +205,14 @@ def test_one_process_of_several_speaks(caplog):
 
 def test_the_rate_that_is_named_is_one_of_weights():
     """Gates have a higher one of their own, which nobody is to halve."""
-    groups = comera.param_groups(tensorized(), 1e-3, core_lr=2e-3, gate_lr=0.1)
-    watch = RateWatch(tensorized(), comera.MuonAdamW(groups))
-    assert "at a learning rate of 0.002" in watch.advice()
+    for scaled in ({}, {"scale_rates": "contracted"}):
+        groups = comera.param_groups(tensorized(), 1e-3, core_lr=2e-3, gate_lr=0.1, **scaled)
+        watch = RateWatch(tensorized(), comera.MuonAdamW(groups))
+        assert "at a learning rate of 0.002" in watch.advice()
+
+
+def test_a_gradient_that_is_not_finite_is_no_matter_of_the_rate(caplog):
+    model = classifier()
+    model.output.weight.register_hook(lambda grad: grad * math.inf)
+    train(step_of(model, 1e-3, torch.optim.AdamW), 1)
+    assert not warnings_of(caplog)

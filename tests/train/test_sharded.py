@@ -192,10 +192,22 @@ def norm_in_float64(rank):
     return float(Sharded(model, optimizer).clip_(1.0))
 
 
+def norm_with_a_replicated_bias(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": RowwiseParallel()})
+    for param in model.parameters():
+        param.grad = param.detach() * 0 + 1
+    return float(Sharded(model, torch.optim.SGD(model.parameters())).clip_(1.0))
+
+
 def _two(rank):
     loop = own_loop(rank, os.environ["FOLDER"])
     found = {"loop": loop, "refusals": refusals(rank), "tensor parallel": _tensor_parallel(rank)}
     found |= {"start": begun_on_meta(rank), "extras": state_without_extras(rank)}
+    found["replicated"] = norm_with_a_replicated_bias(rank)
     return found | {"tables": _tables(rank), "norm": norm_in_float64(rank)}
 
 
@@ -277,6 +289,7 @@ def test_a_state_need_not_have_what_only_tables_save(results):
 
 def test_norms_are_as_exact_as_gradients(results):
     assert [result["norm"] for result in results[2]] == pytest.approx([20**0.5 * 1e30] * 2)
+    assert [result["replicated"] for result in results[2]] == pytest.approx([20**0.5] * 2)
 
 
 def test_where_the_model_was_sharded_afterwards_it_is_said_at_first_use(results):

@@ -50,6 +50,22 @@ def test_rank_learning_follows_the_loss_of_all_parts(rows):
     torch.testing.assert_close(split.ranks._running_loss, whole.ranks._running_loss)
 
 
+def test_gradients_from_before_the_step_are_dropped():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    weight = model.weight.detach().clone()
+    model.bias.grad, model.weight.grad = torch.ones(4), torch.ones(4, 4)
+    sgd = torch.optim.SGD([model.weight], 1.0)  # so the bias counts in the norm alone
+    step = comera.TrainStep(model, lambda m, x: m(x).sum(), sgd, clip_norm=1.0)
+    moved = []
+    for _ in range(3):
+        step(torch.ones(1, 4))
+        moved.append(float((model.weight.detach() - weight).norm()))
+        weight.copy_(model.weight.detach())
+    assert moved == pytest.approx([moved[0]] * 3)
+    assert moved[0] == pytest.approx(math.sqrt(16 / 20), rel=1e-5)
+
+
 def test_gradients_are_clipped_together():
     step = make_step()
     step.clip_norm = 1e-3
