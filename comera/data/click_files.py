@@ -30,6 +30,7 @@ CATEGORIES = "categories.safetensors"
 """Name of the file of :class:`ClickRows` in the folder of a run."""
 
 RARE = 0  # row of a table for all categories that are not in the vocabulary
+_EMPTY = -(2**63)  # whole number that stands for an empty cell
 _KEY = "comera.categories"
 
 
@@ -59,7 +60,8 @@ class Field:
         if not self.integers:
             return codes_of_text(["" if value is None else str(value)])[0]
         try:
-            number = int(str(value))  # raises for true and false, too
+            value = _EMPTY if value in (None, "") else value
+            number = int(str(value).removesuffix(".0"))  # raises for true and false, too
             return np.uint64(number) if number >= 0 else np.int64(number).astype(np.uint64)
         except (ValueError, OverflowError):
             raise ValueError(f"{self.name} is {value!r}, expected a whole number") from None
@@ -339,7 +341,8 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
             with _open_npz(path) as file:
                 table = {name: file[name] for name in wanted}
         else:
-            table = dict(pd.read_parquet(path, columns=wanted))
+            # Else whole numbers with an empty cell become floats, which are equal beyond 2^53.
+            table = dict(pd.read_parquet(path, columns=wanted, dtype_backend="numpy_nullable"))
     for name, column in table.items():
         if column.ndim != 1:
             raise ValueError(
@@ -350,6 +353,11 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
         if name not in columns.fields:
             with error_prefix(f"{path}: {name} must hold numbers: ", (TypeError, ValueError)):
                 table[name] = column.astype(np.float64)
+        elif pd.api.types.is_any_real_numeric_dtype(cells := pd.Series(column)):
+            kind: Any = getattr(cells.dtype, "numpy_dtype", cells.dtype)
+            numbers = cells.fillna(0).to_numpy(kind)
+            if kind.kind in "iu" or ((np.trunc(numbers) == numbers) & (abs(numbers) < 2**53)).all():
+                table[name] = np.where(cells.isna(), _EMPTY, numbers.astype(np.int64))
     frame = pd.DataFrame(table)
     frame.index += 1
     return frame

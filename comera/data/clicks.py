@@ -75,6 +75,9 @@ class ClickData:
                 f"{name}.hash_rows={self.hash_rows} must be at least 2, or null for a row a "
                 "category: the first row is that of rare ones"
             )
+        named = [key for key in ("label", "fields", "continuous") if getattr(self, key)]
+        if self.format == "criteo" and named:
+            raise ValueError(f"{name}.{named[0]} is not for format=criteo, whose columns are known")
 
     def find(self) -> None:
         """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
@@ -117,7 +120,7 @@ class Clicks:
         path = vocabulary.find_file(settings.file, click_files.EXPECTED)
         digests = settings.digests() if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
-        folder = cache_folder() / f"clicks-{vocabulary.short_digest([4, relevant])}"
+        folder = cache_folder() / f"clicks-{vocabulary.short_digest([5, relevant])}"
         if not (folder / _FACTS).is_file():
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock"):  # another run may be preparing the same
@@ -130,12 +133,8 @@ class Clicks:
         """Encoder of raw rows as inputs of the model; each access reads it from the cache."""
         return click_files.ClickRows.load(self._folder / click_files.CATEGORIES)
 
-    @property
-    def num_train(self) -> int:
-        return len(self.splits["train"])
-
     def steps_per_epoch(self, batch_size: int) -> int:
-        return self.num_train // batch_size
+        return len(self.splits["train"]) // batch_size
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
         """Return training batch number ``step``.
@@ -197,7 +196,7 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     finite = np.where(np.isfinite(continuous), continuous, np.nan)[training]
     with warnings.catch_warnings():  # a column may be empty in the training rows
         warnings.simplefilter("ignore", RuntimeWarning)
-        scale = np.nan_to_num(np.nanmean(finite, 0)), np.nan_to_num(np.nanstd(finite, 0))
+        scale = tuple(np.nan_to_num(of(finite, 0, dtype=float)) for of in (np.nanmean, np.nanstd))
     arrays = {
         "labels": labels,
         "fields": fields,
@@ -250,10 +249,10 @@ def _split(settings: ClickData, rows: int) -> dict[str, np.ndarray]:
         raise ValueError(
             f"clicks.heldout={settings.heldout} of {rows} rows must leave some on either side"
         )
-    if not 0 <= tested < rows - held:
+    if not (0 < tested < rows - held or settings.test == 0):
         raise ValueError(
             f"clicks.test={settings.test} of {rows} rows, beside clicks.heldout="
-            f"{settings.heldout}, must leave some to train on"
+            f"{settings.heldout}, must be 0, or have some rows and leave some to train on"
         )
     order = np.arange(rows)
     if settings.split == "random":

@@ -43,7 +43,8 @@ class NliData:
         train: A training file or several, or ``datasets:NAME@SPLIT``.
         dev: Files for evaluation, given in the same way; settings are chosen by their results.
         test: Files for one evaluation of the trained model, after all settings are chosen.
-        vocab: A WordPiece ``vocab.txt``; by default one is trained on the training text.
+        vocab: A WordPiece ``vocab.txt``; by default one is trained on the training text. Text is
+            lowercased unless the file has capitals.
         vocab_size: Tokens to train where ``vocab`` is not given.
         length: Longest pair in tokens, ``[CLS]`` and both ``[SEP]`` included; longer pairs are
             cut, the longer sentence first.
@@ -142,7 +143,10 @@ class NliPairs:
             **{name: [digests[s] for s in sources] for name, sources in settings.splits.items()},
             "vocab": settings.vocab and digests[settings.vocab],
         }
-        cache = cache_folder() / f"nli-{vocabulary.short_digest(['nli-3', relevant])}.npz"
+        key = ["nli-3", relevant]
+        if settings.vocab and not vocabulary.load_word_pieces(settings.vocab).normalizer.lowercase:
+            key.append("cased")  # earlier versions lowercased these, too
+        cache = cache_folder() / f"nli-{vocabulary.short_digest(key)}.npz"
         arrays = vocabulary.cached_arrays(cache)
         if arrays is None:
             arrays = _encode(settings)

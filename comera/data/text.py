@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from comera.data import vocabulary
+from comera.extras import error_prefix
 from comera.files import cache_folder
 
 _STREAMS = ("train", "valid", "test")
@@ -175,13 +176,14 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
     def is_of_a_run(inner: Path) -> bool:
         return inner != folder and ((inner / ".lock").is_file() or is_of_a_run(inner.parent))
 
-    files = [
-        path
-        for path in folder.glob(pattern)
-        if path.is_file()
-        and not skip & set(path.relative_to(folder).parts)
-        and not is_of_a_run(path.parent)
-    ]
+    with error_prefix(f"pattern={pattern!r}: ", (NotImplementedError, ValueError)):
+        files = [
+            path
+            for path in folder.glob(pattern)
+            if path.is_file()
+            and not skip & set(path.relative_to(folder).parts)
+            and not is_of_a_run(path.parent)
+        ]
     if not files:
         raise FileNotFoundError(f"no file matches {pattern!r} under {folder}")
     return sorted(

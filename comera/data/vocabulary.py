@@ -10,6 +10,7 @@ import json
 import logging
 import lzma
 import os
+import re
 import time
 import zipfile
 import zlib
@@ -59,16 +60,18 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_word_pieces(path: str | Path) -> Tokenizer:
     """Load the WordPiece tokenizer of a ``vocab.txt``, one token a line.
 
-    Raises ``FileNotFoundError`` if it is missing, ``ValueError`` without BERT's special tokens.
+    It lowercases text unless a token without brackets has a capital. Raises ``FileNotFoundError``
+    if the file is missing, ``ValueError`` without BERT's special tokens.
     """
     path = find_vocabulary(path)
     with naming_what_is_no_text(path):
-        tokens = path.read_text(encoding="utf-8").splitlines()
+        tokens = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     missing = [token for token in SPECIAL if token not in tokens]
     if missing:
         raise ValueError(f"{path} is not a BERT vocabulary: it lacks {', '.join(missing)}")
     vocab = {token: number for number, token in enumerate(tokens)}
-    return _word_piece(models.WordPiece(vocab, unk_token=SPECIAL[UNKNOWN]))
+    cased = any(re.search("[A-Z]", token) for token in tokens if not token.startswith("["))
+    return _word_piece(models.WordPiece(vocab, unk_token=SPECIAL[UNKNOWN]), lowercase=not cased)
 
 
 def find_file(source: str | Path, expected: str, kind: str = "data file") -> Path:
@@ -83,9 +86,9 @@ def find_vocabulary(path: str | Path) -> Path:
     return find_file(path, "expected a text file with one WordPiece token a line", "vocabulary")
 
 
-def _word_piece(model: Any) -> Tokenizer:
+def _word_piece(model: Any, lowercase: bool = True) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
@@ -162,7 +165,7 @@ def content_digest(path: Path) -> str:
         running.update(block)
     check_unchanged(path, before)
     if large and settled:
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(OSError):  # as where the cache may only be read
             write_text(memory, running.hexdigest())
     return running.hexdigest()
 

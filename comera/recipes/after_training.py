@@ -150,12 +150,7 @@ def _lines(file: str | None) -> Iterator[str]:
             sys.stdin.reconfigure(errors="surrogateescape")
         yield from sys.stdin
         return
-    path = Path(file).expanduser()
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder, and a file of lines is needed")
-    if not path.exists():
-        raise FileNotFoundError(f"there is no file {path}")
-    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
+    with Path(file).expanduser().open(encoding="utf-8", errors="surrogateescape") as lines:
         yield from lines
 
 

@@ -315,7 +315,7 @@ def compress(
 
 
 def _archive(folder: str) -> Archive:
-    found = _find_archive(Path(folder))
+    found = _find_archive(Path(folder).expanduser())
     if found is None:
         raise FileNotFoundError(f"there are no checkpoints in {folder}")
     return found

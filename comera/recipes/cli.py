@@ -321,7 +321,7 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
     path, of_file = (file, {}) if file is None else _of_file(file)
     settings = of_file
     for key, text in pairs:
-        settings = merged(settings, nested({key: value_of(text, _hint_of(key))}))
+        settings = merged(settings, nested(_setting(key, text)))
     try:
         return parse_settings(RunConfig, settings)
     except ValueError:
@@ -344,13 +344,21 @@ def _near(key: str) -> str:
 
 def changes_of(words: Sequence[str]) -> dict[str, Any]:
     """Parse words ``KEY=VALUE`` to settings by dotted names; ``ValueError`` for other words."""
-    changes = {}
+    changes: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
             raise ValueError(f"--set={word} must be KEY=VALUE, such as nli.train=pairs.jsonl")
-        changes[key] = value_of(text, _hint_of(key))
+        changes = merged(changes, _setting(key, text))
     return changes
+
+
+def _setting(key: str, text: str) -> dict[str, Any]:
+    """Return a typed setting by its dotted name; a key inside a mapping, with its dots, is one."""
+    outer, value = key, value_of(text, hint := _hint_of(key))
+    while hint is Any and outer not in settings_by_name():
+        outer = outer.rpartition(".")[0]
+    return {outer: value if outer == key else {key.removeprefix(f"{outer}."): value}}
 
 
 def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
@@ -394,7 +402,7 @@ def value_of(text: str, hint: Any) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    holds_text = str in typing.get_args(hint)
+    holds_text = str in typing.get_args(hint) and typing.get_origin(hint) is not dict
     return text if holds_text and not isinstance(value, list | None) else value
 
 

@@ -97,19 +97,15 @@ def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
         job.state, job.config = "waiting", dataclasses.replace(job.config, overwrite=True)
 
     for job in jobs:
-        if (begun := run_folder.begun_run(job.config)) is None:
-            continue
-        if begun.is_finished(job.folder):
+        begun = run_folder.begun_run(job.config)
+        if begun and begun.is_finished(job.folder):
             job.state = "finished"
-        elif begun.difference is not None:
+        elif begun and begun.difference is not None:
             begin_anew(job, f"with other settings ({begun.difference}); choose")
     needed = [job.config.data for job in jobs if job.state == "waiting"]
     for job in jobs:
-        if (
-            job.config.overwrite
-            or job.config.data not in needed
-            or run_folder.read_record(job.folder) is None
-        ):
+        known = job.config.overwrite or job.config.data not in needed
+        if known or run_folder.read_record(job.folder) is None:
             continue
         found = run_folder.DataRecord(job.config.data.digests())
         if (difference := run_folder.other_data(job.folder, found)) is not None:

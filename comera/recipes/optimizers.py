@@ -78,7 +78,7 @@ class OptimizerConfig:
         name is unknown, or a key belongs to another optimizer.
         """
         name = given.get("name")
-        chosen = str(name or default_name(run.get("tensorize") is not None))
+        chosen = str(name or ("adamw" if run.get("tensorize") is None else "muon"))
         check_known(chosen, OPTIMIZERS, f"optimizer.name={name} is no optimizer")
         shared = keys_of(OptimizerConfig)
         kept = {key: v for key, v in given.items() if v is not None or key in shared}
@@ -110,7 +110,7 @@ class OptimizerConfig:
 
     def of_twin(self) -> "OptimizerConfig":
         """Return the optimizer of the dense twin: this one if it was named, else adamw."""
-        twin = dataclasses.replace(self, lr=self.dense_lr or self.lr)
+        twin = dataclasses.replace(self, lr=self.lr if self.dense_lr is None else self.dense_lr)
         if self.name is not None:
             return twin
         return AdamWConfig(**{key: getattr(twin, key) for key in keys_of(AdamWConfig)})
@@ -331,10 +331,6 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
 """Registry of the optimizers by name."""
 
 OptimizerConfig.choices = list(OPTIMIZERS.values())
-
-
-def default_name(compressed: bool) -> str:
-    return "muon" if compressed else "adamw"
 
 
 def keys_of(kind: type[OptimizerConfig]) -> set[str]:

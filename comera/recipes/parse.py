@@ -157,7 +157,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
+            if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key_node.value, str):
                 continue
             if key_node.value in seen:
                 line = key_node.start_mark.line + 1
@@ -241,11 +241,6 @@ def file_of(word: str, beside: Path = Path()) -> Path:
     raise FileNotFoundError(f"there is no file {path}{near}")
 
 
-def described() -> list[tuple[str, str]]:
-    """List the names of all configurations, each with the first sentence of its file."""
-    return [(name, first_sentence(folder() / f"{name}.yaml")) for name in names()]
-
-
 def init(name: str | None = None, /, *, console: Console) -> None:
     """Print a configuration to begin with: comera init NAME > mine.yaml
 
@@ -256,10 +251,9 @@ def init(name: str | None = None, /, *, console: Console) -> None:
     if name is not None:
         print(file_of(name).read_text(encoding="utf-8"), end="")
         return
-    listed = described()
-    width = max(len(each) for each, _ in listed)
-    for each, text in listed:
-        print(f"{each:{width}}  {text}")
+    width = max(map(len, names()))
+    for each in names():
+        print(f"{each:{width}}  {first_sentence(folder() / f'{each}.yaml')}")
 
 
 def first_sentence(path: Path) -> str:

@@ -104,7 +104,8 @@ def reproduce(
         for line in try_out(name, scale, changes, skip=skip):
             show(line)
         return 0
-    folder = Path(out) / path.stem
+    root = Path(out).expanduser()
+    folder = root / path.stem
     try:
         status = run_sweep(path, jobs, overwrite, console, folder, changes=changes, skip=skip)
     except FileNotFoundError as problem:
@@ -116,7 +117,7 @@ def reproduce(
     if (folder / "results.json").is_file():
         changed = f" --set='[{','.join(set)}]'" * bool(set)
         write_text(folder / _COMMAND, f"comera reproduce {name} --scale={scale}{changed}")
-    write_reproduction(Path(out))
+    write_reproduction(root)
     return status
 
 

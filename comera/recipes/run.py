@@ -127,7 +127,7 @@ def _finished(
 
 
 def _check_settings(config: RunConfig, found: run_folder.Begun | None) -> None:
-    if not task_of(config).is_told_by_data:
+    if not config.is_told_by_data:
         _planned(config)
     try:
         config.data.find()
@@ -140,7 +140,7 @@ def _check_settings(config: RunConfig, found: run_folder.Begun | None) -> None:
 
 def _check_content(config: RunConfig, record: run_folder.DataRecord) -> None:
     run_folder.check_data(config, record)
-    if task_of(config).is_told_by_data:
+    if config.is_told_by_data:
         _planned(config)
 
 

@@ -18,13 +18,7 @@ from comera.nn.targets import TTConfig
 from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
 from comera.rank.learning import check_target
 from comera.rank.two_stage import TwoStage, TwoStageSettings
-from comera.recipes.optimizers import (
-    GATE_LR,
-    OPTIMIZERS,
-    OptimizerConfig,
-    default_name,
-    with_late_stage,
-)
+from comera.recipes.optimizers import GATE_LR, OptimizerConfig, with_late_stage
 from comera.recipes.parse import check_least
 
 _NOT_IDENTITY = {"identity": False}
@@ -206,8 +200,7 @@ class DlrmConfig:
     def check(self) -> None:
         check_least(self, "dlrm.", embedding_dim=1)
         for name in ("bottom", "top"):
-            widths = getattr(self, name)
-            if any(width < 1 for width in widths):
+            if min(widths := getattr(self, name), default=1) < 1:
                 raise ValueError(f"dlrm.{name}={widths}: each width must be at least 1")
         if self.small_tables is not None:
             self.small_tables.check()
@@ -386,7 +379,7 @@ class RunConfig:
 
     @property
     def _optimizer(self) -> OptimizerConfig:
-        return self.optimizer or OPTIMIZERS[default_name(self.tensorize is not None)](name=None)
+        return self.optimizer or OptimizerConfig.choose({}, vars(self))[0](name=None)
 
     @property
     def ranks(self) -> TwoStageConfig | ImportancePruningConfig | None:
@@ -405,6 +398,11 @@ class RunConfig:
     @property
     def data(self) -> Any:
         return getattr(self, self.task)
+
+    @property
+    def is_told_by_data(self) -> bool:
+        """Whether the data determine the sizes of the model."""
+        return self.clicks is not None and self.dlrm.table_sizes is None
 
     @property
     def width(self) -> int:
@@ -451,6 +449,8 @@ class RunConfig:
                     f"device={self.device!r} is no device of torch's: give cpu, cuda, cuda:1 or "
                     "the like, or auto for a GPU where there is one"
                 ) from None
+        if self.dlrm.small_tables is not None and self.tensorize is not None:
+            raise ValueError("dlrm.small_tables replace tensor trains: give tensorize=null")
         optimizer = self.optimizer_for(self.train.steps)
         optimizer.check()
         if optimizer.in_backward and self.train.clip_norm is not None:

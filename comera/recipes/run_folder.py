@@ -327,12 +327,6 @@ def other_data(folder: Path, record: DataRecord) -> str | None:
     return None if recorded is None else changed_data(recorded, record)
 
 
-def is_finished(config: RunConfig) -> bool:
-    """Return whether the folder holds the result of a run with these settings."""
-    found = begun_run(config)
-    return found is not None and found.is_finished(Path(config.out))
-
-
 def check_folder(config: RunConfig, found: Begun | None) -> None:
     """Raise ``ValueError`` if a run may not use its folder; nothing is written or deleted.
 

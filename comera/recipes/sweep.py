@@ -20,7 +20,7 @@ from comera.recipes.report import sweep_report
 from comera.recipes.report.page import show_metric
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import TASKS, RunConfig
-from comera.recipes.run_folder import is_finished, lock, missing_data, with_whole_paths
+from comera.recipes.run_folder import begun_run, lock, missing_data, with_whole_paths
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
 from comera.train.log import last_logged, progress_bar
 
@@ -126,7 +126,14 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     given = content.get("variants") or ({"base": {}} if searched else content["variants"])
     _check_variants(given)
     if changes:
-        given = {name: {**(own or {}), **changes} for name, own in given.items()}
+        over, own = nested(changes), {}
+        for name in given:
+            with error_prefix(f"variant {name}: "):
+                before = merged(base, _overrides(name, given))
+                if before.get("tensorize", "") is None and over.get("tensorize") is not None:
+                    raise ValueError("tensorize is null there, and would no longer be by --set")
+                own[name] = merged(nested(given[name] or {}), over)
+        given = own
     variants = {name: variant_of(name, base, given) for name in given}
     for number, claim in enumerate(read_claims(content.get("published") or {})):
         claim.check(_CLAIM.format(number), variants)
@@ -338,7 +345,8 @@ def run_sweep(
             bars = show_progress(jobs, sweep.metric, console, expected)
             with contextlib.closing(starts), bars as watch:
                 completed = run_jobs(jobs, starts, watch, more)
-        skipped = [job for job in everything if job not in jobs and is_finished(job.config)]
+        begun = {job: begun_run(job.config) for job in everything if job not in jobs}
+        skipped = [job for job, found in begun.items() if found and found.is_finished(job.folder)]
         for job in skipped:
             job.state = "finished"
         ended = [job for job in everything if job in jobs or job in skipped]
@@ -353,7 +361,7 @@ def run_sweep(
 
 
 def _check_data(jobs: Sequence[Job]) -> None:
-    """Raise ``FileNotFoundError`` if all runs lack data; if some do, mark these as failed."""
+    """Raise ``FileNotFoundError`` if all waiting runs lack data; if only some do, these fail."""
     problems: dict[str, None] = {}
     for config in [job.config for job in jobs if job.state == "waiting"]:
         if missing := missing_data(config):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from comera.checkpoint.chain import CheckpointChain
 from comera.train.data_parallel import unwrapped_model
@@ -269,6 +270,7 @@ def train(
         run = RunUnderWay(step, chain, evaluate, together, spread)
         if not resume:
             together.from_first(lambda: chain.rewind(-1))
+        peaks = getattr(step.scheduler, "base_lrs", [])
         run.restore_()
         if step.steps_done and together.is_first:
             log.info("%s: going on after step %s", title, f"{step.steps_done:,}")
@@ -301,6 +303,12 @@ def train(
 
             title += "" if seconds is None else ", seconds"
             total, at = steps if seconds is None else round(seconds), place()
+            if step.steps_done and isinstance(schedule := step.scheduler, LambdaLR):
+                # The checkpoint's rates are those of a run of its length, which may be another.
+                schedule.base_lrs = peaks
+                schedule.last_epoch = (schedule.last_epoch if step.counts else at) - 1  # type: ignore[assignment]
+                schedule._step_count -= 1  # a resumed run has the state of an uninterrupted one
+                schedule.step()
             task = bar.add_task(title, total=total, completed=round(at * total / steps), figures="")
             lines = PlainLines(bar, title, total)
             # A session whose time was up may have been broken off before its ranks were cut.

@@ -1,11 +1,13 @@
 """Raw rows of a click log become what training has read of the same rows."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+from comera.data import click_files
 from comera.data.click_files import ClickRows
-from comera.data.clicks import Clicks
+from comera.data.clicks import ClickData, Clicks
 from tests.data.test_clicks import criteo_lines, settings, table
 
 
@@ -52,7 +54,7 @@ def test_it_reads_what_training_has_read(ending, more, tmp_path):
 def test_criteo_is_read_too(tmp_path):
     path = tmp_path / "train.txt"
     path.write_text("\n".join(criteo_lines()) + "\n")
-    data = Clicks.prepare(settings(path, format="criteo", heldout=0.2))
+    data = Clicks.prepare(ClickData(str(path), "criteo", heldout=0.2))
     names = [f"I{k}" for k in range(1, 14)] + [f"C{k}" for k in range(1, 27)]
     rows = [dict(zip(names, line.split("\t")[1:], strict=True)) for line in criteo_lines()]
     continuous, fields, _ = data.categories.encode(rows)
@@ -91,6 +93,8 @@ def test_what_is_missing_is_an_empty_cell(tmp_path):
         np.array([-4, 7]),
         np.array([True, False]),
         np.array([1.5, np.nan]),
+        np.array([42.0, np.nan]),
+        np.array([42.0, np.inf]),
         np.array([b"a", b"b"]),
     ],
     ids=lambda values: str(values.dtype),
@@ -104,6 +108,33 @@ def test_typed_values_are_found_again(tmp_path, values):
     _, fields, unknown = data.categories.encode(rows)
     assert unknown == [[], []]
     assert torch.equal(fields, data._rows(np.arange(2))["fields"])
+
+
+def test_whole_numbers_are_the_same_beside_empty_cells(tmp_path):
+    users = np.resize([42.0, np.nan, 7.0], 40)
+    np.savez(tmp_path / "a.npz", rating=np.arange(40) % 5, user=users, age=np.ones(40))
+    data = Clicks.prepare(settings(tmp_path / "a.npz"))
+    rows = [{"user": value} for value in (42, None, 7, 42.0, "", 8)]
+    _, fields, unknown = data.categories.encode(rows)
+    assert torch.equal(fields[:5], data._rows(np.array([0, 1, 2, 0, 1]))["fields"])
+    assert unknown == [*[[]] * 5, ["user"]]
+
+
+def test_large_whole_numbers_of_a_parquet_are_told_apart_beside_empty_cells(tmp_path, monkeypatch):
+    users = pd.array([2**60, 2**60 + 1, None, 2**63 + 5], "UInt64")
+    frame = pd.DataFrame({"rating": [1.0, 2, 3, 4], "user": users})
+    asked = {}
+    monkeypatch.setattr(pd, "read_parquet", lambda *_, **more: asked.update(more) or frame)
+    columns = click_files.Columns("rating", (), ("user",))
+    found = click_files._typed_frame(tmp_path / "a.parquet", columns)["user"]
+    assert asked["dtype_backend"] == "numpy_nullable"  # else pandas makes floats of them
+    assert found.tolist() == [2**60, 2**60 + 1, -(2**63), 5 - 2**63]
+
+
+def test_an_empty_cell_that_training_has_not_seen_is_unknown(tmp_path):
+    data, _ = prepared(tmp_path, ".npz")
+    _, fields, unknown = data.categories.encode([{"user": None, "city": "Ulm"}])
+    assert (int(fields[0, 0]), unknown) == (0, [["user"]])
 
 
 @pytest.mark.parametrize(

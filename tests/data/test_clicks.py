@@ -53,7 +53,7 @@ def test_a_table_keeps_its_rows(tmp_path, name):
     clicks = Clicks.prepare(settings(tmp_path / name))
     assert clicks.field_names == ["user", "city"]
     assert clicks.table_sizes[1] == 1 + 3
-    assert clicks.num_train == 360
+    assert len(clicks.splits["train"]) == 360
     seen = [clicks.batch(step, 60, seed=0) for step in range(6)]
     seen += list(clicks.held_out("valid", 64))
     got = {
@@ -108,6 +108,14 @@ def test_continuous_numbers_can_be_standardised(tmp_path):
     numbers = torch.cat([clicks.batch(step, 36, 0)["continuous"] for step in range(10)])
     assert abs(float(numbers.mean())) < 0.01
     assert abs(float(numbers.std()) - 1) < 0.01
+
+
+def test_the_mean_of_many_rows_is_exact(tmp_path):
+    years = np.resize([1900.0, 2054.0], 150_000)
+    np.savez(tmp_path / "a.npz", y=np.arange(len(years)) % 2, user=years, one=years, two=years)
+    numbers = {"continuous": ["one", "two"], "transform": "standard"}
+    rows = Clicks.prepare(ClickData(str(tmp_path / "a.npz"), label="y", **numbers)).categories
+    np.testing.assert_allclose([rows.mean, rows.spread], [[1977] * 2, [77] * 2], atol=0.1)
 
 
 def test_a_column_may_begin_after_the_training_rows(tmp_path):
@@ -184,7 +192,7 @@ def test_a_malformed_line_is_named_or_left_out(tmp_path, caplog, change, message
         Clicks.prepare(ClickData(str(path), "criteo"))
     clicks = Clicks.prepare(ClickData(str(path), "criteo", skip_bad_lines=True))
     assert clicks.skipped == 1
-    assert clicks.num_train == round(0.9 * 59)
+    assert len(clicks.splits["train"]) == round(0.9 * 59)
     assert "1 malformed lines were left out" in caplog.text
 
 
@@ -225,6 +233,8 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
         ({"fields": ["user", "user"]}, "clicks.fields names 'user' more than once"),
         ({"hash_rows": 1}, "clicks.hash_rows=1 must be at least 2"),
         ({"heldout": 0.0}, "clicks.heldout=0.0 of 400 rows must leave some on either side"),
+        ({"test": 0.001}, "clicks.test=0.001 of 400 rows, .*, must be 0, or have some rows"),
+        ({"format": "criteo"}, "clicks.label is not for format=criteo"),
     ],
 )
 def test_wrong_settings_are_named(tmp_path, more, message):
@@ -341,7 +351,7 @@ def test_a_real_sample_of_criteo_is_read():
     path = real(DATA / "criteo_8k" / "train.tsv.gz")
     data = ClickData(str(path), "criteo", min_count=3)
     clicks = Clicks.prepare(data)
-    assert clicks.num_train == round(0.9 * 7344)
+    assert len(clicks.splits["train"]) == round(0.9 * 7344)
     assert 0.15 < float(clicks.batch(0, 6000, 0)["labels"].mean()) < 0.3
 
 
@@ -365,12 +375,12 @@ def test_what_is_no_finite_number_is_named_with_its_line_or_left_out(tmp_path, c
     data.skip_bad_lines = True
     clicks = Clicks.prepare(data)
     assert clicks.skipped == 1
-    assert clicks.num_train == 35
+    assert len(clicks.splits["train"]) == 35
 
 
 def test_an_empty_cell_is_missing_and_an_empty_label_malformed(tmp_path):
     clicks = Clicks.prepare(log(tmp_path / "a.csv", "age", ""))
-    assert (clicks.skipped, clicks.num_train) == (0, 36)
+    assert (clicks.skipped, len(clicks.splits["train"])) == (0, 36)
     with pytest.raises(
         ValueError, match=r"line 8 of .*: rating is '', expected a number that is finite"
     ):
@@ -392,7 +402,7 @@ def test_a_typed_column_is_held_to_the_same(tmp_path, column, value):
         Clicks.prepare(data)
     data.skip_bad_lines = True
     clicks = Clicks.prepare(data)
-    assert (clicks.skipped, clicks.num_train) == (1, 35)
+    assert (clicks.skipped, len(clicks.splits["train"])) == (1, 35)
 
 
 def test_nan_in_a_typed_column_of_numbers_is_missing(tmp_path):

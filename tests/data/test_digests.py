@@ -85,7 +85,7 @@ def test_a_cache_that_may_only_be_read_is_enough(tmp_path, monkeypatch):
     prepared = Clicks.prepare(data).prepared
 
     def refused(*_, **__):
-        raise PermissionError("read-only")
+        raise OSError(30, "read-only")  # EROFS
 
     monkeypatch.setattr(vocabulary, "LARGE", 10)
     settled(path, monkeypatch)
@@ -158,7 +158,7 @@ def test_prepared_data_are_found_wherever_the_files_lie(tmp_path, monkeypatch):
     monkeypatch.setattr(clicks, "_prepare", None)
     (tmp_path / "elsewhere").mkdir()
     moved = path.rename(tmp_path / "elsewhere" / "a.csv")
-    assert Clicks.prepare(ClickData(str(moved), label="rating")).num_train == 360
+    assert len(Clicks.prepare(ClickData(str(moved), label="rating")).splits["train"]) == 360
 
 
 def test_chunks_of_a_file_that_changes_are_not_kept(tmp_path, monkeypatch):
@@ -220,7 +220,7 @@ def test_two_runs_prepare_the_same_clicks_once(tmp_path, monkeypatch):
     for thread in both:
         thread.join()
     assert len(prepared) == 1
-    assert [one.num_train for one in found] == [360, 360]
+    assert [len(one.splits["train"]) for one in found] == [360, 360]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.99])

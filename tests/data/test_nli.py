@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comera.data.nli import LABELS, NliData, NliPairs, read_pairs
-from comera.data.vocabulary import CLS, PAD, SEP
+from comera.data.vocabulary import CLS, PAD, SEP, SPECIAL
 
 WORDS = (
     "a man woman dog runs sits sleeps outside inside quickly happily on the grass".split()  # noqa: SIM905
@@ -142,6 +142,16 @@ def test_a_given_vocabulary_is_used_and_checked(settings, tmp_path):
         NliPairs.prepare(settings)
     vocab.write_text("\n".join(["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
     assert NliPairs.prepare(settings).vocab_size == 6 + len(WORDS)
+
+
+@pytest.mark.parametrize("capital", [False, True])
+def test_a_vocabulary_with_capitals_is_cased(settings, tmp_path, capital):
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, *WORDS, "\u2028", *["Ulm"] * capital]))
+    settings.vocab = str(tmp_path / "vocab.txt")
+    tokenizer = NliPairs.prepare(settings).tokenizer
+    assert tokenizer.token_to_id("\u2028") is not None
+    found = tokenizer.encode("Dog Ulm").tokens
+    assert found == (["[UNK]", "Ulm"] if capital else ["dog", "[UNK]"])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import gzip
 import lzma
+import re
 
 import pytest
 import torch
@@ -102,6 +103,12 @@ def test_too_little_or_no_text_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(ValueError, match="too little text"):
         TextStreams.prepare(TextData(str(tmp_path), pattern="*.txt", vocab_size=300))
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.py"])
+def test_a_pattern_that_is_none_is_named(tmp_path, pattern):
+    with pytest.raises(ValueError, match=f"pattern='{re.escape(pattern)}': "):
+        TextData(str(tmp_path), pattern).find()
 
 
 def test_a_vocabulary_without_room_for_every_byte_is_refused(tmp_path):

@@ -39,12 +39,15 @@ def source(tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("lossless", [8, 12]), ("lossy", [4, 8, 12])])
-def test_a_run_keeps_checkpoints_as_its_settings_say(source, tmp_path, capsys, mode, steps):
+def test_a_run_keeps_checkpoints_as_its_settings_say(
+    source, tmp_path, capsys, mode, steps, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     path.write_text(RUN.format(out=out, folder=source, mode=mode))
     assert main(["train", str(path)]) == 0
     assert CheckpointChain(out / "checkpoints").steps() == steps
-    assert main(["checkpoint", "verify", str(out)]) == 0
+    assert main(["checkpoint", "verify", "~/out"]) == 0
     assert capsys.readouterr().out.count("sound") == len(steps)
 
 

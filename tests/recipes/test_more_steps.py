@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from comera.recipes.run import planned_memory, run
 from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig, TwoStageConfig
 from comera.recipes.run_folder import begun_run
 from comera.train.log import last_logged, read_metrics
-from comera.train.step import NonFiniteLossError
+from comera.train.step import NonFiniteLossError, TrainStep
 from tests.recipes.conftest import wait_for
 from tests.recipes.test_sweep import interrupted_at
 from tests.texts import write_functions
@@ -62,6 +64,27 @@ def test_before_the_late_stage_and_after_it_there_may_be_more_steps(config):
     assert outcome.ranks["size"] <= outcome.ranks["target_size"]
     lines = [line for line in read_metrics(Path(config.out)) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 33))
+
+
+@pytest.mark.parametrize("length", ["steps", "seconds"])
+def test_a_longer_run_goes_on_with_the_rates_of_its_length(config, monkeypatch, length):
+    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)
+    rates, call = [], TrainStep.__call__
+
+    def noted(step, batch):
+        rates.append([group["lr"] for group in step.optimizer.param_groups])
+        return call(step, batch)
+
+    def of(number):
+        train = dataclasses.replace(config.train, **{"steps": None, length: number})
+        return dataclasses.replace(config, train=train)
+
+    interrupted_at(3, of(20))  # whose gates have to close sooner
+    monkeypatch.setattr(TrainStep, "__call__", noted)
+    interrupted_at(5, of(300))
+    config.out += "-whole"
+    interrupted_at(5, of(300))
+    assert rates[:2] == rates[-2:]
 
 
 @pytest.mark.slow

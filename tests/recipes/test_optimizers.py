@@ -178,7 +178,8 @@ def test_the_twin_has_the_optimizer_of_its_run_or_of_dense_ones(config):
     plain = yaml.safe_load((Path(config.out) / "config.yaml").read_text())
     assert plain["optimizer"]["name"] is None  # the twin has another default
     assert config.optimizer.of_twin() == AdamWConfig(name=None)
-    assert MuonConfig(dense_lr=0.1).of_twin() == MuonConfig(lr=0.1, dense_lr=0.1)
+    for rate in (0.1, 0.0):
+        assert MuonConfig(dense_lr=rate).of_twin() == MuonConfig(lr=rate, dense_lr=rate)
 
 
 @pytest.mark.slow

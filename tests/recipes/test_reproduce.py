@@ -63,6 +63,13 @@ def test_data_that_are_missing_are_said_once_before_the_first_run(tmp_path, monk
     assert "--set='[KEY=PLACE]'" in line
 
 
+def test_the_folder_of_all_may_be_in_ones_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(module, "run_sweep", lambda *_, **__: 0)
+    assert main(["reproduce", "came-shapes", "--out=~/all"]) == 0
+    assert (tmp_path / "all" / "REPRODUCTION.md").is_file()
+
+
 def test_a_dry_run_leaves_out_what_is_skipped(capsys):
     changes = ",".join(f"{key}={value}" for key, value in TINY.items())
     command = ["reproduce", "came-shapes", "--dry_run=true", f"--set=[{changes}]"]

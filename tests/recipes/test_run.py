@@ -4,6 +4,7 @@ import itertools
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from comera.recipes.run_config import (
     ImportancePruningConfig,
     ModelConfig,
     RunConfig,
+    SmallTablesConfig,
     TrainConfig,
     TwoStageConfig,
 )
@@ -269,6 +271,7 @@ def test_a_dense_run_needs_no_other_section(config):
             {"masked_text": None, "clicks": ClickData("absent.csv", min_count=-1)},
             "clicks.min_count=-1 must be at least 1",
         ),
+        ({"dlrm": DlrmConfig(small_tables=SmallTablesConfig(params=9))}, "give tensorize=null"),
         ({"device": "gpuu"}, "device='gpuu'"),
     ],
 )
@@ -453,7 +456,9 @@ def test_a_run_of_so_many_seconds_and_its_twin(config, monkeypatch):
 
 def test_epochs_of_no_step_are_refused():
     def counted(epochs):
-        return task_of(RunConfig(nli=NliData(), train=TrainConfig(epochs=epochs))).count_steps(10)
+        task = task_of(RunConfig(nli=NliData(), train=TrainConfig(epochs=epochs)))
+        task._prepared(SimpleNamespace(digests={}, prepared=""), lambda step: {}, 10)
+        return task.steps
 
     assert counted(0.15) == 2
     with pytest.raises(ValueError, match=r"train\.epochs=0\.04 is no step: an epoch has 10"):

@@ -220,6 +220,16 @@ def test_a_name_given_twice_is_not_lost(content, tmp_path):
         read_sweep(path)
 
 
+def test_changes_for_every_run_go_over_those_of_a_variant(content, tmp_path):
+    content["variants"] = {"dense": {"optimizer": {"lr": 1e-3}, "tensorize.rank": 2}, "like": None}
+    changes = {"optimizer.lr": 0.5, "tensorize": {"rank": 3}}
+    found = read_sweep(written(content, tmp_path), changes).variants.values()
+    assert [(each.optimizer.lr, each.tensorize.rank) for each in found] == [(0.5, 3)] * 2
+    content["variants"] = {"dense": {"extends": "base"}, "base": {"tensorize": None}}
+    with pytest.raises(ValueError, match="variant dense: tensorize is null there, and would"):
+        read_sweep(written(content, tmp_path), {"tensorize.rank": 3})
+
+
 @pytest.mark.slow
 def test_a_folder_with_other_settings_is_refused_or_begun_anew(content, tmp_path):
     for job in make_jobs(sweep_of(content, tmp_path)):

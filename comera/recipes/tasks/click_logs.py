@@ -25,10 +25,6 @@ class ClicksTask(Task):
     inputs = ("continuous", "fields")
     lean = True
 
-    @property
-    def is_told_by_data(self) -> bool:
-        return self.config.dlrm.table_sizes is None
-
     def planned_sizes(self) -> Mapping[str, Any]:
         data, given = self.data, self.config.dlrm.table_sizes
         if given is None:
@@ -64,12 +60,10 @@ class ClicksTask(Task):
 
     def prepare(self, digests: Digests) -> None:
         self._clicks = data = Clicks.prepare(self.data, digests)
-        train, size = self.config.train, self.config.train.batch_size
+        train, size, seed = self.config.train, self.config.train.batch_size, self.config.seed
         top = train.eval_batches and train.eval_batches * size
         self.sizes, self.per_step = self._sizes(data), (size, "clicks")
-        self._prepared(
-            data, lambda step: data.batch(step, size, self.config.seed), data.steps_per_epoch(size)
-        )
+        self._prepared(data, lambda step: data.batch(step, size, seed), data.steps_per_epoch(size))
         self.evaluate = lambda model: self._measure(model, data.held_out("valid", _EVALUATED, top))
         if self.data.test:
             self.test = lambda model: self._measure(model, data.held_out("test", _EVALUATED))

@@ -60,31 +60,21 @@ class Task(ABC):
         valid: Iterable[Batch] = (),
         test: Iterable[Batch] = (),
     ) -> None:
-        """Set the attributes; ``per_epoch`` counts steps, or is None for data without an end."""
-        self.steps = self.count_steps(per_epoch)
+        """Set the attributes; ``ValueError`` for no step. ``per_epoch`` is None without an end."""
+        train = self.config.train
+        if per_epoch == 0:
+            raise ValueError(f"train.batch_size={train.batch_size} exceeds the training rows")
+        passed = round((train.epochs or 0) * (per_epoch or 0))
+        self.steps = train.steps or (passed if train.seconds is None else CLOCK_STEPS)
+        if self.steps < 1:
+            raise ValueError(
+                f"train.epochs={train.epochs} is no step: an epoch has {per_epoch} of them"
+            )
         self.record = DataRecord(data.digests, data.prepared)
         self.get_batch = lambda step: self._to_device(self._processes.share_of(get_batch(step)))
         self._first_batch = lambda: self._to_device(get_batch(0))  # the rows of all processes
         self.evaluate = lambda model: self._measure(model, valid)
         self.test = (lambda model: self._measure(model, test)) if test else None
-
-    def count_steps(self, per_epoch: int | None) -> int:
-        """Return the attribute ``steps``; raise ``ValueError`` if it is zero."""
-        train = self.config.train
-        if per_epoch == 0:
-            raise ValueError(f"train.batch_size={train.batch_size} exceeds the training rows")
-        passed = round((train.epochs or 0) * (per_epoch or 0))
-        steps = train.steps or (passed if train.seconds is None else CLOCK_STEPS)
-        if steps < 1:
-            raise ValueError(
-                f"train.epochs={train.epochs} is no step: an epoch has {per_epoch} of them"
-            )
-        return steps
-
-    @property
-    def is_told_by_data(self) -> bool:
-        """Whether the data determine the sizes of the model."""
-        return False
 
     @abstractmethod
     def planned_sizes(self) -> Mapping[str, Any]:

@@ -199,11 +199,10 @@ class NliTask(TextTask):
         length = self.data.length if graph else None
         self.sizes, self.vocabulary = {"vocab_size": data.vocab_size}, data.tokenizer
         self.per_step = size, "pairs"
-
-        def get_batch(step: int) -> Batch:
-            return with_padding(data.batch(step, size, self.config.seed, length))
-
-        self._prepared(data, get_batch, data.steps_per_epoch(size), valid, test)
+        self._prepared(
+            data, lambda step: with_padding(data.batch(step, size, self.config.seed, length)),
+            data.steps_per_epoch(size), valid, test,
+        )  # fmt: skip
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(self.logits(model, batch), batch["labels"])
