@@ -49,15 +49,15 @@ def attend(
     :func:`score_bias`; a sequence without such a key is attended to evenly. None is all keys, which
     takes a GPU less time. Returns ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width
     of v)`` in memory. On a CPU the result can be differentiated once. A ``dropout`` outside [0, 1]
-    is a ``ValueError``, ``keep_BT`` of ones and zeros as floats, on a CPU, a ``TypeError``.
+    is a ``ValueError``. Floats of q's dtype are added to scores, as torch adds an ``attn_mask``;
+    ones and zeros as floats of another dtype are, on a CPU, a ``TypeError``.
     """
     check_probability(dropout)
-    if keep_BT is not None:
+    if keep_BT is not None and keep_BT.dtype != q_BHME.dtype:
         floats = keep_BT.is_floating_point()
         if floats and may_read_values(keep_BT) and bool((keep_BT > 0).any()):
             raise TypeError("keep_BT has numbers above 0: give booleans, or score_bias() of them")
-        if keep_BT.dtype != q_BHME.dtype:
-            keep_BT = score_bias(keep_BT == 0 if floats else keep_BT != 0, q_BHME.dtype)
+        keep_BT = score_bias(keep_BT == 0 if floats else keep_BT != 0, q_BHME.dtype)
     given = q_BHME, k_BGTE, v_BGTE, keep_BT, scale, dropout
     # torch has a fused attention on a CPU too, but not with dropout or values of another width.
     is_fused = not dropout and k_BGTE.shape[-1] == v_BGTE.shape[-1]

@@ -201,11 +201,10 @@ def test_what_is_added_to_scores_can_be_made_once_for_all_layers(dtype):
     torch.testing.assert_close(attend(q, k, v, score_bias(keep, dtype), 0.4, 0.0), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_mask_of_floats_is_refused(dtype):
+def test_a_mask_of_floats_of_another_dtype_is_refused():
     q, k, v, keep = make()
     with pytest.raises(TypeError, match="give booleans"):
-        attend(q, k, v, keep.to(dtype), 0.4, 0.0)
+        attend(q, k, v, keep.float(), 0.4, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)

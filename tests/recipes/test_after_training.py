@@ -240,7 +240,7 @@ def test_a_line_of_other_bytes_is_named_and_the_others_are_answered(folder, caps
     assert two["error"].startswith("line 2: b'\\xffa man sleeps")
     assert main(["predict", "runs/pairs", "/dev/null"]) == 0
     assert main(["predict", "runs/pairs", "runs"]) == 1
-    assert "runs is a folder" in capsys.readouterr().err
+    assert "runs: Is a directory" in capsys.readouterr().err
 
 
 def test_a_click_is_predicted_from_the_values_of_its_row(folder, capsys):
