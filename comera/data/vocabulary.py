@@ -3,7 +3,6 @@
 Tokens are numbered by falling frequency, special tokens first. Data are identified by content.
 """
 
-import contextlib
 import gzip
 import hashlib
 import json
@@ -165,8 +164,10 @@ def content_digest(path: Path) -> str:
         running.update(block)
     check_unchanged(path, before)
     if large and settled:
-        with contextlib.suppress(OSError):  # as where the cache may only be read
+        try:
             write_text(memory, running.hexdigest())
+        except OSError as problem:  # as where the cache may only be read
+            log.info("the digest of %s is not cached, and is computed each time: %s", path, problem)
     return running.hexdigest()
 
 

@@ -161,7 +161,7 @@ class OptimizerInBackward:
         """Step a parameter whose gradient is complete (and reduced, under ``fully_shard``)."""
         if self._accumulating:
             return
-        if vars(param).get("unreached") and not param.grad.any():  # type: ignore[union-attr]
+        if vars(param).get("unreached") and param.grad is not None and not param.grad.any():
             param.grad = None  # BatchedContraction drops these zeros only after backward
             return
         with self._lock:

@@ -401,7 +401,7 @@ class RunConfig:
 
     @property
     def is_told_by_data(self) -> bool:
-        """Whether the data determine the sizes of the model."""
+        """Return whether the sizes of the model are known only once the data are read."""
         return self.clicks is not None and self.dlrm.table_sizes is None
 
     @property

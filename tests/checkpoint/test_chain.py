@@ -300,7 +300,7 @@ def test_settings_that_make_no_sense_are_named(tmp_path, settings, told):
 
 
 def test_a_bare_state_has_exact_buffers_and_lossy_weights(tmp_path):
-    """As the state of :func:`gathered`: the optimizer knows which of them are parameters."""
+    """Parameters are the entries that the optimizer names, as in the state of several processes."""
     model = nn.Sequential(nn.Linear(32, 32))
     model.register_buffer("places", torch.randn(32, 32))
     optimizer = adamw(model)
