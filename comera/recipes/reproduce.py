@@ -122,11 +122,17 @@ def reproduce(
 
 
 def write_reproduction(out: Path) -> Path:
-    """Write ``REPRODUCTION.md`` with the results below ``out`` beside the claims of the papers."""
-    found = experiments()
-    places = [(n, s) for s in get_args(Scale) for n in found if s in found[n]]
+    """Write ``REPRODUCTION.md`` with the results below ``out`` beside the claims of the papers.
+
+    An experiment without a folder there keeps the section that the page has, of another machine.
+    """
+    path, found = out / "REPRODUCTION.md", experiments()
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
     claims: list[list[str]] = []
-    sections = [_section(name, scale, found[name][scale], out, claims) for name, scale in places]
+    sections = [
+        _section(name, scale, found[name][scale], out, before, claims)
+        for scale in get_args(Scale) for name in found if scale in found[name]
+    ]  # fmt: skip
     header = ["paper", "claim", "the paper", "here", "verdict", "section"]
     table = page.markdown(header, claims, len(header))
     lines = []
@@ -135,20 +141,27 @@ def write_reproduction(out: Path) -> Path:
         counts = ", ".join(f"{verdict}: {ours.count(verdict)}" for verdict in _VERDICTS)
         lines.append(f"* {len(ours)} claims at the {scale} scale; {counts}")
     text = "\n\n".join([_HEAD, "\n".join(lines), table, *sections])
-    path = out / "REPRODUCTION.md"
     write_text(path, text + "\n")
     return path
 
 
-def _section(name: str, scale: str, path: Path, out: Path, claims: list[list[str]]) -> str:
+def _section(
+    name: str, scale: str, path: Path, out: Path, before: str, claims: list[list[str]]
+) -> str:
     """Return the section of an experiment, and add its claims to those of the page."""
     content, folder = read_yaml(path), out / path.stem  # checked where it is run
+    title, link = f"## {name}, {scale}", f"[{name}, {scale}](#{name}-{scale})"
+    kept = before.partition(f"{title}\n")[2].partition("\n## ")[0].rstrip()
+    if "\nMade by `" in kept and not (folder / "results.json").is_file():
+        rows = [line for line in before.splitlines() if line.endswith(f"| {link} |")]
+        claims += [[c.replace(r"\|", "|") for c in row[2:-2].split(" | ")] for row in rows]
+        return f"{title}\n{kept}"
     published = content.get("published") or {}
     source = published.get("source", "all together")
     reference = content.get("reference") or next(iter(content["variants"]))
     comparison = None
     command = f"comera reproduce {name} --scale={scale}"
-    parts = [f"## {name}, {scale}", f"{parse.first_sentence(path)}. Published: {source}."]
+    parts = [title, f"{parse.first_sentence(path)}. Published: {source}."]
     if (folder / "results.json").is_file():
         comparison = sweep_report.read_comparison(folder)
         with contextlib.suppress(FileNotFoundError):
@@ -157,7 +170,6 @@ def _section(name: str, scale: str, path: Path, out: Path, claims: list[list[str
     for claim in read_claims(published):
         rule, ours, verdict = _judged(claim, reference, comparison)
         rows.append([claim.says, claim.paper, rule, ours, verdict])
-        link = f"[{name}, {scale}](#{name}-{scale})"
         claims.append([source, claim.says, claim.paper, ours, verdict, link])
     header = ["claim", "the paper", "holds if here", "here", "verdict"]
     if rows:

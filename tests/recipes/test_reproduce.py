@@ -1,4 +1,5 @@
 import re
+import shutil
 
 import pytest
 import yaml
@@ -133,6 +134,8 @@ def test_what_is_finished_stands_beside_what_was_published(tmp_path):
     assert "| 40x less: 25 against 1,000 | does not hold (1 of 3 seeds) | [comera-nli, p" in text
     assert "development accuracy 62.00 % against 62.00 %: +0.00 points | holds (1 of" in text
     assert "| failed | does not hold |" in text
+    shutil.rmtree(folder)
+    assert write_reproduction(tmp_path).read_text() == text
 
 
 @pytest.mark.parametrize(
