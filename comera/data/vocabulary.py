@@ -13,7 +13,7 @@ import re
 import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,35 +106,34 @@ def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
     return new_number
 
 
-def renumbered(tokenizer: Tokenizer, number: np.ndarray) -> Tokenizer:
-    """Return a tokenizer in which the token ``old`` gets the number ``number[old]``."""
+def renumbered(tokenizer: Tokenizer, number: np.ndarray) -> np.ndarray:
+    """Return the bytes of a tokenizer in which the token ``old`` has the number ``number[old]``."""
     described = json.loads(tokenizer.to_str())
     vocab = {token: int(number[old]) for token, old in described["model"]["vocab"].items()}
     described["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))
     for token in described["added_tokens"]:
         token["id"] = int(number[token["id"]])
     described["added_tokens"].sort(key=lambda token: token["id"])
-    return Tokenizer.from_str(json.dumps(described))
-
-
-def as_array(tokenizer: Tokenizer) -> np.ndarray:
-    return np.frombuffer(tokenizer.to_str().encode(), np.uint8)
+    made = Tokenizer.from_str(json.dumps(described))
+    return np.frombuffer(made.to_str().encode(), np.uint8)
 
 
 def from_array(kept: np.ndarray) -> Tokenizer:
     return Tokenizer.from_str(kept.tobytes().decode())
 
 
-def cached_arrays(path: Path) -> dict[str, np.ndarray] | None:
-    """Load cached arrays; return None if there is no file, or it is unreadable."""
-    if not path.is_file():
-        return None
-    try:
-        with path.open("rb") as raw, np.load(raw) as file:
-            return {key: file[key] for key in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as problem:
-        log.warning("the cache %s is unreadable (%s); preparing the data again", path, problem)
-        return None
+def cached_arrays(name: str, prepare: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Load arrays from the cache; prepare and cache them if there is no file that is readable."""
+    path = cache_folder() / f"{name}.npz"
+    if path.is_file():
+        try:
+            with path.open("rb") as raw, np.load(raw) as file:
+                return {key: file[key] for key in file.files}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as problem:
+            log.warning("the cache %s is unreadable (%s); preparing the data again", path, problem)
+    arrays = prepare()
+    save_arrays(path, arrays)
+    return arrays
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:

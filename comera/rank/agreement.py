@@ -39,7 +39,7 @@ def check_copies(
 ) -> None:
     """Raise ``ValueError`` in all processes if their settings, ranks or gates differ."""
     gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
-    (first, mine), *others = _gathered(group, (settings, gates)).items()
+    (first, mine), *others = gathered(group, (settings, gates)).items()
     for process, theirs in others:
         what = _difference(mine, theirs)
         if what is not None:
@@ -61,24 +61,25 @@ def agreed(group: "ProcessGroup | None", plan: Callable[[], Any]) -> None:
     except Exception as error:
         problem = error
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    gathered = _gathered(group, (mine, text))
+    outcomes = gathered(group, (mine, text))
     if problem is not None:
         raise problem
-    for process, (_, text) in gathered.items():
+    for process, (_, text) in outcomes.items():
         if text is not None:
             raise RuntimeError(
                 f"process {process} cannot cut its ranks, so that no other does: {text}"
             )
-    (first, _), *others = gathered.items()
+    (first, _), *others = outcomes.items()
     for process, (theirs, _) in others:
-        if theirs != gathered[first][0]:
+        if theirs != outcomes[first][0]:
             raise ValueError(
                 f"processes {first} and {process} would cut other ranks: their gates are the "
                 f"same, but their cores are not. {_WAY_OUT}"
             )
 
 
-def _gathered(group: "ProcessGroup | None", mine: Any) -> dict[int, Any]:
+def gathered(group: "ProcessGroup | None", mine: Any) -> dict[int, Any]:
+    """Return the objects of all processes of a group by rank; only its own one without a group."""
     if group is None:
         return {0: mine}
     ranks = dist.get_process_group_ranks(group)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import static_shapes
-from comera.train.data_parallel import Alone
+from comera.train.data_parallel import Together
 from comera.train.graphs import (
     Contents,
     CudaGraphs,
@@ -106,12 +106,12 @@ class Capture:
         host: HostState,
         graphs: CudaGraphs,
         device: torch.device,
-        warm_up: int = WARM_UP,
-        together: Alone | None = None,
+        warm_up: int,
+        together: Together,
     ) -> None:
         self._update, self._host = update, host
         self._graphs, self._device = graphs, device
-        self._warm_up, self._together = warm_up, together or Alone()
+        self._warm_up, self._together = warm_up, together
         self.why_not: str | None = None
         self._kept: list[_Kept] = []  # the latest last
         self._state: dict[str, Any] = {}  # that of the recordings, or of the last step without one

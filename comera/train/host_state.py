@@ -151,20 +151,18 @@ def make_capturable_(optimizer: Optimizer, device: torch.device) -> None:
 def host_random_state() -> dict[str, Any]:
     """Return the random states of torch's CPU, Python and NumPy as tensors and plain values."""
     state: Any = np.random.get_state()  # noqa: NPY002
-    kind, keys, position, has_gauss, gauss = state
+    kind, keys, *others = state
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), position, has_gauss, gauss),
+        "numpy": (kind, keys.tolist(), *others),
     }
 
 
 def set_host_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    version, inner, gauss = state["python"]
-    random.setstate((version, tuple(inner), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
 
 
 def random_state() -> dict[str, Any]:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from comera.rank.agreement import gathered
+
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
 
@@ -62,11 +64,7 @@ class Processes:
             torch.manual_seed(int(words[0]) >> 1)
 
     def any(self, flag: bool) -> bool:
-        if self.count == 1:
-            return flag
-        value = torch.tensor(int(flag))
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-        return bool(value)
+        return bool(self.sums(flag)[0])
 
     def sums(self, *numbers: float) -> list[float]:
         """Return the sums of numbers over all processes, in float64."""
@@ -78,7 +76,9 @@ class Processes:
 
     def gathered(self, rows: Tensor) -> Tensor:
         """Return the rows of all processes on the CPU, in the order of processes."""
-        return torch.cat(self._all_gathered(rows.cpu())) if self.count > 1 else rows
+        if self.count == 1:
+            return rows
+        return torch.cat(list(gathered(self.group, rows.cpu()).values()))
 
     def from_first(self, call: Callable[[], _T]) -> _T:
         """Call a function in the first process; return its result, on the CPU, in every process.
@@ -101,7 +101,7 @@ class Processes:
         if self.count == 1:
             return call()
         outcome, problem = _attempt(call)
-        self._raise_of(problem, dict(enumerate(self._all_gathered(_text_of(problem)))))
+        self._raise_of(problem, gathered(self.group, _text_of(problem)))
         return outcome  # type: ignore[return-value]
 
     def in_turn(self, call: Callable[[], _T]) -> _T:
@@ -115,11 +115,6 @@ class Processes:
         outcome = self.together(lambda: call() if leads else None)
         others = self.together(lambda: None if leads else call())
         return outcome if leads else others  # type: ignore[return-value]
-
-    def _all_gathered(self, mine: _T) -> list[_T]:
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, mine, group=None)
-        return found
 
     def _raise_of(self, problem: Exception | None, texts: Mapping[int, str | None]) -> None:
         failed = [rank for rank, text in texts.items() if text is not None]

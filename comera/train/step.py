@@ -27,7 +27,7 @@ from comera.params import is_sharded
 from comera.rank.learning import RankLearning, check_holds_cores
 from comera.shapes import check_whole_numbers, is_number
 from comera.train.capture import WARM_UP, Capture, StepDescription
-from comera.train.data_parallel import WARM_UP_TOGETHER, Alone, DataParallel, Together, mean_over
+from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, Together, mean_over
 from comera.train.graphs import CudaGraphs
 from comera.train.host_state import HostState
 from comera.train.rate_watch import EVERY, RateWatch
@@ -181,8 +181,7 @@ class TrainStep:
             return
         # Last: it asks at once whether model, optimizer and processes can be captured.
         warm_up = WARM_UP if self.parallel is None else WARM_UP_TOGETHER
-        host, group = HostState(self), self._group
-        together = Alone() if group is None or dist.get_world_size(group) == 1 else Together(group)
+        host, together = HostState(self), Together(self._group)
         self._capture = Capture(self._update, host, graphs, self._device, warm_up, together)
 
     def __call__(self, batch: Any) -> Tensor:
