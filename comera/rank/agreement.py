@@ -4,7 +4,7 @@ Settings, ranks, gates and plans of the processes are compared before anything i
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,6 @@ from torch import nn
 
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.params import wrappers_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _SAME = 1e-3
 """Tolerance of equal gates: machines of several kinds round differently."""
@@ -25,7 +22,7 @@ _WAY_OUT = (
 )
 
 
-def processes_of(model: nn.Module) -> "ProcessGroup | None":
+def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
     """Return the group of processes that train a model: its DDP's or the default; None if alone."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -35,7 +32,9 @@ def processes_of(model: nn.Module) -> "ProcessGroup | None":
 
 
 def check_copies(
-    group: "ProcessGroup | None", settings: dict[str, Any], layers: Mapping[str, TensorTrainModule]
+    group: "dist.ProcessGroup | None",
+    settings: dict[str, Any],
+    layers: Mapping[str, TensorTrainModule],
 ) -> None:
     """Raise ``ValueError`` in all processes if their settings, ranks or gates differ."""
     gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
@@ -49,7 +48,7 @@ def check_copies(
             )
 
 
-def agreed(group: "ProcessGroup | None", plan: Callable[[], Any]) -> None:
+def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
     """Check that a function, which returns plain values, returns the same in all processes.
 
     ``group`` is None for a single process. Raises the error of ``plan`` in this process,
@@ -78,7 +77,7 @@ def agreed(group: "ProcessGroup | None", plan: Callable[[], Any]) -> None:
             )
 
 
-def gathered(group: "ProcessGroup | None", mine: Any) -> dict[int, Any]:
+def gathered(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
     """Return the objects of all processes of a group by rank; only its own one without a group."""
     if group is None:
         return {0: mine}

@@ -5,9 +5,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from comera.extras import listed
@@ -19,9 +20,6 @@ from comera.rank.agreement import agreed, check_copies, processes_of
 from comera.rank.prune import prune_to_
 from comera.shapes import is_number
 from comera.surgery.truncate import check_can_be_cut, kept_ranks, truncate_
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 log = logging.getLogger("comera")
 
@@ -222,7 +220,7 @@ class RankLearning(ABC):
         target: float,
         steps: int,
         min_rank: int,
-        process_group: "ProcessGroup | Literal['auto'] | None",
+        process_group: "dist.ProcessGroup | Literal['auto'] | None",
     ) -> None:
         check_target(target)
         if isinstance(process_group, str) and process_group != "auto":
@@ -400,7 +398,7 @@ class RankLearning(ABC):
     def _cores(self) -> list[Tensor]:
         return [core for layer in self.size.layers.values() for core in layer.cores]
 
-    def _processes(self, **settings: object) -> "ProcessGroup | None":
+    def _processes(self, **settings: object) -> "dist.ProcessGroup | None":
         """Return the process group; ``ValueError`` if ranks, gates or settings differ in it."""
         check_unsharded(self.model, self.method, written=True)
         given = self.process_group
@@ -418,7 +416,7 @@ class RankLearning(ABC):
     def _cut_(
         self,
         optimizer: AnyOptimizer | None,
-        group: "ProcessGroup | None",
+        group: "dist.ProcessGroup | None",
         importance: Mapping[int, Tensor] | None = None,
         min_keep: float = 0.0,
     ) -> dict[str, Any]:

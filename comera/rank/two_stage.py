@@ -16,17 +16,15 @@ regularised no further, and does not fall below it.
 import logging
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from comera.optim.state_layout import AnyOptimizer, unwrap
 from comera.rank.learning import OPEN, AllGates, RankLearning, Stage, check_steps
 from comera.shapes import check_min_rank, is_number
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 log = logging.getLogger("comera")
 
@@ -117,7 +115,7 @@ class TwoStage(RankLearning):
         beta: float = TwoStageSettings.beta,
         rho_loss: float = TwoStageSettings.rho_loss,
         min_rank: int = TwoStageSettings.min_rank,
-        process_group: "ProcessGroup | Literal['auto'] | None" = "auto",
+        process_group: "dist.ProcessGroup | Literal['auto'] | None" = "auto",
     ) -> None:
         check_steps("early_steps", early_steps, 0)
         why = "; comera.ImportancePruning cuts ranks without a late stage"
