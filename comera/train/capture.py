@@ -147,9 +147,8 @@ class Capture:
                 return self._eagerly(batch)
             if course is _Course.RECORD:
                 problem = self._record(state, batch)
-                course = _Course.REPLAY if self._find(like) else _Course.FALL_BACK
-            if course is _Course.REPLAY:
-                return self._replay(like, batch)
+            if course is not _Course.FALL_BACK and (kept := self._find(like)):
+                return self._replay(kept, like, batch)
         self._fall_back(problem)
         return self._eagerly(batch)
 
@@ -197,9 +196,7 @@ class Capture:
         contents = self._kept[-1].recording.contents()
         return StepDescription(True, "nothing has changed since it was captured", *counts, contents)
 
-    def _replay(self, like: Signature, batch: Any) -> Tensor:
-        kept = self._find(like)
-        assert kept is not None
+    def _replay(self, kept: _Kept, like: Signature, batch: Any) -> Tensor:
         kept.static.fill_(batch)
         kept.recording.replay()
         self._replays += 1

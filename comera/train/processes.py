@@ -109,8 +109,6 @@ class Processes:
 
         So the first process can fill a cache that the others read. Errors as in :meth:`together`.
         """
-        if self.count == 1:
-            return call()
         leads = self.local_rank == 0
         outcome = self.together(lambda: call() if leads else None)
         others = self.together(lambda: None if leads else call())

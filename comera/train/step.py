@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.modules.loss import _Loss
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_map
@@ -155,7 +154,7 @@ class TrainStep:
         shared = any(map(is_sharded, model.parameters()))
         self._sharded = Sharded(model, optimizer) if shared else None
         averaging = self.parallel or self._sharded
-        self._group: ProcessGroup | None = None if averaging is None else averaging.group
+        self._group: dist.ProcessGroup | None = None if averaging is None else averaging.group
         if averaging is None and isinstance(optimizer, OptimizerInBackward):
             self._group = optimizer.process_group
         if ranks is not None:
