@@ -321,11 +321,8 @@ def _encode(settings: NliData, digests: Mapping[str, str]) -> dict[str, np.ndarr
             "so many are their characters and the special tokens"
         )
     seen = np.concatenate([*encoded["train"][0], *encoded["train"][1]])
-    number = vocabulary.frequency_order(tokenizer, np.bincount(seen, minlength=size))
-    arrays: dict[str, np.ndarray] = {
-        "vocab_size": np.asarray(size),
-        "tokenizer": vocabulary.renumbered(tokenizer, number),
-    }
+    number, kept = vocabulary.by_frequency(tokenizer, np.bincount(seen, minlength=size))
+    arrays: dict[str, np.ndarray] = {"vocab_size": np.asarray(size), "tokenizer": kept}
     for name, (premises, hypotheses) in encoded.items():
         rows, first = zip(
             *(

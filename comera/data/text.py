@@ -205,11 +205,11 @@ def _encode(settings: TextData, digests: Mapping[str, str]) -> dict[str, np.ndar
         for name, part in parts.items()
     }
     seen = np.bincount(encoded["train"], minlength=settings.vocab_size)
-    number = vocabulary.frequency_order(tokenizer, seen)
+    number, kept = vocabulary.by_frequency(tokenizer, seen)
     arrays = {name: number[tokens].astype(np.int32) for name, tokens in encoded.items()}
     if settings.digests() != digests:
         raise vocabulary.changed_meanwhile(folder)
-    return {**arrays, "tokenizer": vocabulary.renumbered(tokenizer, number)}
+    return {**arrays, "tokenizer": kept}
 
 
 def _split(texts: list[str], settings: TextData) -> dict[str, list[str]]:
