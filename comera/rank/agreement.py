@@ -54,12 +54,11 @@ def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
     ``group`` is None for a single process. Raises the error of ``plan`` in this process,
     ``RuntimeError`` if it failed in another one, and ``ValueError`` in all if values differ.
     """
-    mine, problem = None, None
+    mine, problem, text = None, None, None
     try:
         mine = plan()
     except Exception as error:
-        problem = error
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+        problem, text = error, f"{type(error).__name__}: {error}"
     outcomes = gathered(group, (mine, text))
     if problem is not None:
         raise problem

@@ -250,6 +250,11 @@ class Capture:
         recording, problem = None, None
         try:
             recording = self._graphs.record(lambda: self._update(static.value), beside)
+            # If the step leaves other addresses or settings than it began with, the second replay
+            # would begin with the wrong ones.
+            after = self._host.identity()
+            if names := ", ".join(name for name in state if state[name] != after[name]):
+                problem = f"a step changes what the next one would have to start from: {names}"
         except Exception as error:  # eager steps go on, or raise it themselves
             problem = f"{type(error).__name__}: {error}"
         except BaseException:  # Ctrl-C
@@ -257,13 +262,6 @@ class Capture:
             raise
         finally:
             set_host_random_state(random)  # recording is no step
-        if recording is not None:
-            # If the step leaves other addresses or settings than it began with, the second replay
-            # would begin with the wrong ones.
-            after = self._host.identity()
-            names = ", ".join(name for name in state if state[name] != after[name])
-            if names:
-                problem = f"a step changes what the next one would have to start from: {names}"
         if self._together.least(problem is None):
             assert recording is not None
             self._kept.append(_Kept(recording, static))

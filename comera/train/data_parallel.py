@@ -21,13 +21,9 @@ class DataParallel:
     """A step's ``DistributedDataParallel``; its buffers are rebuilt if sizes or stream change."""
 
     def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
-        self._model = model
+        self._model, self.group = model, model.process_group
         self._made_for: object = self._present()
         self.times_renewed = 0  # a recording writes to the buffers it was made with
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self._model.process_group
 
     def prepare_(self) -> None:
         """Rebuild DDP's buffers if sizes or the stream have changed; all processes call this."""

@@ -32,8 +32,7 @@ class HostState:
 
     def identity(self) -> dict[str, Any]:
         """Set the optimizer up for graphs, and return the state that a recording depends on."""
-        step, optimizer = self._step, self._step.optimizer
-        assert isinstance(optimizer, Optimizer)
+        step, optimizer = self._step, unwrap(self._step.optimizer)
         modules = list(step.model.modules())
         params = [p for m in modules for p in m._parameters.values() if p is not None]
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
@@ -76,8 +75,8 @@ class HostState:
 
     def hold(self) -> Callable[[], None]:
         """Return a function that restores the present host state, after a failed recording."""
-        optimizer, ranks, parallel = self._step.optimizer, self._step.ranks, self._step.parallel
-        assert isinstance(optimizer, Optimizer)
+        step, optimizer = self._step, unwrap(self._step.optimizer)
+        ranks, parallel = step.ranks, step.parallel
         states = {param: dict(state) for param, state in optimizer.state.items()}
         of_ranks = {} if ranks is None else dict(vars(ranks))
 

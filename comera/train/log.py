@@ -224,7 +224,7 @@ class RunLog(SilentLog):
                 )
             kept = [line for line in lines if line and line["step"] <= resume_step]
             write_text(self.path, "".join(to_json(line) + "\n" for line in kept))
-        self._file = self.path.open("a", encoding="utf-8")
+        self.path.touch()
         self._board = None
         if tensorboard:
             with needed_by("tensorboard=True"):
@@ -240,10 +240,8 @@ class RunLog(SilentLog):
                     "into it"
                 )
             _log.warning("%s was removed while the run goes on: a new one begins here", self.path)
-            self._file.close()
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(to_json({"step": step, "time": round(time.time(), 3), **values}) + "\n")
-        self._file.flush()
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(to_json({"step": step, "time": round(time.time(), 3), **values}) + "\n")
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):
@@ -251,7 +249,6 @@ class RunLog(SilentLog):
             self._board.flush()
 
     def close(self) -> None:
-        self._file.close()
         if self._board is not None:
             with contextlib.suppress(FileNotFoundError):  # the folder is gone
                 self._board.close()

@@ -87,11 +87,9 @@ class Processes:
         """
         if self.count == 1:
             return call()
-        outcome, problem = _attempt(call) if self.is_first else (None, None)
-        found = [(outcome, _text_of(problem))]
+        found = [self.together(lambda: call() if self.is_first else None)]
         dist.broadcast_object_list(found, src=0, device=_CPU)
-        self._raise_of(problem, {0: found[0][1]})
-        return found[0][0]  # type: ignore[return-value]
+        return found[0]  # type: ignore[return-value]
 
     def together(self, call: Callable[[], _T]) -> _T:
         """Call a function in every process; if it fails in any, all of them raise an error.
@@ -100,8 +98,19 @@ class Processes:
         """
         if self.count == 1:
             return call()
-        outcome, problem = _attempt(call)
-        self._raise_of(problem, gathered(self.group, _text_of(problem)))
+        outcome, problem, text = None, None, None
+        try:
+            outcome = call()
+        except Exception as error:  # the others raise too
+            problem, text = error, str(error)
+            if not isinstance(error, ValueError | OSError):
+                text = f"{type(error).__name__}: {error}"
+        texts = gathered(self.group, text)
+        for rank, text in texts.items():  # the first that failed
+            if problem is not None and rank == self.rank:
+                raise problem
+            if text is not None:
+                raise OtherProcessError(f"process {rank}: {text}") from problem
         return outcome  # type: ignore[return-value]
 
     def in_turn(self, call: Callable[[], _T]) -> _T:
@@ -113,28 +122,6 @@ class Processes:
         outcome = self.together(lambda: call() if leads else None)
         others = self.together(lambda: None if leads else call())
         return outcome if leads else others  # type: ignore[return-value]
-
-    def _raise_of(self, problem: Exception | None, texts: Mapping[int, str | None]) -> None:
-        failed = [rank for rank, text in texts.items() if text is not None]
-        if not failed:
-            return
-        if problem is not None and self.rank == failed[0]:
-            raise problem
-        raise OtherProcessError(f"process {failed[0]}: {texts[failed[0]]}") from problem
-
-
-def _attempt(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    try:
-        return call(), None
-    except Exception as problem:  # the others raise too
-        return None, problem
-
-
-def _text_of(problem: Exception | None) -> str | None:
-    if problem is None:
-        return None
-    plain = isinstance(problem, ValueError | OSError)
-    return str(problem) if plain else f"{type(problem).__name__}: {problem}"
 
 
 def count_started(environment: Mapping[str, str]) -> int:

@@ -193,19 +193,18 @@ class TrainStep:
         Returns:
             The loss before the update, detached and without the rank objective.
         """
-        self.watch.before(self.steps_done + 1)
-        try:
-            total = self._update(batch) if self._capture is None else self._capture(batch)
-        except BaseException:  # Ctrl-C too: the caller may catch it and go on
-            if isinstance(self.optimizer, OptimizerInBackward):
-                self.optimizer.discard_()
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.ranks is not None:
-                self.ranks.discard_()
-            if self.parallel is not None and self._unreduced:
-                self.parallel.forget()  # its buffers wait for the gradients that did not come
-            raise
-        self.watch.after(self.steps_done + 1)
+        with self.watch.checked(self.steps_done + 1):
+            try:
+                total = self._update(batch) if self._capture is None else self._capture(batch)
+            except BaseException:  # Ctrl-C too: the caller may catch it and go on
+                if isinstance(self.optimizer, OptimizerInBackward):
+                    self.optimizer.discard_()
+                self.optimizer.zero_grad(set_to_none=True)
+                if self.ranks is not None:
+                    self.ranks.discard_()
+                if self.parallel is not None and self._unreduced:
+                    self.parallel.forget()  # its buffers wait for the gradients that did not come
+                raise
         if self.scheduler is not None and self.counts:
             self.scheduler.step()
         if self.ranks is not None and self.counts:
