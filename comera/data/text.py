@@ -3,6 +3,7 @@
 import codecs
 import functools
 import hashlib
+import itertools
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -191,12 +192,9 @@ def _encode(settings: TextData, digests: Mapping[str, str]) -> dict[str, np.ndar
         for name in digests
     ]
     parts = _split(texts, settings)
-    sample, used = [], 0
-    for text in parts["train"]:
-        sample.append(text)
-        used += len(text)
-        if used > _TOKENIZER_SAMPLE:
-            break
+    before = itertools.accumulate(map(len, parts["train"]), initial=0)
+    pairs = zip(parts["train"], before, strict=False)
+    sample = [text for text, used in pairs if used <= _TOKENIZER_SAMPLE]
     tokenizer = vocabulary.train_byte_pairs(sample, settings.vocab_size)
     encoded = {
         name: np.concatenate([np.asarray(e.ids, np.int64) for e in tokenizer.encode_batch(part)])

@@ -99,7 +99,7 @@ def by_frequency(tokenizer: Tokenizer, counts: np.ndarray) -> tuple[np.ndarray, 
     Returns the new number of each token, and the bytes of the tokenizer with these numbers.
     """
     texts = [tokenizer.id_to_token(k) for k in range(tokenizer.get_vocab_size())]
-    place = {token: k - len(SPECIAL) for k, token in enumerate(SPECIAL)}
+    place: dict[str | None, int] = {token: k - len(SPECIAL) for k, token in enumerate(SPECIAL)}
     # Trainers number equal candidates in no fixed order, so ties are sorted by text.
     order = sorted(range(len(texts)), key=lambda k: (place.get(texts[k], 0), -counts[k], texts[k]))
     number = np.argsort(order)

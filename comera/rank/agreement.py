@@ -38,7 +38,7 @@ def check_copies(
 ) -> None:
     """Raise ``ValueError`` in all processes if their settings, ranks or gates differ."""
     gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
-    (first, mine), *others = gathered(group, (settings, gates)).items()
+    (first, mine), *others = from_all(group, (settings, gates)).items()
     for process, theirs in others:
         what = _difference(mine, theirs)
         if what is not None:
@@ -59,7 +59,7 @@ def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
         mine = plan()
     except Exception as error:
         problem, text = error, f"{type(error).__name__}: {error}"
-    outcomes = gathered(group, (mine, text))
+    outcomes = from_all(group, (mine, text))
     if problem is not None:
         raise problem
     for process, (_, text) in outcomes.items():
@@ -76,7 +76,7 @@ def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
             )
 
 
-def gathered(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
+def from_all(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
     """Return the objects of all processes of a group by rank; only its own one without a group."""
     if group is None:
         return {0: mine}

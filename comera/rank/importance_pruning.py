@@ -73,6 +73,7 @@ class ImportancePruning(RankLearning):
     """
 
     method: ClassVar[str] = "ImportancePruning"
+    _tensors: ClassVar[dict[str, str]] = {"importance": "_mean"}
 
     def __init__(
         self,
@@ -209,18 +210,8 @@ class ImportancePruning(RankLearning):
         self._lost.clear()
         self._mean = None
 
-    def identity(self) -> tuple[object, ...]:
-        return (*super().identity(), None if self._mean is None else self._mean.data_ptr())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of rank learning as tensors and plain values, to resume a run."""
-        return {**super().state_dict(), "importance": self._mean}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, to resume a run."""
         super().load_state_dict(state)
-        mean = state["importance"]
         if self.forced is not None:  # nothing left to choose
             self._stop_()
-        else:
-            self._mean = None if mean is None else self._own(mean)

@@ -171,20 +171,16 @@ class SizeOfRanks:
 
     def _index(self, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
         self._indexed, self._widths = (widths, device, dtype), widths
-        before: list[int] = []
-        after: list[int] = []
-        slices: list[int] = []
-        thresholds: list[float] = []
-        layer_of_core: list[int] = []
-        layer_of_bond, bond = [0], 0
-        for number, layer in enumerate(self.layers.values(), start=1):
-            inner = list(range(bond + 1, bond + 1 + len(layer.gates)))
+        layers = list(self.layers.values())
+        slices = [size for layer in layers for size in layer.shape.slice_sizes]
+        thresholds = [layer.prune_below for layer in layers for _ in range(sum(layer.ranks))]
+        layer_of_core = [k for k, layer in enumerate(layers, start=1) for _ in layer.cores]
+        layer_of_bond = [0, *(k for k, layer in enumerate(layers, start=1) for _ in layer.gates)]
+        before, after, bond = list[int](), list[int](), 0
+        for layer in layers:
+            inner = range(bond + 1, bond + 1 + len(layer.gates))
             before += [0, *inner]
             after += [*inner, 0]
-            slices += layer.shape.slice_sizes
-            layer_of_core += [number] * len(layer.cores)
-            layer_of_bond += [number] * len(inner)
-            thresholds += [layer.prune_below] * sum(layer.ranks)
             bond += len(inner)
 
         def on_device(values: Sequence[float], dtype: torch.dtype = torch.long) -> Tensor:
@@ -212,6 +208,8 @@ class RankLearning(ABC):
     """
 
     method: ClassVar[str]
+    _tensors: ClassVar[dict[str, str]]
+    """Attributes, by name in states, of tensors that are None at the start."""
     pace: float = 1  # what a usual step counts for: not 1 in a run by the clock
 
     def __init__(
@@ -355,7 +353,9 @@ class RankLearning(ABC):
     def identity(self) -> tuple[object, ...]:
         """Return the host values and tensor addresses that a CUDA graph of the objective fixes."""
         sizes = self.target_size, self.start_size, self.min_rank
-        return self.method, self.stage, *sizes, self._target_met.data_ptr()
+        tensors = (self._target_met, *(getattr(self, key) for key in self._tensors.values()))
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        return self.method, self.stage, *sizes, *addresses
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of rank learning as tensors and plain values, to resume a run."""
@@ -367,6 +367,7 @@ class RankLearning(ABC):
             "target_size": self.target_size,
             "forced": self.forced,
             "target_met": self._target_met,
+            **{name: getattr(self, key) for name, key in self._tensors.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -390,6 +391,8 @@ class RankLearning(ABC):
         self.start_size, self.target_size, self.pace = start_size, target_size, state.get("pace", 1)
         self._target_met = self._own(state["target_met"]) & (target_size == state["target_size"])
         self.discard_()
+        for name, key in self._tensors.items():
+            setattr(self, key, None if state[name] is None else self._own(state[name]))
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.size.gates[0].device, copy=True)

@@ -103,6 +103,9 @@ class TwoStage(RankLearning):
     """
 
     method: ClassVar[str] = "TwoStage"
+    _tensors: ClassVar[dict[str, str]] = {
+        "running_loss": "_running_loss", "late_goal": "_late_goal"
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -239,19 +242,10 @@ class TwoStage(RankLearning):
             )  # fmt: skip
 
     def identity(self) -> tuple[object, ...]:
-        tensors = (self._running_loss, self._late_goal, self._least_loss)
-        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return (*super().identity(), *astuple(self.settings), *addresses)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of rank learning as tensors and plain values, to resume a run."""
-        own = {"running_loss": self._running_loss, "late_goal": self._late_goal}
-        return {**super().state_dict(), **own}
+        least = None if self._least_loss is None else self._least_loss.data_ptr()
+        return (*super().identity(), *astuple(self.settings), least)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, to resume a run."""
         super().load_state_dict(state)
         self._least_loss = None
-        for name in ("running_loss", "late_goal"):
-            value = state[name]
-            setattr(self, f"_{name}", None if value is None else self._own(value))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comera.params import renew_
-from comera.rank.agreement import gathered
+from comera.rank.agreement import from_all
 
 WARM_UP_TOGETHER = 11
 """Steps alike before one is recorded: DistributedDataParallel times its first ten on the host
@@ -124,7 +124,7 @@ class Together:
 
     def gathered(self, text: str | None) -> str:
         """Return the texts of all processes as one."""
-        texts = gathered(self._group, text)
+        texts = from_all(self._group, text)
         if all(each == text for each in texts.values()):
             return text or ""
         sources: dict[str, list[int]] = {}

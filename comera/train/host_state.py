@@ -76,22 +76,18 @@ class HostState:
     def hold(self) -> Callable[[], None]:
         """Return a function that restores the present host state, after a failed recording."""
         step, optimizer = self._step, unwrap(self._step.optimizer)
-        ranks, parallel = step.ranks, step.parallel
         states = {param: dict(state) for param, state in optimizer.state.items()}
-        of_ranks = {} if ranks is None else dict(vars(ranks))
+        of_ranks = {} if step.ranks is None else dict(vars(step.ranks))
 
         def put_back() -> None:
             optimizer.zero_grad(set_to_none=True)
-            for param, state in list(optimizer.state.items()):
-                state.clear()
-                state.update(states.get(param, {}))
-                if param not in states:
-                    del optimizer.state[param]
-            if ranks is not None:
-                vars(ranks).update(of_ranks)
-                ranks.discard_()  # what importance pruning has added to tensors in place
-            if parallel is not None:
-                parallel.forget()
+            optimizer.state.clear()
+            optimizer.state.update(states)
+            if step.ranks is not None:
+                vars(step.ranks).update(of_ranks)
+                step.ranks.discard_()  # what importance pruning has added to tensors in place
+            if step.parallel is not None:
+                step.parallel.forget()
 
         return put_back
 

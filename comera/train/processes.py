@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
-from comera.rank.agreement import gathered
+from comera.rank.agreement import from_all
 
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
@@ -50,12 +50,10 @@ class Processes:
         if self.count == 1:
             return batch
 
-        def own(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.dim():
-                return leaf
-            return leaf[self.rank :: self.count].contiguous()
+        def own(leaf: Tensor) -> Tensor:
+            return leaf[self.rank :: self.count].contiguous() if leaf.dim() else leaf
 
-        return tree_map(own, batch)
+        return tree_map_only(Tensor, own, batch)
 
     def draw_(self, seed: int, step: int) -> None:
         """Seed torch's random state from seed, step and process, if there are several processes."""
@@ -78,7 +76,7 @@ class Processes:
         """Return the rows of all processes on the CPU, in the order of processes."""
         if self.count == 1:
             return rows
-        return torch.cat(list(gathered(self.group, rows.cpu()).values()))
+        return torch.cat(list(from_all(self.group, rows.cpu()).values()))
 
     def from_first(self, call: Callable[[], _T]) -> _T:
         """Call a function in the first process; return its result, on the CPU, in every process.
@@ -96,8 +94,6 @@ class Processes:
 
         The first process that fails raises its own error, the others ``OtherProcessError``.
         """
-        if self.count == 1:
-            return call()
         outcome, problem, text = None, None, None
         try:
             outcome = call()
@@ -105,7 +101,7 @@ class Processes:
             problem, text = error, str(error)
             if not isinstance(error, ValueError | OSError):
                 text = f"{type(error).__name__}: {error}"
-        texts = gathered(self.group, text)
+        texts = from_all(self.group, text)
         for rank, text in texts.items():  # the first that failed
             if problem is not None and rank == self.rank:
                 raise problem

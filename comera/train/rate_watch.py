@@ -88,7 +88,7 @@ class RateWatch:
         if not self.every or (step not in _FIRST and step % self.every):
             yield
             return
-        before = {
+        before: dict[str, list[tuple[Tensor, Tensor]]] = {
             name: [(param, _some(param).clone()) for param in params]
             for name, params in self._weights()
         }

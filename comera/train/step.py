@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.batched_contraction import BatchedContraction
@@ -292,8 +292,8 @@ class TrainStep:
         """Split a batch into ``accumulate`` parts, each with its share of the rows."""
         if self.accumulate == 1:
             return [(batch, 1.0)]
-        leaves, _ = tree_flatten(batch)
-        rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        rows = {tensor.shape[0] for tensor in tensors if tensor.dim()}
         if len(rows) != 1:
             raise ValueError(
                 f"accumulate={self.accumulate} splits a batch along its first dimension, but its "
@@ -307,10 +307,7 @@ class TrainStep:
         bounds = [count * k // self.accumulate for k in range(self.accumulate + 1)]
 
         def rows_of(start: int, end: int) -> Any:
-            return tree_map(
-                lambda leaf: leaf[start:end] if isinstance(leaf, Tensor) and leaf.dim() else leaf,
-                batch,
-            )
+            return tree_map_only(Tensor, lambda x: x[start:end] if x.dim() else x, batch)
 
         return [
             (rows_of(start, end), (end - start) / count)
