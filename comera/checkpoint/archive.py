@@ -260,8 +260,6 @@ def _write_through(path: Path, raw: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    if os.name != "posix":
-        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

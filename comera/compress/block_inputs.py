@@ -299,9 +299,6 @@ class UnfinishedBlocks:
         with replacing(self._states) as temporary:
             save_file(states, temporary, {_KEY: json.dumps({"about": self.about, "done": k + 1})})
 
-    def layers(self, k: int) -> list[CompressedLayer]:
-        return [CompressedLayer(**one) for one in self.noted(k)["layers"]]
-
     def tensor(self, k: int, name: str) -> Tensor:
         return read_tensor(self._file(k), name)
 

@@ -6,7 +6,6 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +165,9 @@ def compress_folder(
     _write(model, filler, unfinished, [f"{where}.{name}" for name in parts], folder)
     _write_config(shards.folder, folder, model)
     layers = CompressedLayers(
-        replace(layer, name=f"{where}.{name}.{layer.name}")
+        CompressedLayer(**layer | {"name": f"{where}.{name}.{layer['name']}"})
         for k, name in enumerate(parts)
-        for layer in unfinished.layers(k)
+        for layer in unfinished.noted(k)["layers"]
     )
     shutil.rmtree(unfinished.folder)
     after, seconds = model_size(model), time.monotonic() - begun

@@ -130,7 +130,7 @@ def heal_(
     found: list[float] = []
     begun = time.monotonic()
     try:
-        with training_only(model, params), evaluation_mode(dense):
+        with training_only(model, set(params)), evaluation_mode(dense):
             for batch, done in _until(batches, seconds, begun, progress):
                 with torch.no_grad():
                     theirs = answers(dense, batch)

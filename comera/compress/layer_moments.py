@@ -9,7 +9,7 @@ import json
 import logging
 import reprlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,14 +251,12 @@ def _read(
 
 
 @contextmanager
-def training_only(model: nn.Module, trained: Sequence[nn.Parameter] = ()) -> Iterator[None]:
+def training_only(model: nn.Module, trained: Collection[nn.Parameter] = ()) -> Iterator[None]:
     """Put a model into evaluation mode inside; only parameters in ``trained`` need a gradient."""
     before = {param: param.requires_grad for param in model.parameters()}
     with evaluation_mode(model, caches=False), every_layer_called():
         for param in before:
-            param.requires_grad_(False)
-        for param in trained:
-            param.requires_grad_(True)
+            param.requires_grad_(param in trained)
         try:
             yield
         finally:

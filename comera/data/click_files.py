@@ -121,17 +121,15 @@ class ClickRows:
     @classmethod
     def load(cls, path: Path) -> "ClickRows":
         """Read the file of :meth:`save`; raises ``ValueError`` if it is damaged."""
-        try:
-            with safe_open(path, "numpy") as file:
-                described = json.loads((file.metadata() or {})[_KEY])
-                fields = [
-                    Field(name, whole, hashed, *map(file.get_tensor, (f"codes.{k}", f"rows.{k}")))
-                    for k, (name, whole, hashed) in enumerate(described["fields"])
-                ]
-                scale = file.get_tensor("mean"), file.get_tensor("spread")
-                return cls(fields, described["continuous"], described["transform"], *scale)
-        except (SafetensorError, KeyError, TypeError, ValueError) as problem:
-            raise ValueError(f"{path} is damaged: {problem}") from None
+        kinds = (SafetensorError, KeyError, TypeError, ValueError)
+        with error_prefix(f"{path} is damaged: ", kinds), safe_open(path, "numpy") as file:
+            described = json.loads((file.metadata() or {})[_KEY])
+            fields = [
+                Field(name, whole, hashed, *map(file.get_tensor, (f"codes.{k}", f"rows.{k}")))
+                for k, (name, whole, hashed) in enumerate(described["fields"])
+            ]
+            scale = file.get_tensor("mean"), file.get_tensor("spread")
+            return cls(fields, described["continuous"], described["transform"], *scale)
 
 
 def transformed(

@@ -270,9 +270,7 @@ def _numbered(
     if settings.hash_rows is not None and len(known) >= settings.hash_rows:
         return click_files.Field(name, integers, settings.hash_rows, *none), settings.hash_rows
     frequent = counts >= settings.min_count
-    order = np.argsort(-counts, kind="stable")
-    order = order[frequent[order]]
-    number = np.full(len(known), click_files.RARE, np.int32)
+    order = np.argsort(-counts[frequent], kind="stable")
+    number = np.empty(len(order), np.int32)
     number[order] = 1 + np.arange(len(order))
-    field = click_files.Field(name, integers, None, known[frequent], number[frequent])
-    return field, 1 + len(order)
+    return click_files.Field(name, integers, None, known[frequent], number), 1 + len(order)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comera.data import vocabulary
-from comera.files import cache_folder, naming_what_is_no_text
+from comera.files import naming_what_is_no_text
 
 log = logging.getLogger("comera")
 
@@ -146,13 +146,8 @@ class NliPairs:
         key = ["nli-3", relevant]
         if settings.vocab and not vocabulary.load_word_pieces(settings.vocab).normalizer.lowercase:
             key.append("cased")  # earlier versions lowercased these, too
-        cache = cache_folder() / f"nli-{vocabulary.short_digest(key)}.npz"
-        arrays = vocabulary.cached_arrays(cache)
-        if arrays is None:
-            arrays = _encode(settings)
-            if settings.digests() != digests:
-                raise vocabulary.changed_meanwhile(", ".join(digests))
-            vocabulary.save_arrays(cache, arrays)
+        name = f"nli-{vocabulary.short_digest(key)}"
+        arrays = vocabulary.cached_arrays(name, lambda: _encode(settings, digests))
         return cls(settings, arrays, digests)
 
     def steps_per_epoch(self, batch_size: int) -> int:
@@ -302,7 +297,7 @@ def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
     yield from datasets.load_dataset(name, split=split or "train")
 
 
-def _encode(settings: NliData) -> dict[str, np.ndarray]:
+def _encode(settings: NliData, digests: Mapping[str, str]) -> dict[str, np.ndarray]:
     splits = {
         name: [pair for source in sources for pair in read_pairs(source)]
         for name, sources in settings.splits.items()
@@ -326,11 +321,8 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
             "so many are their characters and the special tokens"
         )
     seen = np.concatenate([*encoded["train"][0], *encoded["train"][1]])
-    number = vocabulary.frequency_order(tokenizer, np.bincount(seen, minlength=size))
-    arrays: dict[str, np.ndarray] = {
-        "vocab_size": np.asarray(size),
-        "tokenizer": vocabulary.as_array(vocabulary.renumbered(tokenizer, number)),
-    }
+    number, kept = vocabulary.by_frequency(tokenizer, np.bincount(seen, minlength=size))
+    arrays: dict[str, np.ndarray] = {"vocab_size": np.asarray(size), "tokenizer": kept}
     for name, (premises, hypotheses) in encoded.items():
         rows, first = zip(
             *(
@@ -343,6 +335,8 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
         arrays[f"{name}_lengths"] = np.asarray([len(row) for row in rows], np.int32)
         arrays[f"{name}_first"] = np.asarray(first, np.int32)
         arrays[f"{name}_labels"] = np.asarray([pair[2] for pair in splits[name]], np.int8)
+    if settings.digests() != digests:
+        raise vocabulary.changed_meanwhile(", ".join(digests))
     return arrays
 
 

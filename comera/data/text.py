@@ -3,8 +3,9 @@
 import codecs
 import functools
 import hashlib
+import itertools
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from comera.data import vocabulary
 from comera.extras import error_prefix
-from comera.files import cache_folder
 
 _STREAMS = ("train", "valid", "test")
 
@@ -129,13 +129,7 @@ class TextStreams:
         digests = settings.digests() if digests is None else digests
         relevant = {key: getattr(settings, key) for key in ("vocab_size", "heldout", "test")}
         key = vocabulary.short_digest(["text-5", relevant, list(digests.items())])
-        cache = cache_folder() / f"text-{key}.npz"
-        arrays = vocabulary.cached_arrays(cache)
-        if arrays is None:
-            arrays = _encode([folder / name for name in digests], settings)
-            if settings.digests() != digests:
-                raise vocabulary.changed_meanwhile(folder)
-            vocabulary.save_arrays(cache, arrays)
+        arrays = vocabulary.cached_arrays(f"text-{key}", lambda: _encode(settings, digests))
         for name in _STREAMS if settings.test else _STREAMS[:2]:
             if len(arrays[name]) <= 2 * settings.length:
                 raise ValueError(
@@ -191,17 +185,16 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
     )
 
 
-def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
+def _encode(settings: TextData, digests: Mapping[str, str]) -> dict[str, np.ndarray]:
+    folder = _folder(settings)
     texts = [
-        b"".join(vocabulary.read_blocks(path)).decode("utf-8", errors="replace") for path in files
+        b"".join(vocabulary.read_blocks(folder / name)).decode("utf-8", errors="replace")
+        for name in digests
     ]
     parts = _split(texts, settings)
-    sample, used = [], 0
-    for text in parts["train"]:
-        sample.append(text)
-        used += len(text)
-        if used > _TOKENIZER_SAMPLE:
-            break
+    before = itertools.accumulate(map(len, parts["train"]), initial=0)
+    pairs = zip(parts["train"], before, strict=False)
+    sample = [text for text, used in pairs if used <= _TOKENIZER_SAMPLE]
     tokenizer = vocabulary.train_byte_pairs(sample, settings.vocab_size)
     encoded = {
         name: np.concatenate([np.asarray(e.ids, np.int64) for e in tokenizer.encode_batch(part)])
@@ -210,9 +203,11 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
         for name, part in parts.items()
     }
     seen = np.bincount(encoded["train"], minlength=settings.vocab_size)
-    number = vocabulary.frequency_order(tokenizer, seen)
+    number, kept = vocabulary.by_frequency(tokenizer, seen)
     arrays = {name: number[tokens].astype(np.int32) for name, tokens in encoded.items()}
-    return {**arrays, "tokenizer": vocabulary.as_array(vocabulary.renumbered(tokenizer, number))}
+    if settings.digests() != digests:
+        raise vocabulary.changed_meanwhile(folder)
+    return {**arrays, "tokenizer": kept}
 
 
 def _split(texts: list[str], settings: TextData) -> dict[str, list[str]]:

@@ -13,13 +13,13 @@ import re
 import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from comera.extras import needed_by
+from comera.extras import error_prefix, needed_by
 from comera.files import cache_folder, naming_what_is_no_text, replacing, write_text
 
 with needed_by("a vocabulary of text"):
@@ -93,48 +93,42 @@ def _word_piece(model: Any, lowercase: bool = True) -> Tokenizer:
     return tokenizer
 
 
-def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
-    """Return the new number of each token by falling count ``(vocab,)``, special tokens first."""
-    size = tokenizer.get_vocab_size()
-    special = [int(tokenizer.token_to_id(token)) for token in SPECIAL]  # type: ignore[arg-type]
+def by_frequency(tokenizer: Tokenizer, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number tokens by falling count ``(vocab,)``, special ones first.
+
+    Returns the new number of each token, and the bytes of the tokenizer with these numbers.
+    """
+    texts = [tokenizer.id_to_token(k) for k in range(tokenizer.get_vocab_size())]
+    place: dict[str | None, int] = {token: k - len(SPECIAL) for k, token in enumerate(SPECIAL)}
     # Trainers number equal candidates in no fixed order, so ties are sorted by text.
-    texts = [tokenizer.id_to_token(k) for k in range(size)]
-    by_count = np.array(sorted(range(size), key=lambda k: (-counts[k], texts[k])))
-    rest = by_count[~np.isin(by_count, special)]
-    new_number = np.empty(size, dtype=np.int64)
-    new_number[np.concatenate([special, rest])] = np.arange(size)
-    return new_number
-
-
-def renumbered(tokenizer: Tokenizer, number: np.ndarray) -> Tokenizer:
-    """Return a tokenizer in which the token ``old`` gets the number ``number[old]``."""
+    order = sorted(range(len(texts)), key=lambda k: (place.get(texts[k], 0), -counts[k], texts[k]))
+    number = np.argsort(order)
     described = json.loads(tokenizer.to_str())
     vocab = {token: int(number[old]) for token, old in described["model"]["vocab"].items()}
     described["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))
     for token in described["added_tokens"]:
         token["id"] = int(number[token["id"]])
     described["added_tokens"].sort(key=lambda token: token["id"])
-    return Tokenizer.from_str(json.dumps(described))
-
-
-def as_array(tokenizer: Tokenizer) -> np.ndarray:
-    return np.frombuffer(tokenizer.to_str().encode(), np.uint8)
+    made = Tokenizer.from_str(json.dumps(described))
+    return number, np.frombuffer(made.to_str().encode(), np.uint8)
 
 
 def from_array(kept: np.ndarray) -> Tokenizer:
     return Tokenizer.from_str(kept.tobytes().decode())
 
 
-def cached_arrays(path: Path) -> dict[str, np.ndarray] | None:
-    """Load cached arrays; return None if there is no file, or it is unreadable."""
-    if not path.is_file():
-        return None
-    try:
-        with path.open("rb") as raw, np.load(raw) as file:
-            return {key: file[key] for key in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as problem:
-        log.warning("the cache %s is unreadable (%s); preparing the data again", path, problem)
-        return None
+def cached_arrays(name: str, prepare: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Load arrays from the cache; prepare and cache them if there is no file that is readable."""
+    path = cache_folder() / f"{name}.npz"
+    if path.is_file():
+        try:
+            with path.open("rb") as raw, np.load(raw) as file:
+                return {key: file[key] for key in file.files}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as problem:
+            log.warning("the cache %s is unreadable (%s); preparing the data again", path, problem)
+    arrays = prepare()
+    save_arrays(path, arrays)
+    return arrays
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -208,9 +202,7 @@ def changed_meanwhile(what: object) -> ValueError:
 def read_blocks(path: Path) -> Iterator[bytes]:
     """Yield a file's content in pieces, .gz and .xz decompressed; ``ValueError`` if damaged."""
     opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    try:
-        with opener(path, "rb") as file:
-            while block := file.read(1 << 20):
-                yield block
-    except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as problem:
-        raise ValueError(f"{path} cannot be decompressed: {problem}") from None
+    kinds = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError)
+    with error_prefix(f"{path} cannot be decompressed: ", kinds), opener(path, "rb") as file:
+        while block := file.read(1 << 20):
+            yield block

@@ -4,7 +4,7 @@ Settings, ranks, gates and plans of the processes are compared before anything i
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,6 @@ from torch import nn
 
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.params import wrappers_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _SAME = 1e-3
 """Tolerance of equal gates: machines of several kinds round differently."""
@@ -25,7 +22,7 @@ _WAY_OUT = (
 )
 
 
-def processes_of(model: nn.Module) -> "ProcessGroup | None":
+def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
     """Return the group of processes that train a model: its DDP's or the default; None if alone."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -35,11 +32,13 @@ def processes_of(model: nn.Module) -> "ProcessGroup | None":
 
 
 def check_copies(
-    group: "ProcessGroup | None", settings: dict[str, Any], layers: Mapping[str, TensorTrainModule]
+    group: "dist.ProcessGroup | None",
+    settings: dict[str, Any],
+    layers: Mapping[str, TensorTrainModule],
 ) -> None:
     """Raise ``ValueError`` in all processes if their settings, ranks or gates differ."""
     gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
-    (first, mine), *others = _gathered(group, (settings, gates)).items()
+    (first, mine), *others = from_all(group, (settings, gates)).items()
     for process, theirs in others:
         what = _difference(mine, theirs)
         if what is not None:
@@ -49,36 +48,36 @@ def check_copies(
             )
 
 
-def agreed(group: "ProcessGroup | None", plan: Callable[[], Any]) -> None:
+def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
     """Check that a function, which returns plain values, returns the same in all processes.
 
     ``group`` is None for a single process. Raises the error of ``plan`` in this process,
     ``RuntimeError`` if it failed in another one, and ``ValueError`` in all if values differ.
     """
-    mine, problem = None, None
+    mine, problem, text = None, None, None
     try:
         mine = plan()
     except Exception as error:
-        problem = error
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    gathered = _gathered(group, (mine, text))
+        problem, text = error, f"{type(error).__name__}: {error}"
+    outcomes = from_all(group, (mine, text))
     if problem is not None:
         raise problem
-    for process, (_, text) in gathered.items():
+    for process, (_, text) in outcomes.items():
         if text is not None:
             raise RuntimeError(
                 f"process {process} cannot cut its ranks, so that no other does: {text}"
             )
-    (first, _), *others = gathered.items()
+    (first, _), *others = outcomes.items()
     for process, (theirs, _) in others:
-        if theirs != gathered[first][0]:
+        if theirs != outcomes[first][0]:
             raise ValueError(
                 f"processes {first} and {process} would cut other ranks: their gates are the "
                 f"same, but their cores are not. {_WAY_OUT}"
             )
 
 
-def _gathered(group: "ProcessGroup | None", mine: Any) -> dict[int, Any]:
+def from_all(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
+    """Return the objects of all processes of a group by rank; only its own one without a group."""
     if group is None:
         return {0: mine}
     ranks = dist.get_process_group_ranks(group)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from comera.rank.learning import AllGates, RankLearning, check_steps
 from comera.rank.prune import check_min_keep
 from comera.shapes import check_min_rank
 from comera.surgery.canonical import canonicalize_
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 log = logging.getLogger("comera")
 
@@ -76,6 +73,7 @@ class ImportancePruning(RankLearning):
     """
 
     method: ClassVar[str] = "ImportancePruning"
+    _tensors: ClassVar[dict[str, str]] = {"importance": "_mean"}
 
     def __init__(
         self,
@@ -86,7 +84,7 @@ class ImportancePruning(RankLearning):
         min_keep: float = ImportanceSettings.min_keep,
         canonical: bool = ImportanceSettings.canonical,
         min_rank: int = ImportanceSettings.min_rank,
-        process_group: "ProcessGroup | Literal['auto'] | None" = "auto",
+        process_group: "dist.ProcessGroup | Literal['auto'] | None" = "auto",
     ) -> None:
         check_steps("steps", steps, 1, ": they tell the importance of ranks")
         self.settings = ImportanceSettings(min_keep, canonical, min_rank)
@@ -165,8 +163,7 @@ class ImportancePruning(RankLearning):
         square = lost.square()
         if self._mean is None or self._mean.shape != square.shape:
             self._mean = torch.zeros_like(square)
-        elif (self._mean.device, self._mean.dtype) != (square.device, square.dtype):
-            self._mean = self._mean.to(square)
+        self._mean = self._mean.to(square)
         self._mean.lerp_(torch.where(torch.isfinite(square).all(), square, self._mean), _NEW_SHARE)
 
     def discard_(self) -> None:
@@ -190,7 +187,7 @@ class ImportancePruning(RankLearning):
         return outcome
 
     @torch.no_grad()
-    def _importance(self, group: "ProcessGroup | None") -> dict[int, Tensor] | None:
+    def _importance(self, group: "dist.ProcessGroup | None") -> dict[int, Tensor] | None:
         """Return the importance of the ranks of each gate, ``(R,)``, by the gate's ``id``.
 
         All processes of a group call this and get the same. None without observed gradients.
@@ -213,18 +210,8 @@ class ImportancePruning(RankLearning):
         self._lost.clear()
         self._mean = None
 
-    def identity(self) -> tuple[object, ...]:
-        return (*super().identity(), None if self._mean is None else self._mean.data_ptr())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of rank learning as tensors and plain values, to resume a run."""
-        return {**super().state_dict(), "importance": self._mean}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, to resume a run."""
         super().load_state_dict(state)
-        mean = state["importance"]
         if self.forced is not None:  # nothing left to choose
             self._stop_()
-        else:
-            self._mean = None if mean is None else self._own(mean)

@@ -5,9 +5,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from comera.extras import listed
@@ -19,9 +20,6 @@ from comera.rank.agreement import agreed, check_copies, processes_of
 from comera.rank.prune import prune_to_
 from comera.shapes import is_number
 from comera.surgery.truncate import check_can_be_cut, kept_ranks, truncate_
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 log = logging.getLogger("comera")
 
@@ -173,20 +171,16 @@ class SizeOfRanks:
 
     def _index(self, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
         self._indexed, self._widths = (widths, device, dtype), widths
-        before: list[int] = []
-        after: list[int] = []
-        slices: list[int] = []
-        thresholds: list[float] = []
-        layer_of_core: list[int] = []
-        layer_of_bond, bond = [0], 0
-        for number, layer in enumerate(self.layers.values(), start=1):
-            inner = list(range(bond + 1, bond + 1 + len(layer.gates)))
+        layers = list(self.layers.values())
+        slices = [size for layer in layers for size in layer.shape.slice_sizes]
+        thresholds = [layer.prune_below for layer in layers for _ in range(sum(layer.ranks))]
+        layer_of_core = [k for k, layer in enumerate(layers, start=1) for _ in layer.cores]
+        layer_of_bond = [0, *(k for k, layer in enumerate(layers, start=1) for _ in layer.gates)]
+        before, after, bond = list[int](), list[int](), 0
+        for layer in layers:
+            inner = range(bond + 1, bond + 1 + len(layer.gates))
             before += [0, *inner]
             after += [*inner, 0]
-            slices += layer.shape.slice_sizes
-            layer_of_core += [number] * len(layer.cores)
-            layer_of_bond += [number] * len(inner)
-            thresholds += [layer.prune_below] * sum(layer.ranks)
             bond += len(inner)
 
         def on_device(values: Sequence[float], dtype: torch.dtype = torch.long) -> Tensor:
@@ -214,6 +208,8 @@ class RankLearning(ABC):
     """
 
     method: ClassVar[str]
+    _tensors: ClassVar[dict[str, str]]
+    """Attributes, by name in states, of tensors that are None at the start."""
     pace: float = 1  # what a usual step counts for: not 1 in a run by the clock
 
     def __init__(
@@ -222,7 +218,7 @@ class RankLearning(ABC):
         target: float,
         steps: int,
         min_rank: int,
-        process_group: "ProcessGroup | Literal['auto'] | None",
+        process_group: "dist.ProcessGroup | Literal['auto'] | None",
     ) -> None:
         check_target(target)
         if isinstance(process_group, str) and process_group != "auto":
@@ -357,7 +353,9 @@ class RankLearning(ABC):
     def identity(self) -> tuple[object, ...]:
         """Return the host values and tensor addresses that a CUDA graph of the objective fixes."""
         sizes = self.target_size, self.start_size, self.min_rank
-        return self.method, self.stage, *sizes, self._target_met.data_ptr()
+        tensors = (self._target_met, *(getattr(self, key) for key in self._tensors.values()))
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        return self.method, self.stage, *sizes, *addresses
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of rank learning as tensors and plain values, to resume a run."""
@@ -369,6 +367,7 @@ class RankLearning(ABC):
             "target_size": self.target_size,
             "forced": self.forced,
             "target_met": self._target_met,
+            **{name: getattr(self, key) for name, key in self._tensors.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -392,6 +391,8 @@ class RankLearning(ABC):
         self.start_size, self.target_size, self.pace = start_size, target_size, state.get("pace", 1)
         self._target_met = self._own(state["target_met"]) & (target_size == state["target_size"])
         self.discard_()
+        for name, key in self._tensors.items():
+            setattr(self, key, None if state[name] is None else self._own(state[name]))
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.size.gates[0].device, copy=True)
@@ -400,7 +401,7 @@ class RankLearning(ABC):
     def _cores(self) -> list[Tensor]:
         return [core for layer in self.size.layers.values() for core in layer.cores]
 
-    def _processes(self, **settings: object) -> "ProcessGroup | None":
+    def _processes(self, **settings: object) -> "dist.ProcessGroup | None":
         """Return the process group; ``ValueError`` if ranks, gates or settings differ in it."""
         check_unsharded(self.model, self.method, written=True)
         given = self.process_group
@@ -418,7 +419,7 @@ class RankLearning(ABC):
     def _cut_(
         self,
         optimizer: AnyOptimizer | None,
-        group: "ProcessGroup | None",
+        group: "dist.ProcessGroup | None",
         importance: Mapping[int, Tensor] | None = None,
         min_keep: float = 0.0,
     ) -> dict[str, Any]:

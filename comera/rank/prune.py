@@ -15,12 +15,11 @@ from comera.surgery.truncate import check_finite, kept_ranks, not_finite
 
 @dataclass
 class _Bond:
-    """One bond while ranks are chosen, with the importance of its ranks, the least first."""
+    """One bond while ranks are chosen, with importance and index of its ranks, the least first."""
 
     layer: int
     position: int
-    importance: list[float]
-    order: list[int]
+    ranks: list[tuple[float, int]]
 
 
 @torch.no_grad()
@@ -62,14 +61,14 @@ def prune_to_(
     def cost_of(bond: _Bond) -> float:
         """Return the importance per entry of a bond's next rank; infinite if it must stay."""
         live = ranks[bond.layer]
-        if live[bond.position] <= min_rank or not bond.importance:
+        if live[bond.position] <= min_rank or not bond.ranks:
             return np.inf
         fewer = [r - (k == bond.position) for k, r in enumerate(live)]
         left = layers[bond.layer].shape.size_at(fewer)
         if left < least[bond.layer]:
             return np.inf
-        whole = max(sum(bond.importance), 1e-300) if importance is None else 1.0
-        return bond.importance[0] / whole / (sizes[bond.layer] - left)
+        whole = 1.0 if importance is not None else max(sum(one for one, _ in bond.ranks), 1e-300)
+        return bond.ranks[0][0] / whole / (sizes[bond.layer] - left)
 
     # Greedily, one rank at a time. What a rank saves depends on the other bonds of its layer, so
     # the costs of that layer are counted again.
@@ -88,8 +87,7 @@ def prune_to_(
             )
         bond = bonds[int(cost.argmin())]
         number, live = bond.layer, ranks[bond.layer]
-        closed.append((bond, bond.order.pop(0)))
-        bond.importance.pop(0)
+        closed.append((bond, bond.ranks.pop(0)[1]))
         live[bond.position] -= 1
         if not live[bond.position]:  # only at min_rank=0: without one bond the layer is zero
             ranks[number] = [0] * len(live)
@@ -134,12 +132,10 @@ def _rank_bonds(
                 shown = "nothing" if found is None else str(found.tolist())
                 raise ValueError(f"the importance of a gate of {gate.numel()} ranks is {shown}")
             values.append(found)
-    out = []
-    for k, alive in enumerate(keeps):
-        ours = values[k][alive].tolist()
-        order = sorted(range(len(ours)), key=ours.__getitem__)
-        out.append(_Bond(number, k, [ours[i] for i in order], [int(alive[i]) for i in order]))
-    return out
+    return [
+        _Bond(number, k, sorted(zip(of_bond[alive].tolist(), alive.tolist(), strict=True)))
+        for k, (of_bond, alive) in enumerate(zip(values, keeps, strict=True))
+    ]
 
 
 def _norms(layer: TensorTrainModule) -> list[Tensor]:

@@ -16,17 +16,15 @@ regularised no further, and does not fall below it.
 import logging
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from comera.optim.state_layout import AnyOptimizer, unwrap
 from comera.rank.learning import OPEN, AllGates, RankLearning, Stage, check_steps
 from comera.shapes import check_min_rank, is_number
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 log = logging.getLogger("comera")
 
@@ -105,6 +103,9 @@ class TwoStage(RankLearning):
     """
 
     method: ClassVar[str] = "TwoStage"
+    _tensors: ClassVar[dict[str, str]] = {
+        "running_loss": "_running_loss", "late_goal": "_late_goal"
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class TwoStage(RankLearning):
         beta: float = TwoStageSettings.beta,
         rho_loss: float = TwoStageSettings.rho_loss,
         min_rank: int = TwoStageSettings.min_rank,
-        process_group: "ProcessGroup | Literal['auto'] | None" = "auto",
+        process_group: "dist.ProcessGroup | Literal['auto'] | None" = "auto",
     ) -> None:
         check_steps("early_steps", early_steps, 0)
         why = "; comera.ImportancePruning cuts ranks without a late stage"
@@ -241,19 +242,10 @@ class TwoStage(RankLearning):
             )  # fmt: skip
 
     def identity(self) -> tuple[object, ...]:
-        tensors = (self._running_loss, self._late_goal, self._least_loss)
-        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return (*super().identity(), *astuple(self.settings), *addresses)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of rank learning as tensors and plain values, to resume a run."""
-        own = {"running_loss": self._running_loss, "late_goal": self._late_goal}
-        return {**super().state_dict(), **own}
+        least = None if self._least_loss is None else self._least_loss.data_ptr()
+        return (*super().identity(), *astuple(self.settings), least)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, to resume a run."""
         super().load_state_dict(state)
         self._least_loss = None
-        for name in ("running_loss", "late_goal"):
-            value = state[name]
-            setattr(self, f"_{name}", None if value is None else self._own(value))

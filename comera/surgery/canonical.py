@@ -5,7 +5,6 @@ After Vidal (quant-ph/0301063) and Oseledets (SIAM J. Sci. Comput. 33 (2011), al
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,6 @@ from torch import Tensor, nn
 from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
 from comera.optim.state_layout import AnyOptimizer, unwrap_separable
 from comera.surgery.truncate import reset_state_
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _NOTHING = 1e-10
 """Share of a bond's largest singular value below which another is a rounding error of float64."""
@@ -27,7 +23,7 @@ def canonicalize_(
     model: nn.Module,
     optimizer: AnyOptimizer | None = None,
     *,
-    process_group: "ProcessGroup | None" = None,
+    process_group: "dist.ProcessGroup | None" = None,
 ) -> None:
     """Bring all tensor trains into canonical form, in place; the model's function does not change.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import static_shapes
-from comera.train.data_parallel import Alone
+from comera.train.data_parallel import Together
 from comera.train.graphs import (
     Contents,
     CudaGraphs,
@@ -106,12 +106,12 @@ class Capture:
         host: HostState,
         graphs: CudaGraphs,
         device: torch.device,
-        warm_up: int = WARM_UP,
-        together: Alone | None = None,
+        warm_up: int,
+        together: Together,
     ) -> None:
         self._update, self._host = update, host
         self._graphs, self._device = graphs, device
-        self._warm_up, self._together = warm_up, together or Alone()
+        self._warm_up, self._together = warm_up, together
         self.why_not: str | None = None
         self._kept: list[_Kept] = []  # the latest last
         self._state: dict[str, Any] = {}  # that of the recordings, or of the last step without one
@@ -147,9 +147,8 @@ class Capture:
                 return self._eagerly(batch)
             if course is _Course.RECORD:
                 problem = self._record(state, batch)
-                course = _Course.REPLAY if self._find(like) else _Course.FALL_BACK
-            if course is _Course.REPLAY:
-                return self._replay(like, batch)
+            if course is not _Course.FALL_BACK and (kept := self._find(like)):
+                return self._replay(kept, like, batch)
         self._fall_back(problem)
         return self._eagerly(batch)
 
@@ -197,9 +196,7 @@ class Capture:
         contents = self._kept[-1].recording.contents()
         return StepDescription(True, "nothing has changed since it was captured", *counts, contents)
 
-    def _replay(self, like: Signature, batch: Any) -> Tensor:
-        kept = self._find(like)
-        assert kept is not None
+    def _replay(self, kept: _Kept, like: Signature, batch: Any) -> Tensor:
         kept.static.fill_(batch)
         kept.recording.replay()
         self._replays += 1
@@ -253,6 +250,11 @@ class Capture:
         recording, problem = None, None
         try:
             recording = self._graphs.record(lambda: self._update(static.value), beside)
+            # If the step leaves other addresses or settings than it began with, the second replay
+            # would begin with the wrong ones.
+            after = self._host.identity()
+            if names := ", ".join(name for name in state if state[name] != after[name]):
+                problem = f"a step changes what the next one would have to start from: {names}"
         except Exception as error:  # eager steps go on, or raise it themselves
             problem = f"{type(error).__name__}: {error}"
         except BaseException:  # Ctrl-C
@@ -260,13 +262,6 @@ class Capture:
             raise
         finally:
             set_host_random_state(random)  # recording is no step
-        if recording is not None:
-            # If the step leaves other addresses or settings than it began with, the second replay
-            # would begin with the wrong ones.
-            after = self._host.identity()
-            names = ", ".join(name for name in state if state[name] != after[name])
-            if names:
-                problem = f"a step changes what the next one would have to start from: {names}"
         if self._together.least(problem is None):
             assert recording is not None
             self._kept.append(_Kept(recording, static))

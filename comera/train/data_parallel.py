@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comera.params import renew_
+from comera.rank.agreement import from_all
 
 WARM_UP_TOGETHER = 11
 """Steps alike before one is recorded: DistributedDataParallel times its first ten on the host
@@ -20,13 +21,9 @@ class DataParallel:
     """A step's ``DistributedDataParallel``; its buffers are rebuilt if sizes or stream change."""
 
     def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
-        self._model = model
+        self._model, self.group = model, model.process_group
         self._made_for: object = self._present()
         self.times_renewed = 0  # a recording writes to the buffers it was made with
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self._model.process_group
 
     def prepare_(self) -> None:
         """Rebuild DDP's buffers if sizes or the stream have changed; all processes call this."""
@@ -100,45 +97,38 @@ def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
     return mean
 
 
-class Alone:
-    """Common decisions of processes, for a process that is alone."""
+class Together:
+    """Decisions that the processes of a group take together; each call waits for all of them.
+
+    NCCL needs a collective to be in a graph in every process or in none (NCCL user guide, "Using
+    NCCL with CUDA Graphs"). A process without a group decides alone.
+    """
 
     speaks = True
     """Whether this process logs what all have decided."""
 
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = None
+        if group is not None and dist.get_world_size(group) > 1:
+            ranks = dist.get_process_group_ranks(group)
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self.speaks = dist.get_rank() == ranks[0]
+
     def least(self, number: int) -> int:
         """Return the smallest number that any process gives."""
-        return number
-
-    def gathered(self, text: str | None) -> str:
-        """Return the texts of all processes as one."""
-        return text or ""
-
-
-class Together(Alone):
-    """Decisions that several processes take together; each call waits for all of them.
-
-    NCCL needs a collective to be in a graph in every process or in none (NCCL user guide, "Using
-    NCCL with CUDA Graphs").
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._ranks = ranks = dist.get_process_group_ranks(group)
-        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        self.speaks = dist.get_rank() == ranks[0]
-
-    def least(self, number: int) -> int:
+        if self._group is None:
+            return number
         value = torch.tensor(number)
         dist.all_reduce(value, dist.ReduceOp.MIN, group=self._group)
         return int(value)
 
     def gathered(self, text: str | None) -> str:
-        texts: list[str | None] = [None] * len(self._ranks)
-        dist.all_gather_object(texts, text, group=self._group)
-        if all(each == text for each in texts):
+        """Return the texts of all processes as one."""
+        texts = from_all(self._group, text)
+        if all(each == text for each in texts.values()):
             return text or ""
         sources: dict[str, list[int]] = {}
-        for rank, each in zip(self._ranks, texts, strict=True):
+        for rank, each in texts.items():
             if each is not None:
                 sources.setdefault(each, []).append(rank)
         return "; ".join(

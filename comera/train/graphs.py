@@ -56,7 +56,7 @@ class CudaGraphs:
         any error of the function, or the reason why it cannot be recorded.
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool()
+        pool = torch.cuda.graph_pool_handle() if beside is None else beside._graph.pool()
         # A thread that pins memory for a DataLoader may go on while this one captures.
         capture = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
         problem: Exception | None = None
@@ -71,8 +71,7 @@ class CudaGraphs:
             graph.instantiate()
         except Exception as error:
             # A capture that did not end leaves a random state and a pool behind in torch.
-            device = self._device.index
-            index = torch.cuda.current_device() if device is None else device
+            index = self._device.index
             generator = torch.cuda.default_generators[index]
             generator.graphsafe_set_state(generator.clone_state())  # the old one waits for the end
             # It raises where the pool was closed properly; the names are private to torch.
@@ -91,10 +90,6 @@ class CudaRecording:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor, device: torch.device) -> None:
         self._graph, self.output, self._device = graph, output, device
-        self._index = torch.cuda.current_device() if device.index is None else device.index
-
-    def pool(self) -> Any:
-        return self._graph.pool()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -105,9 +100,9 @@ class CudaRecording:
         del self.output
 
     def contents(self) -> Contents:
-        pool = tuple(self.pool())
+        pool = tuple(self._graph.pool())
         segments = torch.cuda.memory_snapshot()
-        here = [segment for segment in segments if segment["device"] == self._index]
+        here = [segment for segment in segments if segment["device"] == self._device.index]
         outside = [s["allocated_size"] for s in here if tuple(s["segment_pool_id"]) != pool]
         held = sum(s["total_size"] for s in here if tuple(s["segment_pool_id"]) == pool)
         peak = held + sum(outside)

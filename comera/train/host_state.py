@@ -32,8 +32,7 @@ class HostState:
 
     def identity(self) -> dict[str, Any]:
         """Set the optimizer up for graphs, and return the state that a recording depends on."""
-        step, optimizer = self._step, self._step.optimizer
-        assert isinstance(optimizer, Optimizer)
+        step, optimizer = self._step, unwrap(self._step.optimizer)
         modules = list(step.model.modules())
         params = [p for m in modules for p in m._parameters.values() if p is not None]
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
@@ -76,23 +75,19 @@ class HostState:
 
     def hold(self) -> Callable[[], None]:
         """Return a function that restores the present host state, after a failed recording."""
-        optimizer, ranks, parallel = self._step.optimizer, self._step.ranks, self._step.parallel
-        assert isinstance(optimizer, Optimizer)
+        step, optimizer = self._step, unwrap(self._step.optimizer)
         states = {param: dict(state) for param, state in optimizer.state.items()}
-        of_ranks = {} if ranks is None else dict(vars(ranks))
+        of_ranks = {} if step.ranks is None else dict(vars(step.ranks))
 
         def put_back() -> None:
             optimizer.zero_grad(set_to_none=True)
-            for param, state in list(optimizer.state.items()):
-                state.clear()
-                state.update(states.get(param, {}))
-                if param not in states:
-                    del optimizer.state[param]
-            if ranks is not None:
-                vars(ranks).update(of_ranks)
-                ranks.discard_()  # what importance pruning has added to tensors in place
-            if parallel is not None:
-                parallel.forget()
+            optimizer.state.clear()
+            optimizer.state.update(states)
+            if step.ranks is not None:
+                vars(step.ranks).update(of_ranks)
+                step.ranks.discard_()  # what importance pruning has added to tensors in place
+            if step.parallel is not None:
+                step.parallel.forget()
 
         return put_back
 
@@ -151,20 +146,18 @@ def make_capturable_(optimizer: Optimizer, device: torch.device) -> None:
 def host_random_state() -> dict[str, Any]:
     """Return the random states of torch's CPU, Python and NumPy as tensors and plain values."""
     state: Any = np.random.get_state()  # noqa: NPY002
-    kind, keys, position, has_gauss, gauss = state
+    kind, keys, *others = state
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), position, has_gauss, gauss),
+        "numpy": (kind, keys.tolist(), *others),
     }
 
 
 def set_host_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    version, inner, gauss = state["python"]
-    random.setstate((version, tuple(inner), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
 
 
 def random_state() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 from torch import nn
+from torch.utils._pytree import tree_map_with_path
 
 from comera.allocator import return_freed_memory
 from comera.extras import needed_by
@@ -160,6 +161,11 @@ def _own(resident: str) -> int:
 _KEY = "not_finite"
 
 
+def _name(path: Any) -> str:
+    """Return a place in nested facts as its keys and numbers, with dots between them."""
+    return ".".join(str(getattr(part, "key", getattr(part, "idx", None))) for part in path)
+
+
 def to_json(facts: dict[str, Any], indent: int | None = None) -> str:
     """Return facts as JSON, with null for numbers that are not finite.
 
@@ -168,17 +174,13 @@ def to_json(facts: dict[str, Any], indent: int | None = None) -> str:
     """
     odd: dict[str, str] = {}
 
-    def plain(value: Any, name: str) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(each, f"{name}.{key}") for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(each, f"{name}.{k}") for k, each in enumerate(value)]
+    def plain(path: Any, value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
-            odd[name.removeprefix(".")] = str(value)
+            odd[_name(path)] = str(value)
             return None
         return value
 
-    found = plain(facts, "")
+    found = tree_map_with_path(plain, facts)
     return json.dumps(found | ({_KEY: odd} if odd else {}), indent=indent, allow_nan=False)
 
 
@@ -187,14 +189,10 @@ def from_json(text: str) -> Any:
     found = json.loads(text)
     odd: dict[str, str] = found.pop(_KEY, {}) if isinstance(found, dict) else {}
 
-    def restored(value: Any, name: str) -> Any:
-        if isinstance(value, dict):
-            return {key: restored(each, f"{name}.{key}") for key, each in value.items()}
-        if isinstance(value, list):
-            return [restored(each, f"{name}.{k}") for k, each in enumerate(value)]
-        return float(odd[name[1:]]) if value is None and name[1:] in odd else value
+    def restored(path: Any, value: Any) -> Any:
+        return float(odd[_name(path)]) if value is None and _name(path) in odd else value
 
-    return restored(found, "") if odd else found
+    return tree_map_with_path(restored, found) if odd else found
 
 
 _log = logging.getLogger("comera")
@@ -226,7 +224,7 @@ class RunLog(SilentLog):
                 )
             kept = [line for line in lines if line and line["step"] <= resume_step]
             write_text(self.path, "".join(to_json(line) + "\n" for line in kept))
-        self._file = self.path.open("a", encoding="utf-8")
+        self.path.touch()
         self._board = None
         if tensorboard:
             with needed_by("tensorboard=True"):
@@ -242,10 +240,8 @@ class RunLog(SilentLog):
                     "into it"
                 )
             _log.warning("%s was removed while the run goes on: a new one begins here", self.path)
-            self._file.close()
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(to_json({"step": step, "time": round(time.time(), 3), **values}) + "\n")
-        self._file.flush()
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(to_json({"step": step, "time": round(time.time(), 3), **values}) + "\n")
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):
@@ -253,7 +249,6 @@ class RunLog(SilentLog):
             self._board.flush()
 
     def close(self) -> None:
-        self._file.close()
         if self._board is not None:
             with contextlib.suppress(FileNotFoundError):  # the folder is gone
                 self._board.close()

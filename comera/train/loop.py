@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from comera.checkpoint.chain import CheckpointChain
+from comera.nn.swap import evaluation_mode
 from comera.train.data_parallel import unwrapped_model
 from comera.train.log import (
     MemoryWatch,
@@ -193,15 +194,12 @@ class RunUnderWay:
 
 
 def evaluated(step: TrainStep, evaluate: Evaluate) -> dict[str, float]:
-    """Evaluate the model in evaluation mode, and put it back into training mode."""
-    step.model.eval()
-    try:
-        with torch.no_grad(), step.contracted:  # the cores are contracted once for all batches
-            # Without its wrapper, whose forward pass waits for other processes.
-            found = evaluate(unwrapped_model(step.model))
-        return {name: float(value) for name, value in found.items()}
-    finally:
-        step.model.train()
+    """Evaluate the model in evaluation mode."""
+    # The cores are contracted once for all batches.
+    with evaluation_mode(step.model), torch.no_grad(), step.contracted:
+        # Without its wrapper, whose forward pass waits for other processes.
+        found = evaluate(unwrapped_model(step.model))
+    return {name: float(value) for name, value in found.items()}
 
 
 def train(

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
+
+from comera.rank.agreement import from_all
 
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
@@ -48,12 +50,10 @@ class Processes:
         if self.count == 1:
             return batch
 
-        def own(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.dim():
-                return leaf
-            return leaf[self.rank :: self.count].contiguous()
+        def own(leaf: Tensor) -> Tensor:
+            return leaf[self.rank :: self.count].contiguous() if leaf.dim() else leaf
 
-        return tree_map(own, batch)
+        return tree_map_only(Tensor, own, batch)
 
     def draw_(self, seed: int, step: int) -> None:
         """Seed torch's random state from seed, step and process, if there are several processes."""
@@ -62,11 +62,7 @@ class Processes:
             torch.manual_seed(int(words[0]) >> 1)
 
     def any(self, flag: bool) -> bool:
-        if self.count == 1:
-            return flag
-        value = torch.tensor(int(flag))
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-        return bool(value)
+        return bool(self.sums(flag)[0])
 
     def sums(self, *numbers: float) -> list[float]:
         """Return the sums of numbers over all processes, in float64."""
@@ -78,7 +74,9 @@ class Processes:
 
     def gathered(self, rows: Tensor) -> Tensor:
         """Return the rows of all processes on the CPU, in the order of processes."""
-        return torch.cat(self._all_gathered(rows.cpu())) if self.count > 1 else rows
+        if self.count == 1:
+            return rows
+        return torch.cat(list(from_all(self.group, rows.cpu()).values()))
 
     def from_first(self, call: Callable[[], _T]) -> _T:
         """Call a function in the first process; return its result, on the CPU, in every process.
@@ -87,21 +85,28 @@ class Processes:
         """
         if self.count == 1:
             return call()
-        outcome, problem = _attempt(call) if self.is_first else (None, None)
-        found = [(outcome, _text_of(problem))]
+        found = [self.together(lambda: call() if self.is_first else None)]
         dist.broadcast_object_list(found, src=0, device=_CPU)
-        self._raise_of(problem, {0: found[0][1]})
-        return found[0][0]  # type: ignore[return-value]
+        return found[0]  # type: ignore[return-value]
 
     def together(self, call: Callable[[], _T]) -> _T:
         """Call a function in every process; if it fails in any, all of them raise an error.
 
         The first process that fails raises its own error, the others ``OtherProcessError``.
         """
-        if self.count == 1:
-            return call()
-        outcome, problem = _attempt(call)
-        self._raise_of(problem, dict(enumerate(self._all_gathered(_text_of(problem)))))
+        outcome, problem, text = None, None, None
+        try:
+            outcome = call()
+        except Exception as error:  # the others raise too
+            problem, text = error, str(error)
+            if not isinstance(error, ValueError | OSError):
+                text = f"{type(error).__name__}: {error}"
+        texts = from_all(self.group, text)
+        for rank, text in texts.items():  # the first that failed
+            if problem is not None and rank == self.rank:
+                raise problem
+            if text is not None:
+                raise OtherProcessError(f"process {rank}: {text}") from problem
         return outcome  # type: ignore[return-value]
 
     def in_turn(self, call: Callable[[], _T]) -> _T:
@@ -109,39 +114,10 @@ class Processes:
 
         So the first process can fill a cache that the others read. Errors as in :meth:`together`.
         """
-        if self.count == 1:
-            return call()
         leads = self.local_rank == 0
         outcome = self.together(lambda: call() if leads else None)
         others = self.together(lambda: None if leads else call())
         return outcome if leads else others  # type: ignore[return-value]
-
-    def _all_gathered(self, mine: _T) -> list[_T]:
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, mine, group=None)
-        return found
-
-    def _raise_of(self, problem: Exception | None, texts: Mapping[int, str | None]) -> None:
-        failed = [rank for rank, text in texts.items() if text is not None]
-        if not failed:
-            return
-        if problem is not None and self.rank == failed[0]:
-            raise problem
-        raise OtherProcessError(f"process {failed[0]}: {texts[failed[0]]}") from problem
-
-
-def _attempt(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    try:
-        return call(), None
-    except Exception as problem:  # the others raise too
-        return None, problem
-
-
-def _text_of(problem: Exception | None) -> str | None:
-    if problem is None:
-        return None
-    plain = isinstance(problem, ValueError | OSError)
-    return str(problem) if plain else f"{type(problem).__name__}: {problem}"
 
 
 def count_started(environment: Mapping[str, str]) -> int:

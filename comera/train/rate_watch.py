@@ -8,6 +8,7 @@ together until attention looks at one position alone (the known failure of Muon:
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +67,6 @@ class RateWatch:
         self.model, self.optimizer, self.every = model, optimizer, every
         self._warns = warns
         self.last: Seen | None = None
-        self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None
         self._said: set[str] = set()
 
     def advice(self) -> str:
@@ -79,21 +79,21 @@ class RateWatch:
             )
         return f" at a learning rate of {rate:.2g}{score}: if the data are sound, halve the rate"
 
-    def before(self, step: int) -> None:
-        """Copy samples of the weights if step number ``step`` is to be checked."""
-        self._before = None
-        if self.every and (step in _FIRST or step % self.every == 0):
-            self._before = {
-                name: [(param, _some(param).clone()) for param in params]
-                for name, params in self._weights()
-            }
+    @contextmanager
+    def checked(self, step: int) -> Iterator[None]:
+        """Compare samples of the weights before and after step number ``step``, if it is its turn.
 
-    def after(self, step: int) -> None:
-        """Compare the weights with the copies, if there are any, which waits for the device."""
-        if self._before is None:
+        The comparison waits for the device.
+        """
+        if not self.every or (step not in _FIRST and step % self.every):
+            yield
             return
-        seen = self.last = self._look(self._before)
-        self._before = None
+        before: dict[str, list[tuple[Tensor, Tensor]]] = {
+            name: [(param, _some(param).clone()) for param in params]
+            for name, params in self._weights()
+        }
+        yield
+        seen = self.last = self._look(before)
         if not self._warns:
             return
         rate = _rate(self.optimizer)

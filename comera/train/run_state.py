@@ -23,7 +23,7 @@ from comera.optim.state_layout import unwrap
 from comera.params import is_sharded
 from comera.train.data_parallel import unwrapped_model
 from comera.train.host_state import random_state, set_random_state
-from comera.train.sharded import shared_model_state, shared_optimizer_state, whole_state
+from comera.train.sharded import shared_like, shared_optimizer_state, whole_state
 from comera.train.step import TrainStep
 
 _PLACES = ("row_order", "_extra_state")
@@ -97,7 +97,8 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} belongs to another model: {'; '.join(differences[:4])}{more}")
     weights, moments = saved.model, saved.optimizer
     if any(map(is_sharded, model.parameters())):
-        weights = shared_model_state(model, weights)
+        here = model.state_dict()
+        weights = {name: shared_like(here.get(name), value) for name, value in weights.items()}
         moments = shared_optimizer_state(unwrap(step.optimizer), moments)
     model.load_state_dict(weights)
     step.optimizer.load_state_dict(moments)

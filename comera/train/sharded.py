@@ -230,23 +230,18 @@ def whole_state(state: Any) -> Any:
     return tree_map(lambda leaf: leaf.full_tensor() if is_sharded(leaf) else leaf, state)
 
 
-def shared_model_state(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
-    mine = model.state_dict()
-    return {name: _shared_like(mine.get(name), value) for name, value in saved.items()}
-
-
 def shared_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     like = dict(zip(numbers, params, strict=True))
     state = {
-        number: {key: _shared_like(like[number], value) for key, value in parts.items()}
+        number: {key: shared_like(like[number], value) for key, value in parts.items()}
         for number, parts in saved["state"].items()
     }
     return {**saved, "state": state}
 
 
-def _shared_like(like: Any, value: Any) -> Any:
+def shared_like(like: Any, value: Any) -> Any:
     """Shard a tensor like ``like`` if that is sharded and has its shape; else leave it."""
     from torch.distributed.tensor import distribute_tensor
 

@@ -10,10 +10,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.modules.loss import _Loss
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.batched_contraction import BatchedContraction
@@ -27,7 +26,7 @@ from comera.params import is_sharded
 from comera.rank.learning import RankLearning, check_holds_cores
 from comera.shapes import check_whole_numbers, is_number
 from comera.train.capture import WARM_UP, Capture, StepDescription
-from comera.train.data_parallel import WARM_UP_TOGETHER, Alone, DataParallel, Together, mean_over
+from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, Together, mean_over
 from comera.train.graphs import CudaGraphs
 from comera.train.host_state import HostState
 from comera.train.rate_watch import EVERY, RateWatch
@@ -155,7 +154,7 @@ class TrainStep:
         shared = any(map(is_sharded, model.parameters()))
         self._sharded = Sharded(model, optimizer) if shared else None
         averaging = self.parallel or self._sharded
-        self._group: ProcessGroup | None = None if averaging is None else averaging.group
+        self._group: dist.ProcessGroup | None = None if averaging is None else averaging.group
         if averaging is None and isinstance(optimizer, OptimizerInBackward):
             self._group = optimizer.process_group
         if ranks is not None:
@@ -181,8 +180,7 @@ class TrainStep:
             return
         # Last: it asks at once whether model, optimizer and processes can be captured.
         warm_up = WARM_UP if self.parallel is None else WARM_UP_TOGETHER
-        host, group = HostState(self), self._group
-        together = Alone() if group is None or dist.get_world_size(group) == 1 else Together(group)
+        host, together = HostState(self), Together(self._group)
         self._capture = Capture(self._update, host, graphs, self._device, warm_up, together)
 
     def __call__(self, batch: Any) -> Tensor:
@@ -195,19 +193,18 @@ class TrainStep:
         Returns:
             The loss before the update, detached and without the rank objective.
         """
-        self.watch.before(self.steps_done + 1)
-        try:
-            total = self._update(batch) if self._capture is None else self._capture(batch)
-        except BaseException:  # Ctrl-C too: the caller may catch it and go on
-            if isinstance(self.optimizer, OptimizerInBackward):
-                self.optimizer.discard_()
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.ranks is not None:
-                self.ranks.discard_()
-            if self.parallel is not None and self._unreduced:
-                self.parallel.forget()  # its buffers wait for the gradients that did not come
-            raise
-        self.watch.after(self.steps_done + 1)
+        with self.watch.checked(self.steps_done + 1):
+            try:
+                total = self._update(batch) if self._capture is None else self._capture(batch)
+            except BaseException:  # Ctrl-C too: the caller may catch it and go on
+                if isinstance(self.optimizer, OptimizerInBackward):
+                    self.optimizer.discard_()
+                self.optimizer.zero_grad(set_to_none=True)
+                if self.ranks is not None:
+                    self.ranks.discard_()
+                if self.parallel is not None and self._unreduced:
+                    self.parallel.forget()  # its buffers wait for the gradients that did not come
+                raise
         if self.scheduler is not None and self.counts:
             self.scheduler.step()
         if self.ranks is not None and self.counts:
@@ -295,8 +292,8 @@ class TrainStep:
         """Split a batch into ``accumulate`` parts, each with its share of the rows."""
         if self.accumulate == 1:
             return [(batch, 1.0)]
-        leaves, _ = tree_flatten(batch)
-        rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        rows = {tensor.shape[0] for tensor in tensors if tensor.dim()}
         if len(rows) != 1:
             raise ValueError(
                 f"accumulate={self.accumulate} splits a batch along its first dimension, but its "
@@ -310,10 +307,7 @@ class TrainStep:
         bounds = [count * k // self.accumulate for k in range(self.accumulate + 1)]
 
         def rows_of(start: int, end: int) -> Any:
-            return tree_map(
-                lambda leaf: leaf[start:end] if isinstance(leaf, Tensor) and leaf.dim() else leaf,
-                batch,
-            )
+            return tree_map_only(Tensor, lambda x: x[start:end] if x.dim() else x, batch)
 
         return [
             (rows_of(start, end), (end - start) / count)

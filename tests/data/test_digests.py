@@ -192,9 +192,9 @@ def test_text_that_changes_while_it_is_encoded_is_not_kept(tmp_path, monkeypatch
     data = TextData(str(tmp_path / "text"), vocab_size=300, length=16, heldout=0.2)
     real = text._encode
 
-    def changing(files, settings):
+    def changing(*args):
         (tmp_path / "text" / "new.py").write_text("x = 1\n")
-        return real(files, settings)
+        return real(*args)
 
     monkeypatch.setattr(text, "_encode", changing)
     with pytest.raises(ValueError, match="text changed while it was read"):

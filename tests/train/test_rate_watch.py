@@ -109,8 +109,8 @@ def test_the_score_is_that_of_normal_activations(make):
     with torch.no_grad():  # the second attention has the larger scores
         weight = model.encoder.blocks[1].attention.key
         (weight.cores[0] if hasattr(weight, "cores") else weight.weight).mul_(3)
-    watch.before(1)
-    watch.after(1)
+    with watch.checked(1):
+        pass
     attention = model.encoder.blocks[1].attention
     x, y = torch.randn(2, 40_000, 32)
     zero = torch.zeros(1, 32)  # takes off the biases
@@ -131,8 +131,8 @@ def test_heads_may_share_their_keys():
 
     model = Grouped()
     watch = RateWatch(model, torch.optim.SGD(model.parameters(), 1e-3), every=1)
-    watch.before(1)
-    watch.after(1)
+    with watch.checked(1):
+        pass
     q, k = model.q_proj.weight.unflatten(0, (4, 8)), model.k_proj.weight.unflatten(0, (2, 8))
     norms = [(q[head].T @ k[head // 2]).norm() / math.sqrt(8) for head in range(4)]
     assert watch.last.score == pytest.approx(float(max(norms).detach()), rel=1e-5)
@@ -145,8 +145,8 @@ def test_keys_that_do_not_fit_the_queries_are_left_out(width):
     model.num_heads, model.query, model.key = 2, nn.Linear(8, 8), nn.Linear(8, 8)
     model.key.weight = nn.Parameter(torch.ones(width, 8))
     watch = RateWatch(model, torch.optim.SGD(model.parameters(), 1e-3), every=1)
-    watch.before(1)
-    watch.after(1)
+    with watch.checked(1):
+        pass
     assert watch.last.score == 0
 
 
@@ -195,10 +195,8 @@ def test_looks_are_few_and_can_be_left_out(monkeypatch):
 def test_one_process_of_several_speaks(caplog):
     model = classifier()
     watch = RateWatch(model, torch.optim.SGD(model.parameters(), 1.0), every=1, warns=False)
-    watch.before(1)
-    with torch.no_grad(), caplog.at_level(logging.WARNING):
+    with torch.no_grad(), caplog.at_level(logging.WARNING), watch.checked(1):
         model.encoder.positions.add_(1)
-        watch.after(1)
     assert watch.last.change > 1
     assert not warnings_of(caplog)
 
