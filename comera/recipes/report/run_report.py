@@ -321,8 +321,6 @@ def gather(folder: Path) -> dict[str, Any]:
     model, results = models[0], [each.result for each in models if each.result is not None]
     others = dict.fromkeys(key for each in models for key in each.evaluations if key != "loss")
     metrics = [metric_by_step(models, key) for key in others]
-    losses = [loss_by_step(models), *metrics, loss_by_clock(models)]
-    sizes = [loss_by_size(models), size_by_step(model)]
     config = folder / "config.yaml"
     return {
         "title": f"Run {folder.resolve().name}",
@@ -330,8 +328,8 @@ def gather(folder: Path) -> dict[str, Any]:
         "gaps": list(_gaps(folder, models)),
         "unfinished": [_progress(each) for each in models if each.result is None],
         "figures": page.Table(*outcome_cells(results)) if results else None,
-        "losses": [chart for chart in losses if chart],
-        "sizes": [chart for chart in sizes if chart],
+        "losses": [loss_by_step(models), *metrics, loss_by_clock(models)],
+        "sizes": [loss_by_size(models), size_by_step(model)],
         "ranks": layer_ranks(model),
         "steps": steps_axis(models),
         "rate": rate_by_step(models),
@@ -442,12 +440,10 @@ class LayerRanks:
 
 
 def layer_ranks(model: History) -> list[LayerRanks]:
-    """Return the logged ranks of every layer that has bonds; long logs are sampled evenly."""
+    """Return the logged ranks of every layer; long logs are sampled evenly."""
     logged = model.live_ranks
     layers: list[LayerRanks] = []
     for name, start in model.start_ranks.items() if logged else ():
-        if not start:
-            continue
         spans: list[Span] = []
         before = 0
         for step in _picked(list(logged), MOST_COLUMNS):  # each reaches back to the one before it
