@@ -84,7 +84,7 @@ def run(
         processes.from_first(lambda: held.enter_context(run_folder.lock(folder)))
         task = processes.in_turn(lambda: prepare_task(config, device, digests, processes))
         if config.ranks is not None:
-            config.ranks.check(task.steps)
+            config.ranks.check_shares(task.steps)
         _check_same_data(task.record, processes)
         processes.from_first(lambda: _begin(config, task.record, console))
         trained: list[run_folder.Outcome] = []

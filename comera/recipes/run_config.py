@@ -42,10 +42,7 @@ class TwoStageConfig(TwoStageSettings):
     early_share: float = 0.4
     late_share: float = 0.4
 
-    def check(self, steps: int | None = None) -> None:
-        with error_prefix("two_stage."):
-            check_target(self.target)
-            super().check()
+    def check_shares(self, steps: int | None) -> None:
         early, late = self.early_share, self.late_share
         if early < 0 or late <= 0 or early + late > 1:
             raise ValueError(
@@ -80,10 +77,7 @@ class ImportancePruningConfig(ImportanceSettings):
     target: float = 0.5
     share: float = 0.3
 
-    def check(self, steps: int | None = None) -> None:
-        with error_prefix("importance_pruning."):
-            check_target(self.target)
-            super().check()
+    def check_shares(self, steps: int | None) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(
                 f"importance_pruning.share={self.share} must be a share of the run, in (0, 1]"
@@ -466,7 +460,10 @@ class RunConfig:
         if self.ranks is not None:
             if self.tensorize is None:
                 raise ValueError(f"the section {self.rank_section} needs a section tensorize")
-            self.ranks.check(self.train.steps)
+            with error_prefix(f"{self.rank_section}."):
+                check_target(self.ranks.target)
+                self.ranks.check()
+            self.ranks.check_shares(self.train.steps)
 
 
 TASKS: dict[str, TaskEntry] = {
