@@ -325,20 +325,15 @@ def _train_one(
         sizes = [checkpoints.size(step) for step in checkpoints.steps()]
         outcome = run_folder.Outcome(
             name=name,
-            metrics=result.metrics,
             params=report.params,
             layer_params=report.tt_params if report.layers else layer_dense,
             layer_dense_params=layer_dense,
             bytes=(folder / "model.safetensors").stat().st_size,
-            seconds=result.seconds,
-            steps=result.steps,
-            ranks=result.ranks,
             test=test,
             checkpoint_bytes=sum(sizes) / len(sizes) if sizes else None,
-            processor_seconds=result.processor_seconds,
-            peak_memory=result.peak_memory,
             state_bytes=memory.total.state,
             ran=ran,
+            **{key: value for key, value in vars(result).items() if key != "interrupted"},
         )
         task.save_vocabulary(folder)
         facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "completion": completion}
