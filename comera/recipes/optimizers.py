@@ -335,15 +335,3 @@ OptimizerConfig.choices = list(OPTIMIZERS.values())
 
 def keys_of(kind: type[OptimizerConfig]) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
-
-
-_KEEP_UP = "muon", "adamw", "adamw8bit"  # whose cores keep up with gates
-
-
-def with_late_stage(settings: OptimizerConfig, late_steps: int) -> OptimizerConfig:
-    """Fill in ``gate_lr``, so that Adam can close gates in the late stage, and ``core_lr``."""
-    gate_lr = max(GATE_LR, 1.25 / max(1, late_steps))
-    core_lr = settings.core_lr
-    if core_lr is None and settings.lr == settings.default_lr and settings.name in _KEEP_UP:
-        core_lr = max(settings.lr, gate_lr / 10)
-    return dataclasses.replace(settings, gate_lr=gate_lr, core_lr=core_lr)

@@ -18,7 +18,7 @@ from comera.nn.targets import TTConfig
 from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
 from comera.rank.learning import check_target
 from comera.rank.two_stage import TwoStage, TwoStageSettings
-from comera.recipes.optimizers import GATE_LR, OptimizerConfig, with_late_stage
+from comera.recipes.optimizers import GATE_LR, OptimizerConfig
 from comera.recipes.parse import check_least
 
 _NOT_IDENTITY = {"identity": False}
@@ -26,6 +26,8 @@ _NOT_IDENTITY = {"identity": False}
 
 _LENGTH = {"identity": "length"}
 """Mark of a setting that may grow while a run is not in its late stage."""
+
+_KEEP_UP = "muon", "adamw", "adamw8bit"  # optimizers whose cores keep up with gates
 
 
 @dataclass
@@ -367,8 +369,12 @@ class RunConfig:
             return settings
         if self.two_stage is None:
             settings.gate_lr = GATE_LR
-        elif steps is not None:
-            settings = with_late_stage(settings, self.two_stage.stages(steps)[1])
+        elif steps is not None:  # so that Adam can close gates in the late stage
+            late_steps = self.two_stage.stages(steps)[1]
+            settings.gate_lr = max(GATE_LR, 1.25 / max(1, late_steps))
+            usual = settings.core_lr is None and settings.lr == settings.default_lr
+            if usual and settings.name in _KEEP_UP:
+                settings.core_lr = max(settings.default_lr, settings.gate_lr / 10)
         return settings
 
     @property
