@@ -146,10 +146,6 @@ class OptimizerConfig:
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
 
-def _can_fuse(groups: Groups) -> bool:
-    return not groups[0]["params"][0].is_meta  # torch has no such kernel there
-
-
 @dataclass(kw_only=True)
 class AdamWConfig(OptimizerConfig):
     """torch's AdamW.
@@ -159,11 +155,13 @@ class AdamWConfig(OptimizerConfig):
     """
 
     default_lr = 5e-4
+    optimizer: ClassVar[Any] = torch.optim.AdamW
     name: str | None = "adamw"
     betas: tuple[float, float] = (0.9, 0.999)
 
     def make(self, groups: Groups) -> Optimizer:
-        return torch.optim.AdamW(groups, betas=self.betas, fused=_can_fuse(groups))
+        can_fuse = not groups[0]["params"][0].is_meta  # torch has no such kernel there
+        return self.optimizer(groups, betas=self.betas, fused=can_fuse)
 
 
 @dataclass(kw_only=True)
@@ -176,11 +174,9 @@ class MuonConfig(AdamWConfig):
     """
 
     default_lr = 7e-4
+    optimizer = MuonAdamW
     name: str | None = "muon"
     target_modules: str | list[str] | None = None
-
-    def make(self, groups: Groups) -> Optimizer:
-        return MuonAdamW(groups, betas=self.betas, fused=_can_fuse(groups))
 
     def _groups(self, model: nn.Module) -> Groups:
         try:
@@ -294,10 +290,8 @@ class GaLoreAdamWConfig(GaLoreConfig, AdamWConfig):
     """``comera.GaLore`` around AdamW."""
 
     default_lr = 2e-3
+    optimizer = GaLore
     name: str | None = "galore_adamw"
-
-    def make(self, groups: Groups) -> Optimizer:
-        return GaLore(groups, torch.optim.AdamW, betas=self.betas, fused=_can_fuse(groups))
 
 
 @dataclass(kw_only=True)
