@@ -491,7 +491,7 @@ def row(name: str, text: str) -> str:
     """Return the lines of a help on a name, with a text beside it."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     start, below = f"  {name}".ljust(_COLUMN), " " * _COLUMN
-    if len(start) > _COLUMN or (name and start[-1] != " "):
+    if name and start[-1] != " ":
         return f"{start}\n{row('', text)}"
     lines = textwrap.wrap(text, width, initial_indent=start, subsequent_indent=below)
     return "\n".join(lines or [start])

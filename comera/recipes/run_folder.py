@@ -403,9 +403,8 @@ def _delete(folder: Path, names: Iterable[str]) -> None:
                 events.unlink()
         else:
             path.unlink(missing_ok=True)
-        if path.is_dir():
-            with contextlib.suppress(OSError):  # it is not empty
-                path.rmdir()
+        with contextlib.suppress(OSError):  # it is no folder, or not empty
+            path.rmdir()
 
 
 def _holds(path: Path) -> bool:

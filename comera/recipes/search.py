@@ -142,7 +142,6 @@ class Search:
         """Report ended trials, and return the jobs of the next trial; none after the last one."""
         self.tell()
         while len(self._study.trials) < self._config.trials:
-            self._seed_sampler(len(self._study.trials))
             trial = self._study.ask()
             self._add(self._study.trials[trial.number])
             if self._of.get(trial.number):
