@@ -331,7 +331,7 @@ def run_sweep(
         _check_data(jobs)
         done = sum(job.state == "finished" for job in jobs)
         text = f"{expected} runs in {sweep.out}, {done} of them finished"
-        console.print(text, highlight=False, markup=False)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
         def more() -> list[Job]:
             added = [] if search is None else search.more()
