@@ -32,9 +32,7 @@ def naming_a_full_disk(
         if number is None:
             if found := re.search(r"\(os error (\d+)\)", str(problem)):  # safetensors
                 number = int(found[1])
-            elif isinstance(problem, OSError) and re.search(
-                r"\d+ requested and \d+ written", str(problem)
-            ):
+            elif re.search(r"\d+ requested and \d+ written", str(problem)):
                 number = errno.ENOSPC  # NumPy does not name the reason
         if number not in _REMEDIES:
             raise

@@ -165,8 +165,7 @@ _MB = 1e6
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder is the folder of a run."""
-    config = folder / "config.yaml"
-    return config.is_file() and bool(_read(read_yaml, config).get("train"))
+    return bool(_read(read_yaml, folder / "config.yaml").get("train"))
 
 
 def report(folder: str, /, *, console: Console) -> None:

@@ -17,7 +17,6 @@ import sys
 import textwrap
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
@@ -472,8 +471,7 @@ def _entry(key: str, with_type: bool = True) -> str:
     hint, holder = settings_by_name()[key]
     if section_of(hint)[0] is not None:
         return f"\n{key}: {_text(key)}"
-    own = next(each for each in fields(holder) if each.name == key.rpartition(".")[2])
-    value = own.default if own.default_factory is MISSING else own.default_factory()
+    value = getattr(holder(), key.rpartition(".")[2])
     value = str(value).lower() if isinstance(value, bool) else value
     text = f"{_text(key)} ({wanted(hint)})" if with_type else _text(key)
     return row(f"--{key}=", text if value is None else f"{text} [{value}]")
@@ -493,7 +491,7 @@ def row(name: str, text: str) -> str:
     """Return the lines of a help on a name, with a text beside it."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     start, below = f"  {name}".ljust(_COLUMN), " " * _COLUMN
-    if len(start) > _COLUMN or (name and start[-1] != " "):
+    if name and start[-1] != " ":
         return f"{start}\n{row('', text)}"
     lines = textwrap.wrap(text, width, initial_indent=start, subsequent_indent=below)
     return "\n".join(lines or [start])

@@ -146,10 +146,6 @@ class OptimizerConfig:
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
 
-def _can_fuse(groups: Groups) -> bool:
-    return not groups[0]["params"][0].is_meta  # torch has no such kernel there
-
-
 @dataclass(kw_only=True)
 class AdamWConfig(OptimizerConfig):
     """torch's AdamW.
@@ -159,11 +155,13 @@ class AdamWConfig(OptimizerConfig):
     """
 
     default_lr = 5e-4
+    optimizer: ClassVar[Any] = torch.optim.AdamW
     name: str | None = "adamw"
     betas: tuple[float, float] = (0.9, 0.999)
 
     def make(self, groups: Groups) -> Optimizer:
-        return torch.optim.AdamW(groups, betas=self.betas, fused=_can_fuse(groups))
+        can_fuse = not groups[0]["params"][0].is_meta  # torch has no such kernel there
+        return self.optimizer(groups, betas=self.betas, fused=can_fuse)
 
 
 @dataclass(kw_only=True)
@@ -176,11 +174,9 @@ class MuonConfig(AdamWConfig):
     """
 
     default_lr = 7e-4
+    optimizer = MuonAdamW
     name: str | None = "muon"
     target_modules: str | list[str] | None = None
-
-    def make(self, groups: Groups) -> Optimizer:
-        return MuonAdamW(groups, betas=self.betas, fused=_can_fuse(groups))
 
     def _groups(self, model: nn.Module) -> Groups:
         try:
@@ -294,10 +290,8 @@ class GaLoreAdamWConfig(GaLoreConfig, AdamWConfig):
     """``comera.GaLore`` around AdamW."""
 
     default_lr = 2e-3
+    optimizer = GaLore
     name: str | None = "galore_adamw"
-
-    def make(self, groups: Groups) -> Optimizer:
-        return GaLore(groups, torch.optim.AdamW, betas=self.betas, fused=_can_fuse(groups))
 
 
 @dataclass(kw_only=True)
@@ -335,15 +329,3 @@ OptimizerConfig.choices = list(OPTIMIZERS.values())
 
 def keys_of(kind: type[OptimizerConfig]) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
-
-
-_KEEP_UP = "muon", "adamw", "adamw8bit"  # whose cores keep up with gates
-
-
-def with_late_stage(settings: OptimizerConfig, late_steps: int) -> OptimizerConfig:
-    """Fill in ``gate_lr``, so that Adam can close gates in the late stage, and ``core_lr``."""
-    gate_lr = max(GATE_LR, 1.25 / max(1, late_steps))
-    core_lr = settings.core_lr
-    if core_lr is None and settings.lr == settings.default_lr and settings.name in _KEEP_UP:
-        core_lr = max(settings.lr, gate_lr / 10)
-    return dataclasses.replace(settings, gate_lr=gate_lr, core_lr=core_lr)

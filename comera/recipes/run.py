@@ -84,7 +84,7 @@ def run(
         processes.from_first(lambda: held.enter_context(run_folder.lock(folder)))
         task = processes.in_turn(lambda: prepare_task(config, device, digests, processes))
         if config.ranks is not None:
-            config.ranks.check(task.steps)
+            config.ranks.check_shares(task.steps)
         _check_same_data(task.record, processes)
         processes.from_first(lambda: _begin(config, task.record, console))
         trained: list[run_folder.Outcome] = []
@@ -325,20 +325,15 @@ def _train_one(
         sizes = [checkpoints.size(step) for step in checkpoints.steps()]
         outcome = run_folder.Outcome(
             name=name,
-            metrics=result.metrics,
             params=report.params,
             layer_params=report.tt_params if report.layers else layer_dense,
             layer_dense_params=layer_dense,
             bytes=(folder / "model.safetensors").stat().st_size,
-            seconds=result.seconds,
-            steps=result.steps,
-            ranks=result.ranks,
             test=test,
             checkpoint_bytes=sum(sizes) / len(sizes) if sizes else None,
-            processor_seconds=result.processor_seconds,
-            peak_memory=result.peak_memory,
             state_bytes=memory.total.state,
             ran=ran,
+            **{key: value for key, value in vars(result).items() if key != "interrupted"},
         )
         task.save_vocabulary(folder)
         facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "completion": completion}

@@ -18,7 +18,7 @@ from comera.nn.targets import TTConfig
 from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
 from comera.rank.learning import check_target
 from comera.rank.two_stage import TwoStage, TwoStageSettings
-from comera.recipes.optimizers import GATE_LR, OptimizerConfig, with_late_stage
+from comera.recipes.optimizers import GATE_LR, OptimizerConfig
 from comera.recipes.parse import check_least
 
 _NOT_IDENTITY = {"identity": False}
@@ -26,6 +26,8 @@ _NOT_IDENTITY = {"identity": False}
 
 _LENGTH = {"identity": "length"}
 """Mark of a setting that may grow while a run is not in its late stage."""
+
+_KEEP_UP = "muon", "adamw", "adamw8bit"  # optimizers whose cores keep up with gates
 
 
 @dataclass
@@ -42,10 +44,7 @@ class TwoStageConfig(TwoStageSettings):
     early_share: float = 0.4
     late_share: float = 0.4
 
-    def check(self, steps: int | None = None) -> None:
-        with error_prefix("two_stage."):
-            check_target(self.target)
-            super().check()
+    def check_shares(self, steps: int | None) -> None:
         early, late = self.early_share, self.late_share
         if early < 0 or late <= 0 or early + late > 1:
             raise ValueError(
@@ -80,10 +79,7 @@ class ImportancePruningConfig(ImportanceSettings):
     target: float = 0.5
     share: float = 0.3
 
-    def check(self, steps: int | None = None) -> None:
-        with error_prefix("importance_pruning."):
-            check_target(self.target)
-            super().check()
+    def check_shares(self, steps: int | None) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(
                 f"importance_pruning.share={self.share} must be a share of the run, in (0, 1]"
@@ -373,8 +369,12 @@ class RunConfig:
             return settings
         if self.two_stage is None:
             settings.gate_lr = GATE_LR
-        elif steps is not None:
-            settings = with_late_stage(settings, self.two_stage.stages(steps)[1])
+        elif steps is not None:  # so that Adam can close gates in the late stage
+            late_steps = self.two_stage.stages(steps)[1]
+            settings.gate_lr = max(GATE_LR, 1.25 / max(1, late_steps))
+            usual = settings.core_lr is None and settings.lr == settings.default_lr
+            if usual and settings.name in _KEEP_UP:
+                settings.core_lr = max(settings.default_lr, settings.gate_lr / 10)
         return settings
 
     @property
@@ -466,7 +466,10 @@ class RunConfig:
         if self.ranks is not None:
             if self.tensorize is None:
                 raise ValueError(f"the section {self.rank_section} needs a section tensorize")
-            self.ranks.check(self.train.steps)
+            with error_prefix(f"{self.rank_section}."):
+                check_target(self.ranks.target)
+                self.ranks.check()
+            self.ranks.check_shares(self.train.steps)
 
 
 TASKS: dict[str, TaskEntry] = {

@@ -387,8 +387,7 @@ def claim(config: RunConfig, record: DataRecord, found: Begun | None) -> None:
         _delete(folder, _written_by_a_run(folder) - {"config.yaml"})  # which is replaced at once
     # How checkpoints are kept may be new.
     write_text(folder / "config.yaml", yaml.safe_dump(settings_of(config), sort_keys=False))
-    facts = {"files": dict(record.files), "prepared": record.prepared}
-    write_text(folder / NAME, json.dumps(facts, indent=1))
+    write_text(folder / NAME, json.dumps(asdict(record), indent=1))
 
 
 def _delete(folder: Path, names: Iterable[str]) -> None:
@@ -404,9 +403,8 @@ def _delete(folder: Path, names: Iterable[str]) -> None:
                 events.unlink()
         else:
             path.unlink(missing_ok=True)
-        if path.is_dir():
-            with contextlib.suppress(OSError):  # it is not empty
-                path.rmdir()
+        with contextlib.suppress(OSError):  # it is no folder, or not empty
+            path.rmdir()
 
 
 def _holds(path: Path) -> bool:

@@ -112,7 +112,6 @@ class Search:
             "sampler": config.sampler, "seed": config.seed, "extends": config.extends,
             "metric": metric, "seeds": list(seeds),
         }  # fmt: skip
-        self._of: dict[int, list[Job]] = {}
         self._open()
         before = self._study.user_attrs.get("asked", self._asked)
         if before != self._asked and not anew:
@@ -138,13 +137,11 @@ class Search:
         self._path.unlink()
         self._open()
         self._study.set_user_attr("asked", self._asked)
-        self._of = {}
 
     def more(self) -> list[Job]:
         """Report ended trials, and return the jobs of the next trial; none after the last one."""
         self.tell()
         while len(self._study.trials) < self._config.trials:
-            self._seed_sampler(len(self._study.trials))
             trial = self._study.ask()
             self._add(self._study.trials[trial.number])
             if self._of.get(trial.number):
@@ -198,6 +195,7 @@ class Search:
             load_if_exists=True,
             direction="maximize" if self._metric in HIGHER_IS_BETTER else "minimize",
         )
+        self._of: dict[int, list[Job]] = {}  # jobs by the number of their trial
 
     def _seed_sampler(self, number: int) -> None:
         """Seed the sampler for one trial, by the search's seed and the trial's number alone."""

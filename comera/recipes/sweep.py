@@ -331,7 +331,7 @@ def run_sweep(
         _check_data(jobs)
         done = sum(job.state == "finished" for job in jobs)
         text = f"{expected} runs in {sweep.out}, {done} of them finished"
-        console.print(text, highlight=False, markup=False)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
         def more() -> list[Job]:
             added = [] if search is None else search.more()
@@ -345,12 +345,11 @@ def run_sweep(
             bars = show_progress(jobs, sweep.metric, console, expected)
             with contextlib.closing(starts), bars as watch:
                 completed = run_jobs(jobs, starts, watch, more)
-        begun = {job: begun_run(job.config) for job in everything if job not in jobs}
-        skipped = [job for job, found in begun.items() if found and found.is_finished(job.folder)]
-        for job in skipped:
-            job.state = "finished"
-        ended = [job for job in everything if job in jobs or job in skipped]
-        _report(sweep, [*ended, *(job for job in jobs if job not in ended)], console)
+        for job in everything:  # those skipped this time may have been trained before
+            found = None if job in jobs else begun_run(job.config)
+            if found and found.is_finished(job.folder):
+                job.state = "finished"
+        _report(sweep, [*everything, *(job for job in jobs if job not in everything)], console)
         if search is not None:
             search.tell()
             console.print(search.summary(), markup=False, highlight=False, soft_wrap=True)

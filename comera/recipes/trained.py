@@ -17,6 +17,7 @@ from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.convert import densify_
 from comera.params import model_size
+from comera.planning.printing import data_frame
 from comera.saved.model_folder import load_model
 from comera.serving.freeze import to_plain_
 from comera.train.log import from_json, read_metrics
@@ -70,13 +71,11 @@ class TrainedRun:
 
         NaN if nothing was logged. Ranks and other nested values are left out. Needs pandas.
         """
-        with needed_by("metrics"):
-            import pandas as pd
         lines = [
             {key: value for key, value in line.items() if isinstance(value, int | float | str)}
             for line in read_metrics(self.folder)
         ]
-        return pd.DataFrame(lines).groupby("step").last()
+        return data_frame(lines, "metrics").groupby("step").last()
 
     def __repr__(self) -> str:
         lines = [

@@ -172,11 +172,9 @@ def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionRepor
 
 def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
     ranks = layer.ranks if layer.cores[0].device.type == "meta" else layer.live_ranks
-    shape, stored = layer.shape, [*layer.cores, *layer.gates]
-    hot = layer.hot if isinstance(layer, TTTable) and isinstance(layer.hot, Tensor) else None
-    if hot is not None:
-        stored.append(hot)
-    hot_params = 0 if hot is None else hot.numel()
+    shape = layer.shape
+    hot = [layer.hot] if isinstance(layer, TTTable) and isinstance(layer.hot, Tensor) else []
+    stored, hot_params = [*layer.cores, *layer.gates, *hot], sum(rows.numel() for rows in hot)
     work: Any = layer.at(tokens)
     costs = (0, 0, 0, 0)  # every index is counted as one of the train's, none as a hot row
     if work is not None:

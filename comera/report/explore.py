@@ -287,7 +287,7 @@ def _targets_of(model: nn.Module, found: Sensitivity) -> str | list[str]:
 
 def _tries(
     model: nn.Module,
-    found: Sensitivity | None,
+    found: Any,
     budgets: Sequence[float | str],
     which: str,
     configs: Sequence[TTConfig],
@@ -295,17 +295,17 @@ def _tries(
 ) -> list[tuple[str, str, Make]]:
     """List the points to measure: setting in words, layer, and function that changes a copy.
 
-    ``which`` is a text to add to budgets if they are not for all layers.
+    ``found`` is a :class:`Sensitivity` if there are budgets. ``which`` is a text to add to them if
+    they are not for all layers.
     """
-    tries: list[tuple[str, str, Make]] = []
-    if found is not None:
-        for budget in budgets:
-            tries.append((f"budget={budget!r}{which}", WHOLE, partial(_by_data, found, budget)))
+    tries: list[tuple[str, str, Make]] = [
+        (f"budget={budget!r}{which}", WHOLE, partial(_by_data, found, budget)) for budget in budgets
+    ]
     tries += [(_in_words(config), WHOLE, partial(_converted, config)) for config in configs]
     if not each_layer:
         return tries
     for budget in budgets:
-        if found is None or isinstance(budget, str):  # bytes of all parameters
+        if isinstance(budget, str):  # bytes of all parameters
             continue
         for layer in found.layers:
             alone = dataclasses.replace(found, layers=(layer,))

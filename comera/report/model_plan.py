@@ -108,10 +108,7 @@ class ModelPlan(Report):
             sizes = [(plan.chosen.saved_bytes, plan.dense.saved_bytes) for plan in plans]
             both = list(zip(*sizes, strict=True))
             kept.append((name, *(show_bytes(of(each)) for of in (fmean, sum) for each in both)))
-        shown = [
-            k for k, name in enumerate(_HEADER)
-            if name not in ("eager / dense", "instead") or any(row[k] for row in rows)
-        ]  # fmt: skip
+        shown = [k for k in range(len(_HEADER)) if any(row[k] for row in rows)]
         words = ("layers", "shape and ranks", "runs", "instead")
         times = Table(
             f"plan at {self.tokens} tokens",

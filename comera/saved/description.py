@@ -84,7 +84,6 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
     people (``tensorized``). Raises ``ValueError`` if a layer's class is not registered, or a layer
     shares the parameters of a layer outside the model.
     """
-
     origin: dict[str, Any] = {"class": path_of(type(model))}
     settings: Any = getattr(model, "config", None)
     if callable(getattr(settings, "to_dict", None)):

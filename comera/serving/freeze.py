@@ -151,20 +151,18 @@ def to_plain_(model: nn.Module) -> nn.Module:
             "exported from the model runs without comera, the module itself does not",
             listed(blocks),
         )
-    contracted = _contracted(model, None)
-    plain: dict[int, nn.Module] = {}
+    plain = _contracted(model, None)
     for layer in list(model.modules()):
         for key, hook in list(layer._forward_pre_hooks.items()):
             if hook is _refuse_training:
                 del layer._forward_pre_hooks[key]
-        if id(layer) in contracted:
-            new = plain[id(layer)] = contracted[id(layer)]
+        new = plain.get(id(layer), layer)
+        if new is not layer:
             trained = {_part(name) for name, p in layer.named_parameters() if p.requires_grad}
             for name, param in new.named_parameters():
                 param.requires_grad_(_part(name) in trained)
-        made = plain.get(id(layer), layer)
-        if isinstance(made, PlainWhenPickled):
-            made.is_plain = True
+        if isinstance(new, PlainWhenPickled):
+            new.is_plain = True
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             inside = module.linear1, module.linear2

@@ -11,16 +11,6 @@ from comera.files import write_text
 from comera.planning.printing import show_count
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of texts; the first cell of a row is its name."""
-
-    header: list[str]
-    rows: list[list[str]]
-    text_columns: int = 1  # from the left; the others hold numbers
-    total: list[str] | None = None  # a last row
-
-
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     """Return a table in Markdown; columns after the first ``text_columns`` hold numbers."""
     line = [*["---"] * text_columns, *["---:"] * (len(header) - text_columns)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from comera.planning.printing import Table
 from comera.recipes.parse import read_yaml
 from comera.recipes.report import page
 from comera.recipes.run_config import RANK_SECTIONS
@@ -321,17 +322,16 @@ def gather(folder: Path) -> dict[str, Any]:
     model, results = models[0], [each.result for each in models if each.result is not None]
     others = dict.fromkeys(key for each in models for key in each.evaluations if key != "loss")
     metrics = [metric_by_step(models, key) for key in others]
-    losses = [loss_by_step(models), *metrics, loss_by_clock(models)]
-    sizes = [loss_by_size(models), size_by_step(model)]
     config = folder / "config.yaml"
+    figures = Table("Figures of the finished models", *outcome_cells(results))
     return {
         "title": f"Run {folder.resolve().name}",
         "findings": _findings(model.result, results[1:]) if model.result else [],
         "gaps": list(_gaps(folder, models)),
         "unfinished": [_progress(each) for each in models if each.result is None],
-        "figures": page.Table(*outcome_cells(results)) if results else None,
-        "losses": [chart for chart in losses if chart],
-        "sizes": [chart for chart in sizes if chart],
+        "figures": figures if results else None,
+        "losses": [loss_by_step(models), *metrics, loss_by_clock(models)],
+        "sizes": [loss_by_size(models), size_by_step(model)],
         "ranks": layer_ranks(model),
         "steps": steps_axis(models),
         "rate": rate_by_step(models),
@@ -442,12 +442,10 @@ class LayerRanks:
 
 
 def layer_ranks(model: History) -> list[LayerRanks]:
-    """Return the logged ranks of every layer that has bonds; long logs are sampled evenly."""
+    """Return the logged ranks of every layer; long logs are sampled evenly."""
     logged = model.live_ranks
     layers: list[LayerRanks] = []
     for name, start in model.start_ranks.items() if logged else ():
-        if not start:
-            continue
         spans: list[Span] = []
         before = 0
         for step in _picked(list(logged), MOST_COLUMNS):  # each reaches back to the one before it
@@ -461,7 +459,7 @@ def layer_ranks(model: History) -> list[LayerRanks]:
     return layers
 
 
-def _layers(model: History) -> page.Table | None:
+def _layers(model: History) -> Table | None:
     """Return a table of the tensor-train layers; of an unfinished model only with their ranks."""
     if model.result is None:
         ranks = [
@@ -469,7 +467,7 @@ def _layers(model: History) -> page.Table | None:
             for name, start in model.start_ranks.items()
         ]
         header = ["layer", "ranks, first logged → now"]
-        return page.Table(header, ranks, text_columns=2) if ranks else None
+        return Table("Layers", header, ranks, left=range(2)) if ranks else None
     facts = model.result
     rows = [
         [
@@ -486,9 +484,9 @@ def _layers(model: History) -> page.Table | None:
     if not rows:
         return None
     dense, stored = facts["layer_dense_params"], facts["layer_params"]
-    total = ["total", "", "", "", f"{dense:,}", f"{stored:,}", _ratio(dense, stored)]
+    rows.append(["total", "", "", "", f"{dense:,}", f"{stored:,}", _ratio(dense, stored)])
     header = ["layer", "type", "modes", "ranks", "dense", "stored", "ratio"]
-    return page.Table(header, rows, text_columns=4, total=total)
+    return Table("Layers", header, rows, left=range(4), total=True)
 
 
 def _arrow(start: Sequence[int], end: Sequence[int]) -> str:

@@ -322,7 +322,7 @@ def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
         "title": title,
         "summary": _summary(comparison) if finite else "",
         "findings": [_finding(row, comparison) for row in others],
-        "table": page.Table(*comparison_cells(comparison)),
+        "table": Table("Variants", *comparison_cells(comparison)),
         "note": comparison.note,
         "failed": [str(run) for run in comparison.failed],
         "charts": _charts(replace(comparison, rows=finite)) if finite else [],
@@ -365,7 +365,7 @@ def _first_runs(folder: Path, comparison: Comparison) -> dict[str, Any]:
         if lines := (run.result or {}).get("completion"):
             completions.append([row.variant, *lines])
     header = ["variant", "the first held-out sequence ends with", "and the model goes on with"]
-    table = page.Table(header, completions, text_columns=3) if completions else None
+    table = Table("Completions", header, completions, left=range(3)) if completions else None
     return {"loss": loss_by_clock(runs), "completions": table}
 
 

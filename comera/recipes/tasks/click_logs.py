@@ -77,9 +77,7 @@ class ClicksTask(Task):
             for batch in self._own(batches)
         ]
         rows = (torch.cat(found, 1) if found else torch.empty(2, 0)).T
-        if self._shares_evaluation:
-            rows = self._processes.gathered(rows)
-        return click_metrics(*rows.T)
+        return click_metrics(*self._evaluators.gathered(rows).T)
 
     def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
         fields = [torch.randint(size, (rows,)) for size in sizes["table_sizes"].values()]

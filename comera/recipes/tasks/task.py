@@ -46,7 +46,7 @@ class Task(ABC):
         self.data: Any = config.data
         self.device, self._processes = device, processes or Processes()
         # Under fsdp all processes have to run the model together, on the same batches.
-        self._shares_evaluation = config.parallel == "ddp"
+        self._evaluators = self._processes if config.parallel == "ddp" else Processes()
 
     @abstractmethod
     def prepare(self, digests: Digests) -> None:
@@ -127,12 +127,8 @@ class Task(ABC):
         return None
 
     def _own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        if self._shares_evaluation:
-            batches = islice(batches, self._processes.rank, None, self._processes.count)
-        return map(self._to_device, batches)
-
-    def _sums(self, *numbers: float) -> list[float]:
-        return self._processes.sums(*numbers) if self._shares_evaluation else list(numbers)
+        own = islice(batches, self._evaluators.rank, None, self._evaluators.count)
+        return map(self._to_device, own)
 
     def _to_device(self, batch: Batch) -> Batch:
         return {

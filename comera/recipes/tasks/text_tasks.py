@@ -85,7 +85,7 @@ class StreamTask(TextTask):
     def _measure(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         batches = list(batches)
         own = self._own(batches)
-        (total,) = self._sums(
+        (total,) = self._evaluators.sums(
             sum(float(self.loss(model, batch)) * batch["targets"].numel() for batch in own)
         )
         loss = total / sum(batch["targets"].numel() for batch in batches)
@@ -214,7 +214,7 @@ class NliTask(TextTask):
             loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
             right += float((logits.argmax(-1) == batch["labels"]).sum())
             rows += len(logits)
-        right, loss, rows = self._sums(right, loss, rows)
+        right, loss, rows = self._evaluators.sums(right, loss, rows)
         return {"loss": loss / rows, "accuracy": right / rows}
 
     def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
