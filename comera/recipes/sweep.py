@@ -418,7 +418,7 @@ def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
             text = sweep_report.comparison_text(comparison)
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         written = f"wrote results.json, results.md and report.html to {sweep.out}"
-        console.print(written, markup=False)
+        console.print(written, markup=False, soft_wrap=True)
     for run in failed:
         console.print("[bold red]failed:[/] ", end="")
         console.print(str(run), markup=False, highlight=False, soft_wrap=True)

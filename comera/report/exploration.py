@@ -88,9 +88,9 @@ class Exploration(printing.Report):
 
     def pareto(self) -> "Exploration":
         """Return the Pareto front by parameters and loss; of equal points only the first."""
-        best: list[Any] = []
+        best: list[Point] = []
         for point in sorted(self._measured, key=lambda point: (point.params, point.loss)):
-            if not best or point.loss < best[-1].loss:
+            if not best or _loss(point) < _loss(best[-1]):
                 best.append(point)
         return replace(self, points=tuple(point for point in self.points if point in best))
 
@@ -156,9 +156,9 @@ class Exploration(printing.Report):
         )
         dense = next((point for point in self._measured if point.setting == "dense"), None)
         if dense is not None:
-            bound = dense.loss + 0.01 * abs(dense.loss)
-            near = [point for point in self._measured if point.params and point.loss <= bound]
-            least = min(near, key=lambda point: point.params, default=dense)
+            bound = _loss(dense) + 0.01 * abs(_loss(dense))
+            near = [point for point in self._measured if point.params and _loss(point) <= bound]
+            least = min(near, key=lambda point: point.params or 0, default=dense)
             if least != dense:
                 text += (
                     f"\nsmallest within a hundredth of the dense loss ({dense.loss:.4g}): "
@@ -170,7 +170,7 @@ class Exploration(printing.Report):
         return text
 
     @property
-    def _measured(self) -> list[Any]:
+    def _measured(self) -> list[Point]:
         return [point for point in self.points if point.loss is not None]
 
 
@@ -239,6 +239,11 @@ def _in_plotly(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any:
 
 def _sizes_and_losses(points: Sequence[Point]) -> tuple[list[Any], list[Any]]:
     return [point.params for point in points], [point.loss for point in points]
+
+
+def _loss(point: Point) -> float:
+    assert point.loss is not None, "only points with a loss are compared"
+    return point.loss
 
 
 def _text(value: float | None, show: Callable[[float], str]) -> str:
