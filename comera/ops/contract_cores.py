@@ -22,7 +22,7 @@ from comera.ops.context import is_autocast_on, shapes_are_static, without_autoca
 from comera.ops.cores import Chains, open_gate
 from comera.ops.dispatch import Case, Way, Ways, is_eager
 from comera.ops.kernels import choose, contract_kernel
-from comera.ops.operator import is_concrete, is_traced, operator, recomputed_grads
+from comera.ops.operator import gradients_again, is_concrete, is_traced, operator
 
 
 def contract_layer(
@@ -337,7 +337,7 @@ def _grads_by_torch(
 
         with without_autocast(grad_left_GIR):
             own = grad_left_GIR[..., :rank], grad_right_GRO[:, :rank]
-            found = recomputed_grads(run, [*group.cores, *group.gates], own)
+            found = gradients_again(run, [*group.cores, *group.gates], own)
         grad_cores += found[:count]
         grad_gates += found[count:]
     return grad_cores, grad_gates
