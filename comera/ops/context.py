@@ -91,12 +91,8 @@ def products_are_fp8() -> bool:
 
 def is_ordinary(like: Tensor) -> bool:
     """Return whether products run eagerly and unchanged: not compiled, captured or in fp8."""
-    return not (
-        _depth > 0
-        or _fp8_depth > 0
-        or torch.compiler.is_compiling()
-        or (like.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
+    compiled = torch.compiler.is_compiling()
+    return not (compiled or products_are_fp8() or shapes_are_static(like))
 
 
 def products_are_tf32(like: Tensor) -> bool:
