@@ -48,11 +48,9 @@ def contract_layer(
     # the threshold, as it may be rounded up to the dtype of the gates.
     numbers = itertools.chain.from_iterable(map(Tensor.tolist, gates))
     readable = gates[0].is_cpu and is_concrete(gates[0]) and not is_traced()
-    if readable and min(numbers, default=1.0) > 2 * threshold:
-        gated = [*torch._foreach_mul(list(cores[:-1]), list(gates)), cores[-1]]
-    else:
-        opened = [open_gate(gate, threshold) for gate in gates]
-        gated = [*scale_bonds(cores[:-1], opened), cores[-1]]
+    if not (readable and min(numbers, default=1.0) > 2 * threshold):
+        gates = [open_gate(gate, threshold) for gate in gates]
+    gated = [*scale_bonds(cores[:-1], gates), cores[-1]]
     if dtype != wide:
         gated[-1] = gated[-1].to(wide)
     left_IR, right_RO = contract_left(gated[:split]), contract_right(gated[split:])

@@ -139,13 +139,9 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
     """Return ``total`` with ``a @ b`` added in place, or ``a @ b`` in ``dtype`` if that is None."""
     if total is None:
         return product(a, b).to(dtype)
-    if is_concrete(a) and _is_onednns(a, b):
-        total += _onednn_product(a, b)
-    elif total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
-    return total
+    if total.dtype == a.dtype and not (is_concrete(a) and _is_onednns(a, b)):
+        return total.addmm_(a, b)
+    return total.add_(product(a, b))
 
 
 def store_product_(out: Tensor, a: Tensor, b: Tensor) -> None:

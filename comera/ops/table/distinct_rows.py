@@ -46,10 +46,6 @@ class Lookup(NamedTuple):
     num_embeddings: int
     embedding_dim: int
 
-    def arguments(self) -> tuple[list[Tensor | None], int, int]:
-        """Return the arguments of an operator: all tensors in one list, and two sizes."""
-        return list(self[:7]), self.num_embeddings, self.embedding_dim
-
     @property
     def sizes(self) -> tuple[int, int, int]:
         """The number of hot rows, V and W."""
