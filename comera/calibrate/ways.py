@@ -133,21 +133,15 @@ def _measure(
     trial: Trial, device: torch.device, dtype: torch.dtype, say: Say, until: float = math.inf
 ) -> list[Timing]:
     """Time the ways of a trial, if several, in eager mode, and on a GPU also in a CUDA graph."""
-    group, found = trial.group, list[Timing]()
-    if len(dispatch.ways_of(group)) < 2:
-        return found
-    with contextlib.ExitStack() as stack:
-        graphs = None
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-            graphs = CudaGraphs(device)
-            stack.enter_context(graphs.stream())  # all calls, or none could be captured later
-        runs = trial.make(device, dtype)
-        found += _in_turns(group, runs, device, None, say, until)
-        if graphs is not None:
-            stack.enter_context(static_shapes())
-            found += _in_turns(group, runs, device, graphs, say, until)
-    return found
+    if device.type != "cuda":
+        return _in_turns(trial.group, trial.make(device, dtype), device, None, say, until)
+    with torch.cuda.device(device):
+        graphs = CudaGraphs(device)
+        with graphs.stream():  # all calls, or none could be captured later
+            runs = trial.make(device, dtype)
+            eager = _in_turns(trial.group, runs, device, None, say, until)
+            with static_shapes():
+                return eager + _in_turns(trial.group, runs, device, graphs, say, until)
 
 
 def _in_turns(

@@ -85,12 +85,12 @@ class BatchedContraction:
         gates = [gate for train in self._trains for gate in train.gates]
         alike = {(gate.dtype, gate.device, gate.requires_grad) for gate in gates}
         if len(alike) == 1:  # else one may be frozen, and must get no gradient
-            flat, start = torch.cat(gates), 0
-            parts = iter(flat.split([gate.shape[0] for gate in gates]))
+            flat = torch.cat(gates)
+            parts = flat.split([gate.shape[0] for gate in gates])
+            rest = iter(parts)
             for train in self._trains:
-                own = tuple(islice(parts, len(train.gates)))
-                vars(train)["shared_gates"] = SharedGates(flat, start, own)
-                start += sum(part.shape[0] for part in own)
+                own = list(islice(rest, len(train.gates)))
+                vars(train)["shared_gates"] = SharedGates(flat, parts, own)
         for groups, chains in self._calls:
             gates = [[gate for layer in of for gate in layer.bond_gates()] for of in groups]
             factors = contract_groups(
@@ -141,15 +141,12 @@ def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
     gates = [gate for train in trains for gate in train.gates]
     for train in trains:
         train.renew_shared()
-    first, start = trains[0].shared_gates, 0
+    first = trains[0].shared_gates
     if first is None or not may_share(first.flat, gates[0]):
         return torch.cat(gates)
-    for train in trains:
-        shared = train.shared_gates
-        if shared is None or shared.flat is not first.flat or shared.start != start:
-            return torch.cat(gates)
-        start += sum(part.shape[0] for part in shared.parts)
-    return first.flat if len(first.flat) == start else torch.cat(gates)
+    own = [part for train in trains if train.shared_gates for part in train.shared_gates.own]
+    same = list(map(id, own)) == list(map(id, first.parts))
+    return first.flat if same else torch.cat(gates)
 
 
 def _set_factors(groups: Sequence[Sequence[nn.Module]], factors: Sequence[Tensor]) -> None:

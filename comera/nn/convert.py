@@ -175,18 +175,16 @@ def densify_(model: nn.Module) -> nn.Module:
     """
     check_unsharded(model, "densify_")
     replacements: dict[int, nn.Module] = {}
-    heads: list[TiedTTLinear] = []
     weights: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, (CompressedLinear, TTTable)):
             dense = module.to_dense()
             dense.weight = weights.setdefault(id(module.cores), dense.weight)
             replacements[id(module)] = forms.from_torch(dense, module.dense_form)
-        elif isinstance(module, TiedTTLinear):
-            heads.append(module)
-    for head in heads:
-        table = replacements[id(head.embedding)]
-        replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
+    for head in model.modules():
+        if isinstance(head, TiedTTLinear):
+            table = replacements[id(head.embedding)]
+            replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
     model = forms.fuse_experts_(swap_layers_(model, replacements))
     renew_wrappers_(model.modules())
     return model

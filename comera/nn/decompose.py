@@ -22,8 +22,7 @@ def decompose_matrix(
 ) -> list[Tensor]:
     """Decompose an ``(out, in)`` weight, padded with zeros to the modes, by TT-SVD."""
     padded = _pad(weight.T, shape.in_width, shape.out_width)
-    ranks = None if tolerance is not None else shape.ranks
-    return balance(tt_svd(padded.reshape(shape.slice_sizes), ranks, tolerance))
+    return balance(tt_svd(padded.reshape(shape.slice_sizes), shape.ranks, tolerance))
 
 
 def decompose_table(
@@ -35,8 +34,7 @@ def decompose_table(
     apart = padded.reshape(*shape.row_modes, *shape.col_modes)
     order = [axis for k in range(count) for axis in (k, count + k)]
     paired = apart.permute(order).reshape(shape.slice_sizes)
-    ranks = None if tolerance is not None else shape.ranks
-    cores = balance(tt_svd(paired, ranks, tolerance))
+    cores = balance(tt_svd(paired, shape.ranks, tolerance))
     modes = zip(shape.row_modes, shape.col_modes, strict=True)
     return [
         core.reshape(core.shape[0], p, q, core.shape[-1])
@@ -70,6 +68,7 @@ def tt_svd(
     sizes = tensor.shape
     allowed = 0.0  # squares of errors, which add up: every cut is orthogonal to those before
     if tolerance is not None:
+        ranks = None
         allowed = (max(tolerance, 4 * torch.finfo(tensor.dtype).eps) * float(tensor.norm())) ** 2
     cores, left, rest = [], 1, tensor.reshape(1, -1)
     with without_autocast(tensor):

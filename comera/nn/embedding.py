@@ -53,8 +53,6 @@ class TTEmbedding(TTTable):
     Source: CoMERA, arXiv 2405.14377, section 3.
     """
 
-    __constants__ = ("num_embeddings", "embedding_dim", "padding_idx", "hot_rows", "hot_rank")
-
     _dense_class = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
@@ -90,9 +88,6 @@ class TTEmbeddingBag(TTTable):
         IndexError: If an index is no row (on the CPU).
     """
 
-    __constants__ = (
-        "num_embeddings", "embedding_dim", "padding_idx", "hot_rows", "hot_rank", "mode",
-    )  # fmt: skip
     _dense_class = nn.EmbeddingBag
     _own_settings = ("mode", "include_last_offset")
     _settings = (*TTTable._settings, *_own_settings)

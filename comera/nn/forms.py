@@ -159,8 +159,7 @@ def _conv_of_linear(conv_class: Any, spatial: int, linear: nn.Linear) -> nn.Modu
     conv = conv_class(*sizes, 1, bias=linear.bias is not None, device="meta")
     weight = linear.weight.detach().reshape(*linear.weight.shape, *[1] * spatial)
     conv.weight = nn.Parameter(weight, linear.weight.requires_grad)
-    if linear.bias is not None:
-        conv.bias = linear.bias
+    conv.bias = linear.bias
     return conv
 
 

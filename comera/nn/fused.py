@@ -181,9 +181,10 @@ def _factored_attention(
     batch, length, width = x_BTD.shape
     pairs = [train.factors() for train in trains]
     bias, scale = trains[0].bias is not None, (width // num_heads) ** -0.5
-    x, lefts, rights = autocast_together(
-        x_BTD.flatten(0, 1), [pair.left for pair in pairs], [pair.right for pair in pairs]
+    x, *factors = autocast_together(
+        x_BTD.flatten(0, 1), *(factor for pair in pairs for factor in pair[:2])
     )
+    lefts, rights = factors[::2], factors[1::2]
     scores, values = head_factors(*rights[:3], lefts[3], num_heads)
     t_q, t_k, t_v = times_left(x, lefts[:3], bias).split([r.shape[0] for r in rights[:3]], 1)
     q_BTHR = affine(t_q, scores).view(batch, length, num_heads, t_k.shape[1])

@@ -31,7 +31,6 @@ from comera.shapes import LinearShape, TTShape, check_tolerance, only_one, padde
 class CompressedLinear(TensorTrainModule):
     """Base of compressed drop-ins for :class:`torch.nn.Linear`, with cores, gates and a bias."""
 
-    __constants__ = ("in_features", "out_features")
     bias: nn.Parameter | None
     shared_factors: tuple[Tensor, Tensor] | None = None
     shape: LinearShape  # type: ignore[assignment]
@@ -224,29 +223,29 @@ class TTLinear(CompressedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_there(input)
-        parts: Any = self._modules  # as attributes, each would be another call of Python
-        cores = params_of(parts["cores"])
-        if self._dense_is_faster(input, cores[self._split].shape[0]):
+        if not self.is_factorized(input):
             return reconstructed_linear(input, self.factors())
         if self.shared_factors is None and is_ordinary(input):
+            parts: Any = self._modules
             left, right = contract_layer(
-                cores, params_of(parts["gates"]), self._split, self.prune_below,
+                params_of(parts["cores"]), params_of(parts["gates"]), self._split, self.prune_below,
                 self.in_features, self.out_features,
             )  # fmt: skip
             return low_rank_linear(input, left, right, self.bias)
         left, right, has_bias = self.factors()
         return factorized_linears(input, [left], [right], has_bias)[0]
 
-    def _dense_is_faster(self, input: Tensor, rank: int) -> bool:
+    def is_factorized(self, input: Tensor) -> bool:
+        """Return whether this batch is multiplied by the two factors, not by the dense weight."""
         widths, dense = self.in_features + self.out_features, self.in_features * self.out_features
-        if 2 * rank * widths <= dense:
-            return False  # the factors need fewer operations at any number of rows
+        if 2 * self._middle_rank * widths <= dense:
+            return True  # the factors need fewer operations at any number of rows
         if torch.compiler.is_exporting() or (is_eager() and is_traced()):
-            return False  # what is recorded may run anywhere
+            return True  # what is recorded may run anywhere
         rows, core = input.numel() // max(1, input.shape[-1]), self.cores[0]
         shape = self._modes.in_modes, self._modes.out_modes, self.ranks
         layer = self.in_features, self.out_features, self.bias is not None, torch.is_grad_enabled()
-        return rows >= _dense_from(shape, layer, dtype_name(core), input.device.type)
+        return rows < _dense_from(shape, layer, dtype_name(core), input.device.type)
 
     def factors(self) -> Factors:
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
@@ -270,10 +269,6 @@ class TTLinear(CompressedLinear):
             right = right[:, : self.out_features]
         return Factors(left, right, self.bias is not None)
 
-    def is_factorized(self, input: Tensor) -> bool:
-        """Return whether this batch is multiplied by the two factors, not by the dense weight."""
-        return not self._dense_is_faster(input, self._middle_rank)
-
     @property
     def factor_width(self) -> int:
         """The padded bond between the two factors."""
@@ -281,7 +276,8 @@ class TTLinear(CompressedLinear):
 
     @property
     def _middle_rank(self) -> int:
-        return params_of(self.cores)[self._split].shape[0]
+        parts: Any = self._modules  # as an attribute, it would be another call of Python
+        return params_of(parts["cores"])[self._split].shape[0]
 
     def dense_weight(self) -> Tensor:
         dense = tt_to_dense(self.gated_cores(), self._split)

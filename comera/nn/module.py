@@ -24,11 +24,11 @@ from comera.shapes import Shape, check_tolerance, is_number, whole_number
 
 
 class SharedGates(NamedTuple):
-    """Gates of one module as views of ``flat``, the vector of the model's gates."""
+    """Gates of one module, ``own``, among ``parts`` of ``flat``, the vector of a model's gates."""
 
     flat: Tensor
-    start: int
-    parts: tuple[Tensor, ...]
+    parts: Sequence[Tensor]
+    own: list[Tensor]
 
 
 @dataclass(slots=True)
@@ -289,7 +289,7 @@ class TensorTrainModule(WeightByAssignment):
         self.renew_shared()
         shared = self.shared_gates
         if shared is not None and may_share(shared.flat, self.gates[0]):
-            return list(shared.parts)
+            return list(shared.own)
         return list(self.gates)
 
     def renew_shared(self) -> None:

@@ -17,7 +17,6 @@ class TableHead(WeightByAssignment):
     The input is ``(*, embedding_dim)``, the output ``(*, num_embeddings)``.
     """
 
-    __constants__ = ("in_features", "out_features")
     _table_class: ClassVar[type]
 
     def __init__(self, embedding: Any, bias: nn.Parameter | None = None) -> None:

@@ -1,8 +1,9 @@
 """Ask what an operator runs under: autocast, static shapes, fp8 or tf32, which machine."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +18,12 @@ def without_autocast(like: Tensor) -> AbstractContextManager:
     return nullcontext()
 
 
-def autocast_together(
-    x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor] = ()
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Cast all the tensors to autocast's dtype if autocast is on and ``lefts`` are not float64."""
-    if not is_autocast_on(x) or lefts[0].dtype == torch.float64:
-        return x, list(lefts), list(rights)
+def autocast_together(x: Tensor, factor: Tensor, *others: Tensor | None) -> list[Any]:
+    """Cast all the tensors to autocast's dtype if autocast is on and ``factor`` is not float64."""
+    if not is_autocast_on(x) or factor.dtype == torch.float64:
+        return [x, factor, *others]
     dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), [left.to(dtype) for left in lefts], [right.to(dtype) for right in rights]
+    return [each if each is None else each.to(dtype) for each in (x, factor, *others)]
 
 
 def autocast_dtype(like: Tensor) -> torch.dtype:
@@ -92,12 +91,8 @@ def products_are_fp8() -> bool:
 
 def is_ordinary(like: Tensor) -> bool:
     """Return whether products run eagerly and unchanged: not compiled, captured or in fp8."""
-    return not (
-        _depth > 0
-        or _fp8_depth > 0
-        or torch.compiler.is_compiling()
-        or (like.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
+    compiled = torch.compiler.is_compiling()
+    return not (compiled or products_are_fp8() or shapes_are_static(like))
 
 
 def products_are_tf32(like: Tensor) -> bool:

@@ -22,7 +22,7 @@ from comera.ops.context import is_autocast_on, shapes_are_static, without_autoca
 from comera.ops.cores import Chains, open_gate
 from comera.ops.dispatch import Case, Way, Ways, is_eager
 from comera.ops.kernels import choose, contract_kernel
-from comera.ops.operator import is_concrete, is_traced, operator, recomputed_grads
+from comera.ops.operator import gradients_again, is_concrete, is_traced, operator
 
 
 def contract_layer(
@@ -48,11 +48,9 @@ def contract_layer(
     # the threshold, as it may be rounded up to the dtype of the gates.
     numbers = itertools.chain.from_iterable(map(Tensor.tolist, gates))
     readable = gates[0].is_cpu and is_concrete(gates[0]) and not is_traced()
-    if readable and min(numbers, default=1.0) > 2 * threshold:
-        gated = [*torch._foreach_mul(list(cores[:-1]), list(gates)), cores[-1]]
-    else:
-        opened = [open_gate(gate, threshold) for gate in gates]
-        gated = [*scale_bonds(cores[:-1], opened), cores[-1]]
+    if not (readable and min(numbers, default=1.0) > 2 * threshold):
+        gates = [open_gate(gate, threshold) for gate in gates]
+    gated = [*scale_bonds(cores[:-1], gates), cores[-1]]
     if dtype != wide:
         gated[-1] = gated[-1].to(wide)
     left_IR, right_RO = contract_left(gated[:split]), contract_right(gated[split:])
@@ -337,7 +335,7 @@ def _grads_by_torch(
 
         with without_autocast(grad_left_GIR):
             own = grad_left_GIR[..., :rank], grad_right_GRO[:, :rank]
-            found = recomputed_grads(run, [*group.cores, *group.gates], own)
+            found = gradients_again(run, [*group.cores, *group.gates], own)
         grad_cores += found[:count]
         grad_gates += found[count:]
     return grad_cores, grad_gates

@@ -121,41 +121,28 @@ class _Context:
         return getattr(self._ctx, name)
 
 
-def recomputed_grads(
-    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], grads: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """Compute the gradients of ``run`` by running it again, so that forward saves only its inputs.
+def gradients_again(
+    function: Callable[..., Any], inputs: Sequence[Tensor | None], grads: Tensor | Sequence[Tensor]
+) -> list[Any]:
+    """Return gradients of ``function``, the plain reference, by operations of torch.
 
-    ``grads`` are the outputs' gradients. The result is differentiable if autograd is on.
+    ``grads`` are those of its outputs. The result can be differentiated again if autograd is on. It
+    is None for inputs that are None or, outside of a custom operator, need no gradient.
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
         # Inside a custom operator, where autograd records nothing.
-        pullback: Any = torch.func.vjp(lambda *again: tuple(run(*again)), *inputs)[1]
-        return pullback(tuple(grads))
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        leaves = [t if again and t.requires_grad else t.detach().requires_grad_() for t in inputs]
-        outputs = run(*leaves)
-    return torch.autograd.grad(outputs, leaves, grads, create_graph=again, materialize_grads=True)
-
-
-def gradients_again(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor
-) -> list[Tensor | None]:
-    """Return gradients of ``function``, the plain reference, by operations of torch.
-
-    They can be differentiated again if autograd is on. The gradient is None for inputs that are
-    None or need none.
-    """
+        pullback: Any = torch.func.vjp(function, *inputs)[1]
+        return list(pullback(grads))
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # Of views: one input may depend on another, as the second pass through a layer's factors
         # does on the first, and the gradient by way of that one does not belong here.
         views = [each if each is None else each.view_as(each) for each in inputs]
-        result = function(*views)
+        results = function(*views)
     leaves = [each if each is not None and each.requires_grad else None for each in views]
     wanted = [each for each in leaves if each is not None]
-    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=create_graph))
+    options: dict[str, bool] = {"create_graph": create_graph, "materialize_grads": True}
+    found = iter(torch.autograd.grad(results, wanted, grads, **options) if wanted else ())
     return [each if each is None else next(found) for each in leaves]
 
 

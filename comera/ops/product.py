@@ -95,10 +95,7 @@ _product_in_a_graph.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1
 
 def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x @ weight + bias`` of a matrix, under autocast if on; differentiable repeatedly."""
-    x_BI, (weight_IO, *biases), _ = autocast_together(
-        x_BI, [weight_IO] if bias_O is None else [weight_IO, bias_O]
-    )
-    bias_O = biases[0] if biases else None
+    x_BI, weight_IO, bias_O = autocast_together(x_BI, weight_IO, bias_O)
     traced = is_eager() and is_traced()  # transforms have no rule for the operator
     if not traced and _suits_onednn(x_BI, weight_IO.shape[1], NODE_FROM):
         return _affine(x_BI, weight_IO, bias_O)
@@ -142,13 +139,9 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
     """Return ``total`` with ``a @ b`` added in place, or ``a @ b`` in ``dtype`` if that is None."""
     if total is None:
         return product(a, b).to(dtype)
-    if is_concrete(a) and _is_onednns(a, b):
-        total += _onednn_product(a, b)
-    elif total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
-    return total
+    if total.dtype == a.dtype and not (is_concrete(a) and _is_onednns(a, b)):
+        return total.addmm_(a, b)
+    return total.add_(product(a, b))
 
 
 def store_product_(out: Tensor, a: Tensor, b: Tensor) -> None:

@@ -218,8 +218,9 @@ def _peak(
     return most
 
 
-_MODES = string.ascii_lowercase.replace("b", "")  # of the batch
-_BONDS = string.ascii_uppercase
+# Past the end of the alphabet, modes and bonds take turns; b is the letter of the batch.
+_MODES = [*string.ascii_lowercase.replace("b", ""), *map(chr, range(ord("À"), 1 << 12, 2))]
+_BONDS = [*string.ascii_uppercase, *map(chr, range(ord("Á"), 1 << 12, 2))]
 
 Indices = tuple[str, ...]
 
@@ -231,20 +232,13 @@ def chain_indices(
 
     Modes are lower-case letters, bonds upper-case ones. The outer bonds, of size one, have none.
     """
-    mode_letters = [_letter(_MODES, k) for k in range(len(modes))]
-    bond_letters = [_letter(_BONDS, k) for k in range(len(ranks))]
+    mode_letters, bond_letters = _MODES[: len(modes)], _BONDS[: len(ranks)]
     cores = {
         f"core{k}": (*bond_letters[max(0, k - 1) : k], mode, *bond_letters[k : k + 1])
         for k, mode in enumerate(mode_letters)
     }
     sizes = dict(zip([*mode_letters, *bond_letters], [*modes, *ranks], strict=True))
     return mode_letters, cores, sizes
-
-
-def _letter(alphabet: str, k: int) -> str:
-    """Return the k-th letter; past the end of the alphabet, every other letter from ``À`` on."""
-    more = 2 * (k - len(alphabet)) + (alphabet is _BONDS)
-    return alphabet[k] if k < len(alphabet) else chr(ord("À") + more)
 
 
 class FactorChain(NamedTuple):

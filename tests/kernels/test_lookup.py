@@ -80,7 +80,7 @@ class Table:
         given = self.lookup()
         refuses = lookup_kernel.warps_refuse if self.by_warps else lookup_kernel.refuses
         assert refuses(given) is None
-        out, _, _ = lookup_op(*given.arguments(), False)
+        out, _, _ = lookup_op(*given, False)
         return [out, *torch.autograd.grad(out, self.params, self.grad)]
 
     def lookup(self, **others):
@@ -301,7 +301,7 @@ def test_sizes_are_known_before_the_indices_are(emulated):
         param.requires_grad_()
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = table.lookup(indices_N=torch.empty(40, dtype=torch.long))
-        out, *_ = lookup_op(*given.arguments(), False)
+        out, *_ = lookup_op(*given, False)
         grads = torch.autograd.grad(out, table.params, torch.empty_like(out))
     assert [grad.shape for grad in grads] == [param.shape for param in table.params]
 
@@ -312,7 +312,7 @@ def test_more_rows_than_a_whole_number_of_32_bits_counts(emulated):
     halves = [half.requires_grad_() for half in (left, right)]
     indices = torch.tensor([V * W - 1, 0, 1 << 31, V * W - 1])
     given = Lookup(indices, left, right, None, None, None, None, V * W, 1)
-    out, _, _ = lookup_op(*given.arguments(), False)
+    out, _, _ = lookup_op(*given, False)
     v, w = indices // W, indices % W
     torch.testing.assert_close(out, (left[v] * right[w]).view(-1, 1))
     grads = torch.autograd.grad(out.sum(), halves)
@@ -513,7 +513,7 @@ def test_each_way_back_is_right_after_each_way_forward(bags, forward, backward, 
     for param in table.params:
         param.requires_grad_()
     with preferring("lookup", forward):
-        out, *_ = lookup_op(*table.lookup().arguments(), False)
+        out, *_ = lookup_op(*table.lookup(), False)
     with preferring("lookup", backward):
         grads = torch.autograd.grad(out, table.params, table.grad)
     assert_near([out, *grads], table.want(), dtype, factor=2)
@@ -526,7 +526,7 @@ def test_torch_goes_back_from_rows_that_warps_have_read(dtype, emulated, started
     for param in table.params:
         param.requires_grad_()
     with preferring("lookup", "kernel"):
-        out, *_ = lookup_op(*table.lookup().arguments(), False)
+        out, *_ = lookup_op(*table.lookup(), False)
     with preferring("lookup", "torch"):
         grads = torch.autograd.grad(out, table.params, table.grad)
     assert len(started) == 1
@@ -540,7 +540,7 @@ def test_rows_are_not_counted_in_a_graph_though_that_is_faster(name, emulated):
         param.requires_grad_()
     with static_shapes(), preferring("lookup", "torch"):
         assert taken_by(LOOKUP, table.lookup()).startswith("kernel")
-        out, *_ = lookup_op(*table.lookup().arguments(), False)
+        out, *_ = lookup_op(*table.lookup(), False)
         with recorded() as seen:
             grads = torch.autograd.grad(out, table.params, table.grad)
     assert [way for _, way, _ in seen] == ["kernel"]

@@ -392,12 +392,12 @@ def test_registered_soundly(hot, bags, lies):
     halves = [half.detach().requires_grad_() for half in (left, right)]
     indices = torch.tensor([0, 1, 7, 7, 22])
     others = problem.hot, problem.basis, weights, offsets
-    given = Lookup(indices, *halves, *others, problem.rows, problem.width).arguments()
+    given = Lookup(indices, *halves, *others, problem.rows, problem.width)
     torch.library.opcheck(lookup.custom_op, (*given, False))
-    tensors = [tensor.detach() for tensor in given[0]]
-    out, *sorted_keys = lookup(tensors, *given[1:], False)
+    given = [part.detach() if isinstance(part, torch.Tensor) else part for part in given]
+    out, *sorted_keys = lookup(*given, False)
     grad = torch.randn_like(out)
-    saved = (grad, *sorted_keys, tensors, given[1], problem.rows, bags)
+    saved = (grad, *sorted_keys, bags, *given)
     torch.library.opcheck(lookup_backward.custom_op, saved)
 
 
@@ -507,7 +507,7 @@ def test_groups_are_as_large_as_rows_fill_them_and_no_larger(count, group):
     left, right = torch.randn(400, 2, 3).double(), torch.randn(1, 3, 2).double()
     table = Lookup(rows, left, right, None, None, None, None, 400, 4)
     want = torch.einsum("nar,rb->nab", left[:count], right[0]).flatten(1)
-    torch.testing.assert_close(lookup(*table.arguments(), False)[0], want)
+    torch.testing.assert_close(lookup(*table, False)[0], want)
 
 
 def test_groups_waste_few_slots():
@@ -534,7 +534,7 @@ def test_the_form_of_static_shapes_is_the_same(hot):
     rows = (0 if given is None else 3) + 20
     indices = torch.randint(rows, (30,))
     table = Lookup(indices, left, right, given, basis, None, None, rows, 4)
-    torch.testing.assert_close(every_row(table), lookup(*table.arguments(), False)[0])
+    torch.testing.assert_close(every_row(table), lookup(*table, False)[0])
 
 
 def test_tables_of_a_milliard_rows():

@@ -80,8 +80,9 @@ class Walk:
         numbers = before + staged, before + max(staged, rows * _APART), self.room_back[-1] + beside
         self.shared = tuple(described + 4 * each for each in numbers)  # type: ignore[assignment]
 
+    @functools.cached_property
     def unfit(self) -> str | None:
-        """Return why no kernel can contract this factor, or None."""
+        """Why no kernel can contract this factor; None if one can."""
         if len(self.modes) > MOST_CORES:
             return f"a side of a tensor train has {len(self.modes)} cores, not 1 to {MOST_CORES}"
         widest = max((*self.bonds[:-1], 0))
@@ -125,11 +126,6 @@ def walks(chains: Chains) -> tuple[Walk, Walk]:
 def _walks(modes: tuple[int, ...], bonds: tuple[int, ...], split: int) -> tuple[Walk, Walk]:
     left = Walk(modes[:split], bonds[1 : split + 1], False)
     return left, Walk(modes[split:][::-1], bonds[split:-1][::-1], True)
-
-
-@functools.cache
-def _unfit(modes: tuple[int, ...], bonds: tuple[int, ...], split: int) -> str | None:
-    return next(filter(None, (walk.unfit() for walk in _walks(modes, bonds, split))), None)
 
 
 def _up_to_four(n: int) -> int:
@@ -176,10 +172,10 @@ def unfit(groups: Sequence[Chains]) -> str | None:
             return f"gates are {group.gates[0].dtype}, not torch.float32"
         if group.factor_dtype != groups[0].factor_dtype:
             return "factors are wanted in several dtypes"
-        modes, bonds = tuple(group.modes), tuple(group.bonds)
-        known = set(map(type, modes + bonds)) == {int}  # else a graph is traced: asked when it runs
-        if known and (reason := _unfit(modes, bonds, group.split)) is not None:
-            return reason
+        if set(map(type, group.modes + group.bonds)) == {int}:  # else traced: asked when it runs
+            for walk in walks(group):
+                if walk.unfit is not None:
+                    return walk.unfit
     tensors = [t for group in groups for of in (group.cores, group.biases) for t in of]
     kinds = {(t.dtype, t.device) for t in tensors}
     return "cores and biases are of several dtypes or devices" if len(kinds) > 1 else None
@@ -395,7 +391,5 @@ def _first_gate(groups: Sequence[Chains]) -> Tensor | None:
 def _contiguous(group: Chains) -> Chains:
     """Return the group with contiguous tensors; keep it until the launch is enqueued."""
     lists = group.cores, group.gates, group.biases
-    if all(tensor.is_contiguous() for tensors in lists for tensor in tensors):
-        return group
     cores, gates, biases = ([tensor.contiguous() for tensor in tensors] for tensors in lists)
     return replace(group, cores=cores, gates=gates, biases=biases)

@@ -117,19 +117,13 @@ def files() -> list[str]:
 @functools.cache
 def text(file: str) -> str:
     """Return a source with its includes pasted in, so that no compiler needs an include path."""
-    pasted: set[str] = set()
-
-    def paste(found: re.Match[str]) -> str:
-        name = found.group(1)
-        if name in pasted:
-            return ""
+    source, pasted = (folder() / f"{file}.cu").read_text(), set[str]()
+    while found := _INCLUDE.search(source):
+        name = found[1]
+        header = "" if name in pasted else (folder() / name).read_text()
+        source = source.replace(found[0], header.replace("#pragma once\n", ""), 1)
         pasted.add(name)
-        return open_(name).replace("#pragma once\n", "")
-
-    def open_(name: str) -> str:
-        return _INCLUDE.sub(paste, (folder() / name).read_text())
-
-    return open_(f"{file}.cu")
+    return source
 
 
 def entries(file: str) -> list[str]:

@@ -122,10 +122,8 @@ def block_feed_forward(
 
 def _together(x: Tensor, layers: Sequence[BlockFactors]) -> tuple[Tensor, list[Tensor]]:
     """Return x as a matrix, and the left factor of all layers as one, then their right ones."""
-    x, lefts, rights = autocast_together(
-        x, [each.left for each in layers], [each.right for each in layers]
-    )
-    left = lefts[0]
+    x, *factors = autocast_together(x, *(factor for each in layers for factor in each[:2]))
+    left, lefts, rights = factors[0], factors[::2], factors[1::2]
     if len(layers) > 1:
         parts = zip(lefts, rights, strict=True)
         apart = [left.unflatten(1, (left.shape[1] // len(right), -1)) for left, right in parts]

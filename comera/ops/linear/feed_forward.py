@@ -59,10 +59,7 @@ def factorized_feed_forward(
     ``(F, R)`` and ``(R, O)`` of the second; the activation is a key of ``ACTIVATIONS``. The result,
     ``(*, O)``, can be differentiated any number of times.
     """
-    x_BI, (left1, left2), (right1, right2) = autocast_together(
-        x_BI, [factors1.left, factors2.left], [factors1.right, factors2.right]
-    )
-    factors = [left1, right1, left2, right2]
+    x_BI, *factors = autocast_together(x_BI, *factors1[:2], *factors2[:2])
     return _feed_forward(x_BI, factors, factors1.has_bias, activation)[0]
 
 
@@ -193,9 +190,8 @@ def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) 
     and ``(R, O)``, as ``contract_cores`` makes them; each R may differ. The result,
     ``(*, O)``, can be differentiated any number of times.
     """
-    x_BI, lefts, rights = autocast_together(
-        x_BI, [gate.left, up.left, down.left], [gate.right, up.right, down.right]
-    )
+    x_BI, *factors = autocast_together(x_BI, *gate[:2], *up[:2], *down[:2])
+    lefts, rights = factors[::2], factors[1::2]
     t_gate, t_up = times_left(x_BI.reshape(-1, x_BI.shape[-1]), lefts[:2], gate.has_bias).split(
         [left.shape[1] for left in lefts[:2]], 1
     )

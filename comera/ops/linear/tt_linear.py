@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from comera.ops.context import autocast_together, is_autocast_on, products_are_fp8
+from comera.ops.context import autocast_together, products_are_fp8
 from comera.ops.cores import contract_chain
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
@@ -41,7 +41,8 @@ def factorized_linears(
     Raises ``RuntimeError`` if x has another width than the layer.
     """
     check_width(x_BI, lefts[0].shape[0])
-    x_BI, lefts, rights = autocast_together(x_BI, lefts, rights)
+    x_BI, *factors = autocast_together(x_BI, *lefts, *rights)
+    lefts, rights = factors[: len(lefts)], factors[len(lefts) :]
     if products_are_fp8() and x_BI.dtype == torch.bfloat16 and x_BI.numel():
         from comera.ops.linear.fp8 import fp8_linears  # few cards ever multiply so
 
@@ -70,10 +71,7 @@ def low_rank_linear(
     are those of :func:`factorized_linears`.
     """
     check_width(x_BI, left_IR.shape[0])
-    if is_autocast_on(x_BI):
-        biases = [] if bias_O is None else [bias_O]
-        x_BI, (left_IR, right_RO), biases = autocast_together(x_BI, [left_IR, right_RO], biases)
-        bias_O = biases[0] if biases else None
+    x_BI, left_IR, right_RO, bias_O = autocast_together(x_BI, left_IR, right_RO, bias_O)
     x = x_BI if x_BI.dim() == 2 else x_BI.reshape(-1, x_BI.shape[-1])
     if x.shape[0] * max(left_IR.numel(), right_RO.numel()) < NODE_FROM:
         t = torch.mm(x, left_IR)  # as affine() computes it, with fewer calls

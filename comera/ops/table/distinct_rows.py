@@ -11,7 +11,7 @@ left and of a right slice, R = the bond between them, D = width, H = hot rows, K
 hot row has: D if it is dense, fewer if they are coordinates in a basis.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,21 +45,6 @@ class Lookup(NamedTuple):
     offsets_B: Tensor | None
     num_embeddings: int
     embedding_dim: int
-
-    @classmethod
-    def of(
-        cls, tensors: Sequence[Tensor], present: Sequence[int], num_embeddings: int, width: int
-    ) -> "Lookup":
-        rest = iter(tensors)
-        given = [next(rest) if there else None for there in present]
-        return cls._make([*given, num_embeddings, width])
-
-    def arguments(self) -> tuple[list[Tensor], list[int], int, int]:
-        """Return operator arguments: the given tensors, a flag for each of all seven, two sizes."""
-        given = self[:7]
-        present = [int(tensor is not None) for tensor in given]
-        tensors = [tensor for tensor in given if tensor is not None]
-        return tensors, present, self.num_embeddings, self.embedding_dim
 
     @property
     def sizes(self) -> tuple[int, int, int]:

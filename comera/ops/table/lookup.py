@@ -4,7 +4,7 @@ Every distinct row is computed once, however often it is read (CoMERA, arXiv 240
 4.2). Shape suffixes are those of :mod:`~comera.ops.table.distinct_rows`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def _case(given: Lookup, *_: Any) -> Case:
     return given.left_VPR, given.left_VPR.dtype, (given.indices_N.shape[0], *kinds)
 
 
-def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
+def _refuses_distinct_rows(given: Lookup) -> str | None:
     """Return why distinct rows, whose number varies, cannot be read at static shapes; or None."""
     if not shapes_are_static(given.indices_N) or lookup_kernel.warps_refuse(given) is None:
         return None
@@ -50,7 +50,7 @@ def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
 
 def _refuses_slots(given: Lookup, *_: Any) -> str | None:
     """Return why slots cannot be used in a graph: their number is that of distinct rows."""
-    if _refuses_distinct_rows(given, True) is None and shapes_are_static(given.indices_N):
+    if _refuses_distinct_rows(given) is None and shapes_are_static(given.indices_N):
         return "the number of distinct rows is not known in a CUDA graph"
     return None
 
@@ -71,7 +71,7 @@ def _refuses_recording(given: Lookup, checked: bool) -> str | None:
     """Return why one operator cannot stand for the lookup; or None."""
     if is_eager() and is_traced():
         return choose.RECORDED
-    return _refuses_distinct_rows(given, checked)
+    return _refuses_distinct_rows(given)
 
 
 def _each_by_itself(given: Lookup, checked: bool) -> Tensor:
@@ -89,21 +89,27 @@ def _each_by_itself(given: Lookup, checked: bool) -> Tensor:
 
 @operator("comera::ttm_lookup")
 def lookup(
-    tensors: Sequence[Tensor],
-    present: Sequence[int],
+    indices_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
     num_embeddings: int,
     embedding_dim: int,
     checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Read rows, or sums of rows over bags; the tensors are those of :meth:`Lookup.arguments`.
+    """Read rows, or sums of rows over bags; all but ``checked`` is a :class:`Lookup`.
 
     Returns the rows or sums ``(B, D)`` and, for the backward pass, the key of every entry and the
     entry's number, ``(N,)`` each, sorted by key unless a kernel has read the rows. Raises
     ``IndexError`` if an index is out of range, on a CPU, unless it was ``checked`` before.
     """
     if not checked:
-        check_range(tensors[0], num_embeddings)
-    return LOOKUP(Lookup.of(tensors, present, num_embeddings, embedding_dim))
+        check_range(indices_N, num_embeddings)
+    tensors = indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B
+    return LOOKUP(Lookup(*tensors, num_embeddings, embedding_dim))
 
 
 def _by_slots(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,11 +126,11 @@ def _by_slots(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @lookup.register_fake
-def _(tensors, present, num_embeddings, embedding_dim, checked):
-    indices_N, left_VPR, *_ = tensors
-    bags_or_rows = tensors[-1] if present[-1] else indices_N
-    rows = left_VPR.new_empty(bags_or_rows.shape[0], embedding_dim)
-    return rows, *(torch.empty_like(indices_N, dtype=torch.int64) for _ in range(2))
+def _(*arguments):
+    given = Lookup(*arguments[:-1])
+    bags_or_rows = given.indices_N if given.offsets_B is None else given.offsets_B
+    rows = given.left_VPR.new_empty(bags_or_rows.shape[0], given.embedding_dim)
+    return rows, *(torch.empty_like(given.indices_N, dtype=torch.int64) for _ in range(2))
 
 
 @operator("comera::ttm_lookup_backward")
@@ -132,22 +138,28 @@ def lookup_backward(
     grad_BD: Tensor,
     keys_N: Tensor,
     order_N: Tensor,
-    tensors: Sequence[Tensor],
-    present: Sequence[int],
-    num_embeddings: int,
     with_weights: bool,
+    indices_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    embedding_dim: int,
 ) -> list[Tensor]:
     """Return the gradients of both factors, then those of hot rows, basis and weights if given."""
-    given = Lookup.of(tensors, present, num_embeddings, grad_BD.shape[1])
+    tensors = indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B
+    given = Lookup(*tensors, num_embeddings, embedding_dim)
     left, right, *others = LOOKUP_BACKWARD(given, Sorted(grad_BD, keys_N, order_N, with_weights))
     factors = lying_as(given.left_VPR, left), lying_as(given.right_WRQ, right)
     return [*factors, *(grad for grad in others if grad is not None)]
 
 
 @lookup_backward.register_fake
-def _(grad_BD, keys_N, order_N, tensors, present, num_embeddings, with_weights):
-    given = Lookup.of(tensors, present, num_embeddings, grad_BD.shape[1])
-    wanted = *given[1:5], given.weights_N if with_weights else None
+def _(grad_BD, keys_N, order_N, with_weights, *arguments):
+    wanted = *arguments[1:5], arguments[5] if with_weights else None
     return [torch.empty_like(tensor) for tensor in wanted if tensor is not None]
 
 
@@ -182,35 +194,30 @@ def _back_by_slots(given: Lookup, back: Sorted) -> tuple[Tensor | None, ...]:
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    tensors, ctx.present, ctx.num_embeddings, *_ = inputs
+    ctx.sizes = inputs[7:9]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.save_for_backward(*inputs[:7], *output[1:])
 
 
 def _backward(ctx, grad_BD: Tensor | None, *_):
     *tensors, keys_N, order_N = ctx.saved_tensors
+    grads = list[Tensor | None]([None] * 10)
     if grad_BD is None:
-        return [None] * len(tensors), None, None, None, None
-    present, grads = ctx.present, list[Tensor | None]([None] * 7)
+        return tuple(grads)
+    given = Lookup._make([*tensors, *ctx.sizes])
     batched = (is_concrete(grad_BD) and is_traced()) or is_legacy_batchedtensor(grad_BD)
     if torch.is_grad_enabled() or batched:  # this backward pass is itself differentiated
-        given = Lookup.of(tensors, present, 0, grad_BD.shape[1])
 
         def plainly(*tensors: Tensor | None) -> Tensor:
             return _rows_or_sums(Lookup._make([given.indices_N, *tensors, *given[6:]]))
 
         grads[1:6] = gradients_again(plainly, given[1:6], grad_BD)
     else:
-        with_weights = bool(present[5] and ctx.needs_input_grad[0][sum(present[:5])])
-        found = iter(
-            lookup_backward(
-                grad_BD, keys_N, order_N, tensors, present, ctx.num_embeddings, with_weights
-            )
-        )
-        wanted = *present[1:5], with_weights
+        with_weights = ctx.needs_input_grad[5]
+        found = iter(lookup_backward(grad_BD, keys_N, order_N, with_weights, *given))
+        wanted = *(tensor is not None for tensor in given[1:5]), with_weights
         grads[1:6] = [next(found) if is_wanted else None for is_wanted in wanted]
-    nested = [grad for grad, there in zip(grads, present, strict=True) if there]
-    return nested, None, None, None, None
+    return tuple(grads)
 
 
 lookup.register_autograd(_backward, setup_context=_setup_context)
@@ -225,7 +232,7 @@ ROWS = Ways(
     "rows_of_a_table", "lookup",
     lambda given, _: _case(given) if shapes_are_static(given.indices_N) else None,
     lambda new: (_sample(new), True),
-    Way("lookup", lambda given, checked: lookup(*given.arguments(), checked)[0],
+    Way("lookup", lambda given, checked: lookup(*given, checked)[0],
         _refuses_recording, "ttm_lookup"),
     Way("every row for itself", _each_by_itself),
 )  # fmt: skip

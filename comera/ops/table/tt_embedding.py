@@ -190,7 +190,7 @@ def _slices(factor: Sequence[Tensor], numbers_N: Tensor, whole: bool) -> tuple[T
     (V, L, P, _), (W, _, Q, R) = first.shape, last.shape
     others = None, None, None, None
     rows = Lookup(read_U, first.flatten(1, 2), last.flatten(2), *others, V * W, L * P * Q * R)
-    return lookup(*rows.arguments(), True)[0].view(-1, L, P * Q, R), at_N
+    return lookup(*rows, True)[0].view(-1, L, P * Q, R), at_N
 
 
 def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tensor]:
