@@ -153,8 +153,9 @@ def _section(
     title, link = f"## {name}, {scale}", f"[{name}, {scale}](#{name}-{scale})"
     kept = before.partition(f"{title}\n")[2].partition("\n## ")[0].rstrip()
     if "\nMade by `" in kept and not (folder / "results.json").is_file():
-        rows = [line for line in before.splitlines() if line.endswith(f"| {link} |")]
-        claims += [[c.replace(r"\|", "|") for c in row[2:-2].split(" | ")] for row in rows]
+        for line in before.splitlines():
+            if line.endswith(f"| {link} |"):
+                claims.append([c.replace(r"\|", "|") for c in line[2:-2].split(" | ")])
         return f"{title}\n{kept}"
     published = content.get("published") or {}
     source = published.get("source", "all together")
