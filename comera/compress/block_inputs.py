@@ -280,7 +280,7 @@ class UnfinishedBlocks:
                         "go on with it, or remove the folder"
                     )
                 states[:] = [file.get_tensor(str(k)).clone() for k in range(len(states))]
-        except (SafetensorError, KeyError) as problem:
+        except (SafetensorError, KeyError, json.JSONDecodeError) as problem:
             raise ValueError(f"{self._states} is damaged: remove {self.folder}") from problem
         return noted["done"]
 

@@ -220,9 +220,11 @@ def test_it_goes_on_where_it_was(trained, tmp_path, monkeypatch):
         comera.compress_folder(source, tmp_path / "small", Model, batches, budget=0.7)
     (states,) = tmp_path.rglob("states.safetensors")
     sound = states.read_bytes()
-    states.write_bytes(sound[:-9])
-    with pytest.raises(ValueError, match=r"states\.safetensors is damaged: remove"):
-        comera.compress_folder(source, tmp_path / "small", Model, batches, budget=0.6)
+    for damaged in (sound[:-9], sound.replace(b'"{\\"about', b'"?\\"about')):
+        assert damaged != sound
+        states.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"states\.safetensors is damaged: remove"):
+            comera.compress_folder(source, tmp_path / "small", Model, batches, budget=0.6)
     states.write_bytes(sound)
     again = comera.compress_folder(source, tmp_path / "small", Model, batches, budget=0.6)
     assert done == [0, 1, 2, 2]
