@@ -34,6 +34,8 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     @contextlib.contextmanager

@@ -153,9 +153,11 @@ def test_recordings_beside_each_other_share_a_pool(cuda, graphs, monkeypatch):
     assert third._graph.pool() == second._graph.pool()
 
 
-@pytest.mark.parametrize("end_fails", [False, True])
-def test_an_error_inside_is_the_one_that_is_raised(cuda, graphs, end_fails):
-    cuda.end_fails = end_fails
+@pytest.mark.parametrize(
+    ("name", "end_fails"), [("cuda:0", False), ("cuda:0", True), ("cuda", True)]
+)
+def test_an_error_inside_is_the_one_that_is_raised(cuda, name, end_fails):
+    cuda.end_fails, graphs = end_fails, CudaGraphs(torch.device(name))
 
     def reads_back():
         raise ValueError("a value was read back")
