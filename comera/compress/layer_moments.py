@@ -9,7 +9,7 @@ import json
 import logging
 import reprlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,7 +251,7 @@ def _read(
 
 
 @contextmanager
-def training_only(model: nn.Module, trained: Collection[nn.Parameter] = ()) -> Iterator[None]:
+def training_only(model: nn.Module, trained: Set[nn.Parameter] = frozenset()) -> Iterator[None]:
     """Put a model into evaluation mode inside; only parameters in ``trained`` need a gradient."""
     before = {param: param.requires_grad for param in model.parameters()}
     with evaluation_mode(model, caches=False), every_layer_called():

@@ -403,7 +403,7 @@ def _delete(folder: Path, names: Iterable[str]) -> None:
                 events.unlink()
         else:
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it is no folder, or not empty
+        if path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
             path.rmdir()
 
 

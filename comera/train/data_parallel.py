@@ -105,7 +105,7 @@ class Together:
     """
 
     speaks = True
-    """Whether this process logs what all have decided."""
+    """True in the process that logs the decisions of all."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = None

@@ -391,5 +391,7 @@ def _first_gate(groups: Sequence[Chains]) -> Tensor | None:
 def _contiguous(group: Chains) -> Chains:
     """Return the group with contiguous tensors; keep it until the launch is enqueued."""
     lists = group.cores, group.gates, group.biases
+    if all(tensor.is_contiguous() for tensors in lists for tensor in tensors):
+        return group
     cores, gates, biases = ([tensor.contiguous() for tensor in tensors] for tensors in lists)
     return replace(group, cores=cores, gates=gates, biases=biases)
