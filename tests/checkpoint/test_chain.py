@@ -299,6 +299,9 @@ def test_steps_only_go_forwards_unless_rewound(tmp_path):
     chain = CheckpointChain(tmp_path)
     with pytest.raises(ValueError, match=r"step 15, so that of step 7 cannot .*rewind\(6\)"):
         chain.save(7, model, optimizer)
+    for step in ("latest", True):
+        with pytest.raises(ValueError, match=f"step={step!r} must be a whole number"):
+            chain.rewind(step)
     chain.rewind(5)
     assert chain.steps() == [5]
     chain.save(7, model, optimizer)
