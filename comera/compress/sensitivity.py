@@ -176,7 +176,6 @@ class Sensitivity(printing.Report):
 
         It is blank where one rank has more entries than the share; layers of one kind are together.
         """
-
         kinds = [re.sub(r"\d+", "", layer.name) for layer in self.layers]
         order = sorted(range(len(kinds)), key=lambda k: kinds.index(kinds[k]))
         names = [self.layers[k].name for k in order]

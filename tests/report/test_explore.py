@@ -4,6 +4,7 @@ import json
 import logging
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.text import Text
@@ -97,6 +98,25 @@ def test_configurations_are_what_tensorize_makes(trained, evaluate, caplog):
         assert "approximates the weights" in point.note  # what it said is in the table
     logging.getLogger("comera").warning("heard")
     assert "heard" in caplog.text  # afterwards all is logged as before
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, iter])
+def test_budgets_and_configurations_are_listed_in_any_way(kind, trained, evaluate):
+    model, batches = trained
+    found = comera.sensitivity(model, batches, loss_fn=loss_fn)
+    explored = comera.explore(
+        model, evaluate, found, budgets=kind([0.5, 0.75]), configs=iter(CONFIGS[:1])
+    )
+    settings = [point.setting for point in explored.points]
+    assert settings[:3] == ["dense", "budget=0.5", "budget=0.75"]
+    assert len(settings) == explored.planned == 4
+    assert not any(point.note.startswith("ValueError") for point in explored.points)
+
+
+def test_points_are_kept_in_a_folder_of_the_user(trained, evaluate, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    comera.explore(trained[0], evaluate, configs=CONFIGS[:1], keep="~/points.json")
+    assert (tmp_path / "points.json").exists()
 
 
 def test_blocks_are_a_configuration_without_an_order(trained, evaluate):
@@ -236,7 +256,7 @@ def test_ctrl_c_leaves_what_was_measured(trained, evaluate, caplog):
 
 def test_wrong_settings_are_named(trained, evaluate):
     model, batches = trained
-    with pytest.raises(ValueError, match=r"budgets=\(0.5,\) needs calibration"):
+    with pytest.raises(ValueError, match=r"budgets=\[0.5\] needs calibration"):
         comera.explore(model, evaluate, budgets=(0.5,))
     with pytest.raises(ValueError, match="there is nothing to try"):
         comera.explore(model, evaluate, configs=[])
