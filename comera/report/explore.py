@@ -308,9 +308,9 @@ def _tries(
         return tries
     for budget in (share for share in budgets if isinstance(share, float)):  # others are of all
         for layer in found.layers:
-            alone = dataclasses.replace(found, layers=(layer,))
-            share = 1 - (1 - budget) * layer.params(None) / found.model_params
-            tries.append((f"budget={budget!r}{which}", layer.name, partial(_by_data, alone, share)))
+            alone = dataclasses.replace(found, layers=(layer,), model_params=layer.params(None))
+            make = partial(_by_data, alone, budget)
+            tries.append((f"budget={budget!r}{which}", layer.name, make))
     for config in configs:
         for name in find_targets(model, config, None, None):
             one = dataclasses.replace(config, target_modules=re.escape(name))

@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import json
 import logging
+import math
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -159,6 +160,17 @@ def test_layers_are_tried_alone_too(trained, evaluate):
             saved = whole - frame.loc[(setting, name), "params"]
             assert saved == pytest.approx(24 * 40 / 2, abs=65)
             assert frame.loc[(setting, name), "error"] > 0
+
+
+def test_a_budget_of_one_layer_that_is_too_small_is_told_the_smallest(trained, evaluate):
+    model, batches = trained
+    found = comera.sensitivity(model, batches, loss_fn=loss_fn)
+    for budget, note in ((0.01, "ValueError: budget=0.01: "), (65 / 960, "")):
+        explored = comera.explore(model, evaluate, found, budgets=[budget], each_layer=True)
+        for point in explored.points[2:]:
+            assert point.note.startswith(note)
+            assert (f"budget={math.ceil(1e4 * 65 / 960) / 1e4} is" in point.note) == bool(note)
+            assert point.ranks == ("" if note else "1")
 
 
 def test_budgets_for_some_layers_say_so(trained, evaluate):
