@@ -189,8 +189,8 @@ class Sensitivity(printing.Report):
             losses = [layer.whitened.loss(layer.rank_at(share)) for share in shares]
             return [math.nan if s < least else loss for s, loss in zip(shares, losses, strict=True)]
 
-        image = torch.tensor([losses(self.layers[k]) for k in order])
-        positive = torch.cat([torch.tensor([1e-30]), image[image > 0]])
+        image = torch.tensor([losses(self.layers[k]) for k in order], device="cpu")
+        positive = torch.cat([image.new_tensor([1e-30]), image[image > 0]])
         top = float(positive.max())
         low = float(positive.quantile(_DARK).clamp(_DRAWN * top, 0.1 * top))
         drawn = ax.imshow(

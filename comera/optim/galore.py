@@ -276,7 +276,7 @@ class GaLore(Optimizer):
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any]) -> None:
         """Count a step of a parameter; recompute its subspace every ``update_proj_gap`` steps."""
         state, old = self.state[param], self._bases(param)
-        count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64))
+        count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64, device="cpu"))
         steps = int(count)  # on the CPU: nothing waits for the device
         if old:
             count += 1

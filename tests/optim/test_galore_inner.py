@@ -30,6 +30,18 @@ def train(layer, optimizer, first, last):
         optimizer.zero_grad()
 
 
+def test_another_default_device_changes_no_step():
+    weights = []
+    for default in ("cpu", "meta"):
+        layer = make_layer()
+        optimizer = comera.GaLoreAdamW(groups_of(layer, rank=4), lr=1e-2)
+        layer(torch.ones(8, 32)).square().mean().backward()
+        with torch.device(default):
+            optimizer.step()
+        weights.append(layer.weight)
+    assert torch.equal(*weights)
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
 def test_a_state_goes_on_in_a_model_of_another_dtype(dtypes):
     layers, state = [], None
