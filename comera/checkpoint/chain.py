@@ -259,6 +259,7 @@ class CheckpointChain:
 
     def rewind(self, step: int) -> None:
         """Delete all checkpoints after a step, to resume there."""
+        check_whole_numbers(-1, step=step)
         with self._calls:
             self.wait()
             self.lock()
@@ -339,13 +340,12 @@ class CheckpointChain:
         steps = self.steps()
         if step != "latest":
             check_whole_numbers(0, step=step)
-            step = int(step)
             if step not in steps:
                 raise FileNotFoundError(
                     f"there is no checkpoint of step {step} in {self.folder}; there are "
                     f"{', '.join(map(str, steps)) or 'none'}"
                 )
-        for number in reversed(steps) if step == "latest" else (step,):
+        for number in reversed(steps) if step == "latest" else (int(step),):
             try:
                 links = self._archive.links(number)
                 parts, _ = decode(self._archive.streams(links[-1]), self._weights(links[:-1]))

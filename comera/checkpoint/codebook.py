@@ -56,9 +56,9 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
     if step > 1:
         # One of every ``step`` at random, as equal distances could hit the same columns of a
         # matrix; and the least and the largest of all.
-        starts = torch.arange(0, len(values_n) - step + 1, step)
-        generator = torch.Generator().manual_seed(0)
-        drawn = starts + torch.randint(step, starts.shape, generator=generator)
+        starts = torch.arange(0, len(values_n) - step + 1, step, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(0)
+        drawn = starts + torch.randint(step, starts.shape, generator=generator, device="cpu")
         values_n = torch.cat((values_n[drawn], *map(torch.atleast_1d, values_n.aminmax())))
     sorted_n = torch.from_numpy(np.sort(values_n.numpy()))
     if not len(sorted_n):
@@ -167,7 +167,7 @@ def _walls(centres: Tensor, prices: Tensor) -> Tensor:
     for k, following, wall in zip(best, best[1:], begin[1:], strict=False):
         walls += [wall] * (following - k)
     walls += [math.inf] * (len(at) - 1 - best[-1])
-    return torch.tensor(walls, dtype=torch.float64)
+    return centres.new_tensor(walls, dtype=torch.float64)
 
 
 def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
@@ -179,13 +179,13 @@ def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
     if below + above + 1 > size:  # tails go to the outermost
         below = max(size - 1 - above, min(below, size // 2))
         above = size - 1 - below
-    return middle + torch.arange(-below, above + 1, dtype=torch.float64) * distance
+    return middle + torch.arange(-below, above + 1, device="cpu").to(middle) * distance
 
 
 def _bins(sorted_n: Tensor) -> Tensor:
     """Return the ends of some hundred bins: half have equal counts, half equal widths; int64."""
     low, high = sorted_n[0].double(), sorted_n[-1].double()
-    share = torch.linspace(0, 1, _BINS // 2 + 1, dtype=torch.float64)
+    share = torch.linspace(0, 1, _BINS // 2 + 1, dtype=torch.float64, device="cpu")
     ends = torch.searchsorted(sorted_n, (low + (high - low) * share).float(), right=True)
     ends = torch.cat((ends, (share * len(sorted_n)).long()))
     ends[0], ends[-1] = 0, len(sorted_n)
@@ -200,7 +200,7 @@ def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
     at = sorted_n[torch.cat((ends[:-1], ends[-1:] - 1))].double()
     mass = (ends.diff() * at.diff().clamp(max=most).square()).pow(1 / 3).cumsum(0)
     mass = torch.cat((mass.new_zeros(1), mass))
-    wanted = (torch.arange(size) + 0.5) * (mass[-1] / size)
+    wanted = torch.arange(0.5, size, dtype=torch.float32, device="cpu") * (mass[-1] / size)
     k = torch.searchsorted(mass, wanted).clamp(1, len(mass) - 1)
     return torch.lerp(at[k - 1], at[k], (wanted - mass[k - 1]) / (mass[k] - mass[k - 1]))
 
@@ -221,7 +221,7 @@ def _best_of_bins(sums: Tensor, ends: Tensor, size: int) -> Tensor:
     walls = [len(counts) - 1]
     for choice in reversed(choices):
         walls.append(int(choice[walls[-1]]))
-    at = torch.tensor([0, *walls[::-1]]).unique()
+    at = ends.new_tensor([0, *walls[::-1]]).unique()
     return sums[at].diff() / counts[at].diff()
 
 

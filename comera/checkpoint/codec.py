@@ -224,7 +224,7 @@ def write_change(
         if distance(weight, now) <= _LARGEST_ERROR * size:
             places: str | int = "many"
             if _MANY * len(kept) > len(flat):  # what is left out has a code of its own
-                all_codes = torch.zeros(len(flat), dtype=torch.uint8)
+                all_codes = torch.zeros_like(flat, dtype=torch.uint8)
                 all_codes[kept] = codes + 1
                 streams.write("model/books", _as_floats(book))
                 streams.write("model/codes of all", pack(all_codes.numpy(), len(book) + 1))
@@ -232,7 +232,7 @@ def write_change(
                 places = _write_gaps(streams, "model/gaps", kept)
                 _write_coded(streams, "model", "change", book, codes)
             return replace(record, kept=len(kept), books=(len(book),), places=places), kept, now
-    kept = torch.arange(len(flat))
+    kept = torch.arange(len(flat), device=flat.device)
     some_are_zero = int(flat.count_nonzero()) < len(flat)
     learned = learn(flat, 2**quality.key_bits - 1, zeros=0 if some_are_zero else None)
     book, codes = learned.values, learned.codes(flat)
@@ -315,7 +315,7 @@ def read_change(reader: StreamReader, record: Record, base: Tensor | None) -> tu
         codes = codes[kept] - 1
         _check_codes(codes, size)
     else:
-        kept = torch.arange(record.size)
+        kept = torch.arange(record.size, device="cpu")
         if isinstance(places, int):
             gaps = reader.read("model/gaps", places)
             kept = torch.from_numpy(from_gaps(gaps, count, record.size))
@@ -398,7 +398,7 @@ def read_moments(
         kept = torch.from_numpy(from_gaps(gaps, count, below))
     kept = kept if kept_weights is None else kept_weights[kept]
     book, codes = _read_coded(reader, "rest", "first", record.books[0], count)
-    first = torch.zeros(record.size)
+    first = torch.zeros(record.size, dtype=torch.float32, device="cpu")
     first[kept] = book[codes.long()]
     moments = [first]
     for size in record.books[1:]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from comera.planning.printing import Report, Table, data_frame, show_column
+from comera.shapes import is_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,8 +97,8 @@ def parse_budget(budget: float | str) -> float | int:
         found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMG]|[KMG]i)B", budget)
         if found and float(found[1]) > 0:
             return int(float(found[1]) * _UNITS[found[2]])
-    elif isinstance(budget, float) and 0 < budget < 1:
-        return budget
+    elif is_number(budget) and 0 < budget < 1:
+        return float(budget)
     raise ValueError(
         f"budget={budget!r} must be between 0 and 1, the share of parameters kept, or the bytes of "
         f'all parameters with a unit, as "60MB" or "60MiB"{percent_meant(budget)}'

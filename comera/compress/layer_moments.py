@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from comera.extras import listed
 from comera.files import replacing
 from comera.nn.forms import form_of
-from comera.nn.swap import evaluation_mode, every_layer_called
+from comera.nn.swap import evaluation_mode, every_layer_called, uncompiled
 from comera.nn.targets import TTConfig, find_targets, other_holders, say_dense, tied_groups
 from comera.params import checksum
 from comera.planning.printing import with_bar
@@ -171,7 +171,7 @@ def gather_moments(
     saved = time.monotonic()
     left = itertools.islice(batches, seen, None)
     total = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
-    with training_only(model), torch.enable_grad():
+    with training_only(model), uncompiled(), torch.enable_grad():
         for batch in with_bar(left, "calibration", progress, total, seen):
             with _watched(layers, found) as first:
                 loss = loss_fn(model, batch)

@@ -176,7 +176,6 @@ class Sensitivity(printing.Report):
 
         It is blank where one rank has more entries than the share; layers of one kind are together.
         """
-
         kinds = [re.sub(r"\d+", "", layer.name) for layer in self.layers]
         order = sorted(range(len(kinds)), key=lambda k: kinds.index(kinds[k]))
         names = [self.layers[k].name for k in order]
@@ -190,8 +189,8 @@ class Sensitivity(printing.Report):
             losses = [layer.whitened.loss(layer.rank_at(share)) for share in shares]
             return [math.nan if s < least else loss for s, loss in zip(shares, losses, strict=True)]
 
-        image = torch.tensor([losses(self.layers[k]) for k in order])
-        positive = torch.cat([torch.tensor([1e-30]), image[image > 0]])
+        image = torch.tensor([losses(self.layers[k]) for k in order], device="cpu")
+        positive = torch.cat([image.new_tensor([1e-30]), image[image > 0]])
         top = float(positive.max())
         low = float(positive.quantile(_DARK).clamp(_DRAWN * top, 0.1 * top))
         drawn = ax.imshow(

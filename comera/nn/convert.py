@@ -16,7 +16,7 @@ from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded
-from comera.nn.swap import call, evaluation_mode, every_layer_called, swap_layers_
+from comera.nn.swap import call, evaluation_mode, every_layer_called, swap_layers_, uncompiled
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     TTConfig,
@@ -301,7 +301,7 @@ def _output_errors(
         return before
 
     count = 0
-    with ExitStack() as hooks, evaluation_mode(model), every_layer_called():
+    with ExitStack() as hooks, evaluation_mode(model), every_layer_called(), uncompiled():
         for name, (old, weight, new) in layers.items():
             hook = watch(name, weight, new)
             hooks.enter_context(old.register_forward_pre_hook(hook, with_kwargs=True))

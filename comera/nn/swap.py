@@ -8,7 +8,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from types import MethodType
@@ -249,6 +249,12 @@ def evaluation_mode(model: nn.Module, caches: bool = True) -> Iterator[None]:
             object.__setattr__(config, "use_cache", True)
         for module, was in training.items():
             module.training = was
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context without compiled code, which does not run hooks that layers have later."""
+    is_used = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_used else nullcontext()
 
 
 @contextmanager

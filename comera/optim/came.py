@@ -228,9 +228,8 @@ class CAME(Optimizer):
             numbers = [number for group in given["param_groups"] for number in group["params"]]
             params = [param for group in self.param_groups for param in group["params"]]
             for number, param in zip(numbers, params, strict=False):  # torch checks the lengths
-                if number not in given["state"]:
+                if (state := given["state"].get(number)) is None:
                     continue
-                state = given["state"][number]
                 full = state.get("exp_avg_update")
                 if full is None or full.shape != param.shape:
                     found = f"keys {sorted(state)}"
@@ -403,9 +402,7 @@ def matrix_view(shape: Sequence[int]) -> tuple[int, int] | None:
     ``(64, 3, 3, 3)`` is ``64 x 27``. None if the factors would not be smaller than the tensor.
     """
     pairs = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
-    if not pairs:
-        return None
-    rows, columns = min(pairs, key=sum)
+    rows, columns = min(pairs, key=sum, default=(0, 0))
     return (rows, columns) if 2 * (rows + columns) < rows * columns else None
 
 

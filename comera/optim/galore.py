@@ -276,7 +276,7 @@ class GaLore(Optimizer):
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any]) -> None:
         """Count a step of a parameter; recompute its subspace every ``update_proj_gap`` steps."""
         state, old = self.state[param], self._bases(param)
-        count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64))
+        count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64, device="cpu"))
         steps = int(count)  # on the CPU: nothing waits for the device
         if old:
             count += 1
@@ -322,12 +322,14 @@ class GaLore(Optimizer):
         def load_inner(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             state, params = given["state"], self._check_loadable(given)
             theirs = {}
-            for number in (number for number in params if number in state):
-                theirs[number], ours = _split(state[number])
-                subspaces[params[number]] = {
-                    key: x.to("cpu" if key == f"{_OURS}step" else params[number].device, copy=True)
-                    for key, x in ours.items()
-                }
+            for number, param in params.items():
+                if number in state:
+                    theirs[number], ours = _split(state[number])
+                    wide = param.device, torch.promote_types(param.dtype, torch.float32)
+                    subspaces[param] = {
+                        key: x.to(*(("cpu",) if key == f"{_OURS}step" else wide), copy=True)
+                        for key, x in ours.items()
+                    }
             groups = [{k: g[k] for k in g.keys() - _KEYS} for g in given["param_groups"]]
             self.inner.load_state_dict({"state": theirs, "param_groups": groups})
             # Without what the base class would round to the dtype of the parameters.

@@ -74,8 +74,7 @@ class MuonAdamW(torch.optim.AdamW):
         super().__init__(params, lr, **settings)
         self.defaults |= own
         for group in self.param_groups:
-            for key, value in own.items():
-                group.setdefault(key, value)
+            group.update(own | group)
         grouped = isinstance(params[0], dict)
         if not grouped and not any(group["muon"] for group in self.param_groups):
             log.warning(

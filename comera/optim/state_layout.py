@@ -151,12 +151,10 @@ def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
 
     Calls the optimizer's ``unpack_state_`` if it has one; torchao's moments become float32.
     """
-    if optimizer is None:
-        return
     own = getattr(optimizer, "unpack_state_", None)
     if own is not None:
         own(param)
-    elif hasattr(optimizer, "_new_buffer"):
+    elif optimizer is not None and hasattr(optimizer, "_new_buffer"):
         state = optimizer.state.get(param, {})
         for key, value in state.items():
             if hasattr(value, "__tensor_flatten__") and hasattr(value, "dequantize"):
@@ -165,12 +163,10 @@ def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
 
 def pack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
     """Pack a parameter's state after :func:`unpack_state_`, in the parameter's present shape."""
-    if optimizer is None:
-        return
     own, new_buffer = (getattr(optimizer, name, None) for name in ("pack_state_", "_new_buffer"))
     if own is not None:
         own(param)
-    elif new_buffer is not None:
+    elif optimizer is not None and new_buffer is not None:
         state = optimizer.state.get(param, {})
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():  # all but the number of steps

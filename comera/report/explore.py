@@ -82,8 +82,8 @@ def explore(
         tokens: Rows of the batch for which times are predicted; if None those of a batch of
             calibration, or 4096 without any.
         keep: A JSON file for the points, written after each. If it exists, only points that are
-            missing or failed are measured. It does not hold the calibration: to keep that, give
-            the result of ``sensitivity(..., keep=...)``.
+            missing or failed are measured; give another ``evaluate`` or other data another file.
+            To keep the calibration, which is not in it, give ``sensitivity(..., keep=...)``.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -109,6 +109,10 @@ def explore(
         raise ValueError(f"tokens={tokens} must be at least 1")
     if isinstance(budgets, str | Real):
         raise TypeError(f"budgets={budgets!r} must be a list of such, as [{budgets!r}]")
+    if budgets is None:
+        budgets = () if calibration is None else _BUDGETS
+    budgets = [budget if isinstance(budget, str) else float(budget) for budget in budgets]
+    configs = None if configs is None else list(configs)
     if calibration is None and (budgets or loss_fn is not None):
         what = f"budgets={budgets!r}" if budgets else f"loss_fn={loss_fn!r}"
         raise ValueError(f"{what} needs calibration: batches, or what sensitivity found")
@@ -122,8 +126,6 @@ def explore(
             )
     if isinstance(calibration, Sensitivity):
         check_unused(loss_fn, target_modules, exclude_modules)
-    if budgets is None:
-        budgets = () if calibration is None else _BUDGETS
     if configs is None:
         targets: Any = {"target_modules": target_modules, "exclude_modules": exclude_modules}
         configs = [
@@ -168,7 +170,7 @@ class _Kept:
     """The points measured so far, also written to the file ``keep`` if given."""
 
     def __init__(self, keep: str | Path | None, model: nn.Module, tokens: int | None) -> None:
-        self.path = None if keep is None else Path(keep)
+        self.path = None if keep is None else Path(keep).expanduser()
         digest = 0
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             digest = checksum(tensor, zlib.crc32(name.encode(), digest))
@@ -304,13 +306,11 @@ def _tries(
     tries += [(_in_words(config), WHOLE, partial(_converted, config)) for config in configs]
     if not each_layer:
         return tries
-    for budget in budgets:
-        if isinstance(budget, str):  # bytes of all parameters
-            continue
+    for budget in (share for share in budgets if isinstance(share, float)):  # others are of all
         for layer in found.layers:
-            alone = dataclasses.replace(found, layers=(layer,))
-            share = 1 - (1 - budget) * layer.params(None) / found.model_params
-            tries.append((f"budget={budget!r}{which}", layer.name, partial(_by_data, alone, share)))
+            alone = dataclasses.replace(found, layers=(layer,), model_params=layer.params(None))
+            make = partial(_by_data, alone, budget)
+            tries.append((f"budget={budget!r}{which}", layer.name, make))
     for config in configs:
         for name in find_targets(model, config, None, None):
             one = dataclasses.replace(config, target_modules=re.escape(name))

@@ -141,6 +141,41 @@ def test_a_chain_is_much_smaller_than_what_it_holds(tmp_path):
     assert size("lossless") < 0.95 * raw
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"])
+def test_other_defaults_of_torch_change_nothing(tmp_path, default):
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.randn(800, 800), torch.randn(40, 30)])
+    states, optimizer = [], torch.optim.AdamW(model, lr=1e-3)
+    for _ in range(2):
+        for param in model:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        states.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+
+    def written(folder):
+        with CheckpointChain(folder, background=False) as chain:
+            for step, state in enumerate(states):
+                chain.save(step, *state)
+            return chain.load()
+
+    here, dtype = written(tmp_path / "here"), torch.get_default_dtype()
+    try:
+        if default == "meta":
+            torch.set_default_device(default)
+        else:
+            torch.set_default_dtype(default)
+        elsewhere = written(tmp_path / "elsewhere")
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
+    assert_equal((elsewhere.model, elsewhere.optimizer), (here.model, here.optimizer))
+    for file in (tmp_path / "here").glob("*/*.safetensors"):
+        assert (
+            file.read_bytes()
+            == (tmp_path / "elsewhere" / file.parent.name / file.name).read_bytes()
+        )
+
+
 def test_a_changed_shape_starts_anew_for_that_tensor(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -264,6 +299,9 @@ def test_steps_only_go_forwards_unless_rewound(tmp_path):
     chain = CheckpointChain(tmp_path)
     with pytest.raises(ValueError, match=r"step 15, so that of step 7 cannot .*rewind\(6\)"):
         chain.save(7, model, optimizer)
+    for step in ("latest", True):
+        with pytest.raises(ValueError, match=f"step={step!r} must be a whole number"):
+            chain.rewind(step)
     chain.rewind(5)
     assert chain.steps() == [5]
     chain.save(7, model, optimizer)

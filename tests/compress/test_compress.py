@@ -2,6 +2,7 @@ import copy
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -191,6 +192,15 @@ def test_a_budget_that_is_too_small_is_told_the_smallest(trained, budget):
         found.choose(smallest - 1e-4 if budget == 0.01 else f"{float(named[:-2]) - 0.1:.1f}kB")
 
 
+def test_a_compiled_model_is_compressed_as_it_would_be_otherwise(trained):
+    models = copy.deepcopy(trained), torch.compile(copy.deepcopy(trained), backend="eager")
+    models[1](calibration()[0][0])
+    done = [comera.compress_(m, calibration(), budget=0.6, loss_fn=loss_fn) for m in models]
+    assert [layer.rank for layer in done[0].layers] == [layer.rank for layer in done[1].layers]
+    x, _ = data(64, 3)
+    torch.testing.assert_close(*(model(x) for model in models))
+
+
 def test_a_model_that_is_itself_a_layer_is_refused():
     with pytest.raises(ValueError, match="itself a linear layer"):
         comera.compress_(nn.Linear(4, 4), [], budget=0.5, loss_fn=loss_fn)
@@ -327,6 +337,10 @@ def test_a_loss_out_of_reach_changes_nothing(trained, settings, problem):
         assert torch.equal(value, trained.state_dict()[key])
     with pytest.raises(ValueError, match="a calibration of type list_iterator, which cannot be"):
         comera.compress_(model, iter(calibration()), loss_fn=loss_fn, max_loss=1.0)
+
+
+def test_a_share_may_be_a_number_of_numpy():
+    assert parse_budget(np.float32(0.25)) == 0.25
 
 
 @pytest.mark.parametrize(("text", "size"), [("3kB", 3000), ("3KB", 3000), ("3 KiB", 3072)])

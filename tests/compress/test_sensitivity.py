@@ -91,6 +91,13 @@ def test_colours_span_what_is_there(seen):
     dead.plot().canvas.draw()
 
 
+def test_another_default_device_draws_the_same_picture(seen):
+    _, found = seen
+    with torch.device("meta"):
+        other = found.plot().axes[0].images[0]
+    assert (other.get_array() == found.plot().axes[0].images[0].get_array()).all()
+
+
 def test_what_is_chosen_prints_as_a_table(seen):
     _, found = seen
     made = found.choose(0.7)

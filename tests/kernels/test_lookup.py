@@ -217,6 +217,17 @@ def test_bags_may_begin_and_end_anywhere_in_their_pieces(width, first, thread_or
     assert torch.equal(got[0], again[0])
 
 
+def test_another_default_dtype_changes_no_sum(emulated):
+    table = Table("odd", "hot", True, True, entries=3333)
+    want = table.run()
+    torch.set_default_dtype(torch.float16)
+    try:
+        got = table.run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bags", ["rows", "bags", "weighted bags"])

@@ -1,3 +1,4 @@
+import copy
 import re
 
 import pytest
@@ -40,6 +41,17 @@ def test_the_error_of_outputs_is_that_of_outputs(rank, caplog):
     assert net.training
     assert net.drop.training
     assert not old._forward_pre_hooks
+
+
+def test_the_error_of_a_compiled_model_is_that_of_the_model(caplog):
+    torch.manual_seed(0)
+    net = Net()
+    for model in (copy.deepcopy(net), torch.compile(net, backend="eager")):
+        with torch.no_grad():
+            model.eval()(batches()[0])
+        comera.tensorize_(model, CONFIG, calibration=batches())
+    plain, compiled = (r.message for r in caplog.records if "will be off" in r.message)
+    assert compiled.replace("_orig_mod.", "") == plain
 
 
 def test_the_error_of_a_convolution_called_by_keyword(caplog):

@@ -25,9 +25,37 @@ def groups_of(layer, **settings):
 def train(layer, optimizer, first, last):
     for k in range(first, last):
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(k))
-        layer(x).square().mean().backward()
+        layer(x.to(layer.weight)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_another_default_device_changes_no_step():
+    weights = []
+    for default in ("cpu", "meta"):
+        layer = make_layer()
+        optimizer = comera.GaLoreAdamW(groups_of(layer, rank=4), lr=1e-2)
+        layer(torch.ones(8, 32)).square().mean().backward()
+        with torch.device(default):
+            optimizer.step()
+        weights.append(layer.weight)
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_a_state_goes_on_in_a_model_of_another_dtype(dtypes):
+    layers, state = [], None
+    for dtype in dtypes:
+        layers.append(make_layer())
+        optimizer = comera.GaLoreAdamW(groups_of(layers[-1].to(dtypes[0]), rank=4), lr=1e-2)
+        train(layers[-1], optimizer, 0, 3)
+        state = state or copy.deepcopy(optimizer.state_dict())
+        layers[-1].to(dtype)
+        optimizer = comera.GaLoreAdamW(groups_of(layers[-1], rank=4), lr=1e-2)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        train(layers[-1], optimizer, 3, 6)
+    weights = [layer.weight.double() for layer in layers]
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("projected", [True, False])

@@ -2,8 +2,10 @@ import copy
 import dataclasses
 import json
 import logging
+import math
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.text import Text
@@ -99,6 +101,25 @@ def test_configurations_are_what_tensorize_makes(trained, evaluate, caplog):
     assert "heard" in caplog.text  # afterwards all is logged as before
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, iter])
+def test_budgets_and_configurations_are_listed_in_any_way(kind, trained, evaluate):
+    model, batches = trained
+    found = comera.sensitivity(model, batches, loss_fn=loss_fn)
+    explored = comera.explore(
+        model, evaluate, found, budgets=kind([0.5, 0.75]), configs=iter(CONFIGS[:1])
+    )
+    settings = [point.setting for point in explored.points]
+    assert settings[:3] == ["dense", "budget=0.5", "budget=0.75"]
+    assert len(settings) == explored.planned == 4
+    assert not any(point.note.startswith("ValueError") for point in explored.points)
+
+
+def test_points_are_kept_in_a_folder_of_the_user(trained, evaluate, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    comera.explore(trained[0], evaluate, configs=CONFIGS[:1], keep="~/points.json")
+    assert (tmp_path / "points.json").exists()
+
+
 def test_blocks_are_a_configuration_without_an_order(trained, evaluate):
     config = comera.TTConfig(linear_format="btt", rank=1, target_modules="all-linear")
     explored = comera.explore(trained[0], evaluate, configs=[config])
@@ -139,6 +160,17 @@ def test_layers_are_tried_alone_too(trained, evaluate):
             saved = whole - frame.loc[(setting, name), "params"]
             assert saved == pytest.approx(24 * 40 / 2, abs=65)
             assert frame.loc[(setting, name), "error"] > 0
+
+
+def test_a_budget_of_one_layer_that_is_too_small_is_told_the_smallest(trained, evaluate):
+    model, batches = trained
+    found = comera.sensitivity(model, batches, loss_fn=loss_fn)
+    for budget, note in ((0.01, "ValueError: budget=0.01: "), (65 / 960, "")):
+        explored = comera.explore(model, evaluate, found, budgets=[budget], each_layer=True)
+        for point in explored.points[2:]:
+            assert point.note.startswith(note)
+            assert (f"budget={math.ceil(1e4 * 65 / 960) / 1e4} is" in point.note) == bool(note)
+            assert point.ranks == ("" if note else "1")
 
 
 def test_budgets_for_some_layers_say_so(trained, evaluate):
@@ -236,7 +268,7 @@ def test_ctrl_c_leaves_what_was_measured(trained, evaluate, caplog):
 
 def test_wrong_settings_are_named(trained, evaluate):
     model, batches = trained
-    with pytest.raises(ValueError, match=r"budgets=\(0.5,\) needs calibration"):
+    with pytest.raises(ValueError, match=r"budgets=\[0.5\] needs calibration"):
         comera.explore(model, evaluate, budgets=(0.5,))
     with pytest.raises(ValueError, match="there is nothing to try"):
         comera.explore(model, evaluate, configs=[])

@@ -69,7 +69,7 @@ def read(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
     partial: Tensor | None = None
     pieces = (entries - 1) // _PIECE
     if offsets_B is not None and bags and pieces > 0:
-        partial = torch.empty(pieces, given.embedding_dim, device=out.device)
+        partial = out.new_empty(pieces, given.embedding_dim, dtype=torch.float32)
         launch(
             _FILE, f"ttm_pieces_{kind}", out.device, pieces, threads, shared, table, *tensors,
             partial, entries, bags,
