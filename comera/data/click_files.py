@@ -151,7 +151,7 @@ def _number(name: str, value: Any) -> float:
     if value is None or value == "":
         return np.nan
     with contextlib.suppress(TypeError, ValueError):
-        if not isinstance(value, bool) and abs(float(value)) <= np.finfo(np.float32).max:
+        if not isinstance(value, bool) and abs(float(value)) <= float(np.finfo(np.float32).max):
             return float(value)
     raise ValueError(f"{name} is {value!r}, expected a number that is finite")
 
@@ -292,7 +292,7 @@ def _text_frame(
         if (count := _count(line, separator.encode())) == expected:
             numbers.append(number)
             kept.append(line)
-        elif not skip_bad:
+        elif line.strip() and not skip_bad:
             found = f"{count} values" if count else "quotes that do not close"
             raise ValueError(
                 f"line {number} of {path} has {found}, expected {expected} values: "

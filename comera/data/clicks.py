@@ -75,6 +75,9 @@ class ClickData:
                 f"{name}.hash_rows={self.hash_rows} must be at least 2, or null for a row a "
                 "category: the first row is that of rare ones"
             )
+        for key, share in (("heldout", self.heldout), ("test", self.test)):
+            if not 0 <= share < 1:
+                raise ValueError(f"{name}.{key}={share} must be a share of the rows, in [0, 1)")
         named = [key for key in ("label", "fields", "continuous") if getattr(self, key)]
         if self.format == "criteo" and named:
             raise ValueError(f"{name}.{named[0]} is not for format=criteo, whose columns are known")
@@ -245,14 +248,10 @@ def _load(chunk: Path, name: str) -> np.ndarray:
 
 def _split(settings: ClickData, rows: int) -> dict[str, np.ndarray]:
     held, tested = round(settings.heldout * rows), round(settings.test * rows)
-    if not 0 < held < rows:
+    if not held or held + tested >= rows or (settings.test and not tested):
         raise ValueError(
-            f"clicks.heldout={settings.heldout} of {rows} rows must leave some on either side"
-        )
-    if not (0 < tested < rows - held or settings.test == 0):
-        raise ValueError(
-            f"clicks.test={settings.test} of {rows} rows, beside clicks.heldout="
-            f"{settings.heldout}, must be 0, or have some rows and leave some to train on"
+            f"clicks.heldout={settings.heldout} and clicks.test={settings.test} of {rows} rows "
+            "must be one row at least, a test of 0 apart, and leave some to train on"
         )
     order = np.arange(rows)
     if settings.split == "random":

@@ -147,6 +147,7 @@ def test_an_empty_cell_that_training_has_not_seen_is_unknown(tmp_path):
         ({"user": 2**70, "city": "Ulm"}, "expected a whole number"),
         ({"user": 1, "city": "Ulm", "age": "old"}, "age is 'old', expected a number"),
         ({"user": 1, "city": "Ulm", "age": True}, "age is True, expected a number"),
+        ({"user": 1, "city": "Ulm", "age": 1e40}, r"age is 1e\+40, expected a number"),
         ({"user": 1, "city": "Ulm", "age": "inf"}, "age is 'inf', expected a number"),
     ],
 )

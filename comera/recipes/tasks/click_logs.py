@@ -63,7 +63,7 @@ class ClicksTask(Task):
         train, size, seed = self.config.train, self.config.train.batch_size, self.config.seed
         top = train.eval_batches and train.eval_batches * size
         self.sizes, self.per_step = self._sizes(data), (size, "clicks")
-        self._prepared(data, lambda step: data.batch(step, size, seed), data.steps_per_epoch(size))
+        self._prepared(data, lambda step: data.batch(step, size, seed), len(data.splits["train"]))
         self.evaluate = lambda model: self._measure(model, data.held_out("valid", _EVALUATED, top))
         if self.data.test:
             self.test = lambda model: self._measure(model, data.held_out("test", _EVALUATED))
