@@ -465,7 +465,7 @@ def test_epochs_of_no_step_are_refused():
     assert counted(0.15) == 2
     with pytest.raises(ValueError, match=r"train\.epochs=0\.04 is no step: an epoch has 10"):
         counted(0.04)
-    with pytest.raises(ValueError, match=r"train\.batch_size=32 exceeds the 31 training rows"):
+    with pytest.raises(ValueError, match=r"train\.batch_size=32 exceeds 31 training rows"):
         counted(1, rows=31)
 
 

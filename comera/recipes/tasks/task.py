@@ -64,7 +64,7 @@ class Task(ABC):
         train = self.config.train
         per_epoch = None if rows is None else rows // train.batch_size
         if per_epoch == 0:
-            raise ValueError(f"train.batch_size={train.batch_size} exceeds the {rows} training rows")
+            raise ValueError(f"train.batch_size={train.batch_size} exceeds {rows} training rows")
         passed = round((train.epochs or 0) * (per_epoch or 0))
         self.steps = train.steps or (passed if train.seconds is None else CLOCK_STEPS)
         if self.steps < 1:
