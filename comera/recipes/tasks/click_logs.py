@@ -93,9 +93,7 @@ class ClicksTask(Task):
     def load_vocabulary(self, folder: Path) -> None:
         path = folder / CATEGORIES
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{folder} has no {CATEGORIES}: its run writes it again with --overwrite=true"
-            )
+            raise FileNotFoundError(f"{folder} has no {CATEGORIES}: comera train writes it again")
         self.vocabulary = ClickRows.load(path)
 
     def predict(self, model: nn.Module, line: str, new_tokens: int) -> dict[str, Any]:
