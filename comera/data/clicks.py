@@ -136,15 +136,12 @@ class Clicks:
         """Encoder of raw rows as inputs of the model; each access reads it from the cache."""
         return click_files.ClickRows.load(self._folder / click_files.CATEGORIES)
 
-    def steps_per_epoch(self, batch_size: int) -> int:
-        return len(self.splits["train"]) // batch_size
-
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
         """Return training batch number ``step``.
 
         ``continuous`` is float32 (B, C), ``fields`` is int64 (B, F), ``labels`` is float32 (B,).
         """
-        epoch, position = divmod(step, self.steps_per_epoch(batch_size))
+        epoch, position = divmod(step, len(self.splits["train"]) // batch_size)
         if self._order is None or self._order[0] != (epoch, seed):
             rng = np.random.default_rng([seed % 2**32, epoch])
             self._order = (epoch, seed), rng.permutation(self.splits["train"])

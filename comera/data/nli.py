@@ -150,9 +150,6 @@ class NliPairs:
         arrays = vocabulary.cached_arrays(name, lambda: _encode(settings, digests))
         return cls(settings, arrays, digests)
 
-    def steps_per_epoch(self, batch_size: int) -> int:
-        return len(self.train.labels) // batch_size
-
     def batch(
         self, step: int, batch_size: int, seed: int, length: int | None = None
     ) -> dict[str, Tensor]:
@@ -161,7 +158,7 @@ class NliPairs:
         It has ``tokens`` and ``segments`` int64 ``(B, T)``, ``labels`` int64 ``(B,)``; T is
         ``length``, or the length of the longest row.
         """
-        per_epoch = self.steps_per_epoch(batch_size)
+        per_epoch = len(self.train.labels) // batch_size
         epoch, position = divmod(step, per_epoch)
         key = (epoch, batch_size, seed)
         if self._order is None or self._order[0] != key:  # random batches of similar length
