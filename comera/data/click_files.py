@@ -89,6 +89,11 @@ class ClickRows:
         codes = np.zeros((len(rows), len(self.fields)), np.uint64)
         names = [column.name for column in self.fields]
         for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise TypeError(
+                    f"{row!r} must be a row, values by column: give a list of them, such as "
+                    "frame.to_dict('records') of a data frame"
+                )
             lost = [name for name in names if name not in row]
             odd = [name for name in row if name not in names and name not in self.continuous]
             if lost or odd:

@@ -157,6 +157,15 @@ def test_what_is_no_row_is_named(row, message, tmp_path):
         data.categories.encode([row])
 
 
+def test_rows_are_a_list(tmp_path):
+    data, _ = prepared(tmp_path, ".npz")
+    row = {"user": 1, "city": "Ulm"}
+    for rows in (row, pd.DataFrame([row])):
+        with pytest.raises(TypeError, match=r"'user' must be a row.*frame\.to_dict\('records'\)"):
+            data.categories.encode(rows)
+    assert len(data.categories.encode(pd.DataFrame([row, row]).to_dict("records"))[1]) == 2
+
+
 @pytest.mark.parametrize("content", [b"", b"nothing of the kind"])
 def test_a_damaged_file_is_named(content, tmp_path):
     (tmp_path / "kept").write_bytes(content)
