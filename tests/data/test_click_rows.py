@@ -1,5 +1,7 @@
 """Raw rows of a click log become what training has read of the same rows."""
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -84,6 +86,10 @@ def test_what_is_missing_is_an_empty_cell(tmp_path):
     assert torch.equal(found[0], torch.zeros(3, 1))
     assert len(set(found[1][:, 1].tolist())) == 1
     assert "city" not in found[2][0]
+    for empty in (math.nan, pd.NA):  # as pandas has them
+        again = data.categories.encode([{"user": 1, "city": empty, "age": empty}])
+        assert torch.equal(again[0][0], found[0][0])
+        assert torch.equal(again[1][0], found[1][0])
 
 
 @pytest.mark.parametrize(
