@@ -54,14 +54,14 @@ class Field:
         return np.where(self.codes[place] == codes, self.rows[place], RARE).astype(np.int32)
 
     def code_of(self, value: Any) -> np.uint64:
-        """Return the code of a JSON value (null: an empty cell); ``ValueError`` for a wrong one."""
+        """Return the code of a value (None, NaN: an empty cell); ``ValueError`` for a wrong one."""
         if isinstance(value, list | dict):
             raise ValueError(f"{self.name} is {value!r}, expected a text or a number")
+        value = "" if _pandas().isna(value) else value
         if not self.integers:
-            return codes_of_text(["" if value is None else str(value)])[0]
-        try:
-            value = _EMPTY if value in (None, "") else value
-            number = int(str(value).removesuffix(".0"))  # raises for true and false, too
+            return codes_of_text([str(value)])[0]
+        try:  # int() raises for true and false, too
+            number = _EMPTY if value == "" else int(str(value).removesuffix(".0"))
             return np.uint64(number) if number >= 0 else np.int64(number).astype(np.uint64)
         except (ValueError, OverflowError):
             raise ValueError(f"{self.name} is {value!r}, expected a whole number") from None
@@ -80,15 +80,20 @@ class ClickRows:
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor, list[list[str]]]:
         """Return inputs ``(n, C)`` float32 and ``(n, F)`` int64, and each row's unknown columns.
 
-        Rows are values by column. A number may be missing or null; a category may be null, which is
-        an empty cell. A column counts as unknown if no or few training rows have its category; such
-        categories share a row. Raises ``ValueError`` if a column is missing, is not one of the
-        model's, or has a wrong value.
+        Rows are values by column. A number may be missing, None or NaN; a category may be None or
+        NaN, which is an empty cell. A column counts as unknown if no or few training rows have its
+        category; such categories share a row. Raises ``ValueError`` if a column is missing, is not
+        one of the model's, or has a wrong value.
         """
         numbers = np.full((len(rows), len(self.continuous)), np.nan, np.float32)  # as in training
         codes = np.zeros((len(rows), len(self.fields)), np.uint64)
         names = [column.name for column in self.fields]
         for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise TypeError(
+                    f"{row!r} must be a row, values by column: give a list of them, such as "
+                    "frame.to_dict('records') of a data frame"
+                )
             lost = [name for name in names if name not in row]
             odd = [name for name in row if name not in names and name not in self.continuous]
             if lost or odd:
@@ -148,10 +153,10 @@ def transformed(
 
 
 def _number(name: str, value: Any) -> float:
-    if value is None or value == "":
-        return np.nan
     with contextlib.suppress(TypeError, ValueError):
-        if not isinstance(value, bool) and abs(float(value)) <= np.finfo(np.float32).max:
+        if _pandas().isna(value) or value == "":
+            return np.nan
+        if not isinstance(value, bool) and abs(float(value)) <= float(np.finfo(np.float32).max):
             return float(value)
     raise ValueError(f"{name} is {value!r}, expected a number that is finite")
 
@@ -292,7 +297,7 @@ def _text_frame(
         if (count := _count(line, separator.encode())) == expected:
             numbers.append(number)
             kept.append(line)
-        elif not skip_bad:
+        elif line.strip() and not skip_bad:
             found = f"{count} values" if count else "quotes that do not close"
             raise ValueError(
                 f"line {number} of {path} has {found}, expected {expected} values: "

@@ -75,6 +75,9 @@ class ClickData:
                 f"{name}.hash_rows={self.hash_rows} must be at least 2, or null for a row a "
                 "category: the first row is that of rare ones"
             )
+        for key, share in (("heldout", self.heldout), ("test", self.test)):
+            if not 0 <= share < 1:
+                raise ValueError(f"{name}.{key}={share} must be a share of the rows, in [0, 1)")
         named = [key for key in ("label", "fields", "continuous") if getattr(self, key)]
         if self.format == "criteo" and named:
             raise ValueError(f"{name}.{named[0]} is not for format=criteo, whose columns are known")
@@ -133,15 +136,12 @@ class Clicks:
         """Encoder of raw rows as inputs of the model; each access reads it from the cache."""
         return click_files.ClickRows.load(self._folder / click_files.CATEGORIES)
 
-    def steps_per_epoch(self, batch_size: int) -> int:
-        return len(self.splits["train"]) // batch_size
-
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
         """Return training batch number ``step``.
 
         ``continuous`` is float32 (B, C), ``fields`` is int64 (B, F), ``labels`` is float32 (B,).
         """
-        epoch, position = divmod(step, self.steps_per_epoch(batch_size))
+        epoch, position = divmod(step, len(self.splits["train"]) // batch_size)
         if self._order is None or self._order[0] != (epoch, seed):
             rng = np.random.default_rng([seed % 2**32, epoch])
             self._order = (epoch, seed), rng.permutation(self.splits["train"])
@@ -245,14 +245,10 @@ def _load(chunk: Path, name: str) -> np.ndarray:
 
 def _split(settings: ClickData, rows: int) -> dict[str, np.ndarray]:
     held, tested = round(settings.heldout * rows), round(settings.test * rows)
-    if not 0 < held < rows:
+    if not held or held + tested >= rows or (settings.test and not tested):
         raise ValueError(
-            f"clicks.heldout={settings.heldout} of {rows} rows must leave some on either side"
-        )
-    if not (0 < tested < rows - held or settings.test == 0):
-        raise ValueError(
-            f"clicks.test={settings.test} of {rows} rows, beside clicks.heldout="
-            f"{settings.heldout}, must be 0, or have some rows and leave some to train on"
+            f"clicks.heldout={settings.heldout} and clicks.test={settings.test} of {rows} rows "
+            "must be one row at least, a test of 0 apart, and leave some to train on"
         )
     order = np.arange(rows)
     if settings.split == "random":

@@ -1,8 +1,8 @@
 """Read sentence pairs of natural-language inference, as in the files of SNLI, MNLI and RTE."""
 
-import csv
 import gzip
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -150,9 +150,6 @@ class NliPairs:
         arrays = vocabulary.cached_arrays(name, lambda: _encode(settings, digests))
         return cls(settings, arrays, digests)
 
-    def steps_per_epoch(self, batch_size: int) -> int:
-        return len(self.train.labels) // batch_size
-
     def batch(
         self, step: int, batch_size: int, seed: int, length: int | None = None
     ) -> dict[str, Tensor]:
@@ -161,11 +158,7 @@ class NliPairs:
         It has ``tokens`` and ``segments`` int64 ``(B, T)``, ``labels`` int64 ``(B,)``; T is
         ``length``, or the length of the longest row.
         """
-        per_epoch = self.steps_per_epoch(batch_size)
-        if not per_epoch:
-            raise ValueError(
-                f"batch_size={batch_size} exceeds the {len(self.train.labels)} training rows"
-            )
+        per_epoch = len(self.train.labels) // batch_size
         epoch, position = divmod(step, per_epoch)
         key = (epoch, batch_size, seed)
         if self._order is None or self._order[0] != key:  # random batches of similar length
@@ -259,27 +252,28 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
         return
     path = vocabulary.find_file(source, _EXPECTED)
     open_text = gzip.open if path.suffix == ".gz" else open
-    with naming_what_is_no_text(path), open_text(path, "rt", encoding="utf-8") as file:
-        first = file.readline()
-        if first.lstrip().startswith("{"):
-            for number, line in enumerate([first, *file], start=1):
-                if line.strip():
-                    try:
-                        row = json.loads(line)
-                    except json.JSONDecodeError as problem:
-                        raise ValueError(
-                            f"line {number} of {source} is no JSON: {problem.msg} at character "
-                            f"{problem.pos + 1}"
-                        ) from None
-                    if not isinstance(row, dict):
-                        raise ValueError(
-                            f"line {number} of {source} must be a JSON object, not "
-                            f"{line.strip()[:80]}"
-                        )
-                    yield row
+    # Files of Windows' programs may begin with a mark.
+    with naming_what_is_no_text(path), open_text(path, "rt", encoding="utf-8-sig") as file:
+        lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+        first = next(lines, (1, ""))
+        if first[1].lstrip().startswith("{"):
+            for number, line in itertools.chain([first], lines):
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as problem:
+                    raise ValueError(
+                        f"line {number} of {source} is no JSON: {problem.msg} at character "
+                        f"{problem.pos + 1}"
+                    ) from None
+                if not isinstance(row, dict):
+                    raise ValueError(
+                        f"line {number} of {source} must be a JSON object, not {line.strip()[:80]}"
+                    )
+                yield row
             return
-        names = first.rstrip("\r\n").split("\t")
-        yield from csv.DictReader(file, names, delimiter="\t", quoting=csv.QUOTE_NONE)
+        names = first[1].rstrip("\n").split("\t")
+        for _, line in lines:
+            yield dict(zip(names, line.rstrip("\n").split("\t"), strict=False))
 
 
 def _is_on_hub(source: str) -> bool:

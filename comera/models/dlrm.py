@@ -273,7 +273,7 @@ def replace_tables_(
     params: int,
     rank: int | None = None,
     own: float = 0.0,
-    block: int = 16,
+    block: int | None = None,
 ) -> nn.ModuleDict:
     """Replace dense tables by small tables with at most ``params`` parameters in all, in place.
 
@@ -281,12 +281,14 @@ def replace_tables_(
     remainders; a table that would not shrink stays dense, unless a ``rank`` or a ``shared_array``
     replaces all. ``tables`` are :class:`torch.nn.EmbeddingBag` of one width by name. ``own`` is the
     share of hashed rows that belong to one index each, ``rank`` the width of these rows; ``block``
-    is that of a :class:`SharedArrayTable`. Raises ``ValueError`` if ``params`` is too small.
+    is that of a :class:`SharedArrayTable`, by default 16 or what divides it and the width. Raises
+    ``ValueError`` if ``params`` is too small.
     """
     sizes = {name: int(table.num_embeddings) for name, table in tables.items()}  # type: ignore[arg-type]
     width = int(next(iter(tables.values())).embedding_dim)  # type: ignore[arg-type]
     largest, rank = max(sizes.values()), rank if kind == "hashed" else None
     if kind == "shared_array":
+        block = block or math.gcd(16, width)
         if params < block:
             raise ValueError(f"params={params} is less than a block of {block} numbers")
         bound = 1 / math.sqrt(sum(sizes.values()) / len(sizes))

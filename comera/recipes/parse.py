@@ -36,11 +36,11 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
     for key, value in values.items():
         check_known(key, hints, f"{within}{key} is not a setting")
         section, optional = section_of(hints[key])
+        shown = "null" if value is None else repr(value)
         if section is None:
             try:
                 found[key] = converted(value, hints[key])
             except ValueError:
-                shown = "null" if value is None else repr(value)
                 raise ValueError(
                     f"{within}{key}={shown} must be {wanted(hints[key])}{suited}"
                 ) from None
@@ -54,7 +54,7 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
             keys = listed([field.name for field in dataclasses.fields(section)])
             either = " or null" if optional else ""
             raise ValueError(
-                f"{within}{key}={value!r} must be a section, with keys of its own{either}: {keys}"
+                f"{within}{key}={shown} must be a section, with keys of its own{either}: {keys}"
             )
     with error_prefix(within):  # it begins with the name of a field
         return kind(**found)
@@ -154,8 +154,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 class _Loader(yaml.SafeLoader):
     """YAML loader that raises on a duplicate key; by default the last value wins silently."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node, seen = super().compose_mapping_node(anchor), set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key_node.value, str):
                 continue
@@ -163,7 +163,7 @@ class _Loader(yaml.SafeLoader):
                 line = key_node.start_mark.line + 1
                 raise yaml.YAMLError(f"the key {key_node.value} in line {line} is there already")
             seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def hints_of(kind: type) -> dict[str, Any]:

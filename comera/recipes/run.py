@@ -116,6 +116,8 @@ def _finished(
         results = map(run_folder.read_result, places)
         kept = ({k: facts[k] for k in names if k in facts} for facts in results)
         outcomes = [run_folder.Outcome(**facts) for facts in kept]
+        for place in places:
+            task_of(config).load_vocabulary(place)
     except (OSError, ValueError, TypeError):  # the last step writes it again
         return None
     if not all((place / "model.safetensors").is_file() for place in places):

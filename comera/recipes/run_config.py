@@ -252,6 +252,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"train.{name}={value} must be above 0")
+        if float("inf") in (self.epochs, self.seconds):
+            raise ValueError(f"train.{given[0]}=inf has no end, where the schedule has to end")
         if self.accumulate > self.batch_size:
             raise ValueError(
                 f"train.accumulate={self.accumulate} splits a batch into more parts than the "

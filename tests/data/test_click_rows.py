@@ -1,5 +1,7 @@
 """Raw rows of a click log become what training has read of the same rows."""
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -84,6 +86,10 @@ def test_what_is_missing_is_an_empty_cell(tmp_path):
     assert torch.equal(found[0], torch.zeros(3, 1))
     assert len(set(found[1][:, 1].tolist())) == 1
     assert "city" not in found[2][0]
+    for empty in (math.nan, pd.NA):  # as pandas has them
+        again = data.categories.encode([{"user": 1, "city": empty, "age": empty}])
+        assert torch.equal(again[0][0], found[0][0])
+        assert torch.equal(again[1][0], found[1][0])
 
 
 @pytest.mark.parametrize(
@@ -147,6 +153,7 @@ def test_an_empty_cell_that_training_has_not_seen_is_unknown(tmp_path):
         ({"user": 2**70, "city": "Ulm"}, "expected a whole number"),
         ({"user": 1, "city": "Ulm", "age": "old"}, "age is 'old', expected a number"),
         ({"user": 1, "city": "Ulm", "age": True}, "age is True, expected a number"),
+        ({"user": 1, "city": "Ulm", "age": 1e40}, r"age is 1e\+40, expected a number"),
         ({"user": 1, "city": "Ulm", "age": "inf"}, "age is 'inf', expected a number"),
     ],
 )
@@ -154,6 +161,15 @@ def test_what_is_no_row_is_named(row, message, tmp_path):
     data, _ = prepared(tmp_path, ".npz")
     with pytest.raises(ValueError, match=message):
         data.categories.encode([row])
+
+
+def test_rows_are_a_list(tmp_path):
+    data, _ = prepared(tmp_path, ".npz")
+    row = {"user": 1, "city": "Ulm"}
+    for rows in (row, pd.DataFrame([row])):
+        with pytest.raises(TypeError, match=r"'user' must be a row.*frame\.to_dict\('records'\)"):
+            data.categories.encode(rows)
+    assert len(data.categories.encode(pd.DataFrame([row, row]).to_dict("records"))[1]) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing of the kind"])

@@ -1,5 +1,6 @@
 import csv
 import gzip
+import math
 
 import numpy as np
 import pandas as pd
@@ -196,6 +197,15 @@ def test_a_malformed_line_is_named_or_left_out(tmp_path, caplog, change, message
     assert "1 malformed lines were left out" in caplog.text
 
 
+def test_empty_lines_are_left_out(tmp_path, caplog):
+    path = tmp_path / "train.txt"
+    path.write_text("\n\n".join(criteo_lines()) + "\n\r\n")
+    clicks = Clicks.prepare(ClickData(str(path), "criteo"))
+    assert len(clicks.splits["train"]) == round(0.9 * 60)
+    assert clicks.skipped == 60
+    assert "60 malformed lines were left out" in caplog.text
+
+
 def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(click_files, "CHUNK", 10)
     path = tmp_path / "train.txt"
@@ -232,8 +242,9 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
         ({"continuous": ["rating"]}, "clicks.continuous names 'rating', which is clicks.label"),
         ({"fields": ["user", "user"]}, "clicks.fields names 'user' more than once"),
         ({"hash_rows": 1}, "clicks.hash_rows=1 must be at least 2"),
-        ({"heldout": 0.0}, "clicks.heldout=0.0 of 400 rows must leave some on either side"),
-        ({"test": 0.001}, "clicks.test=0.001 of 400 rows, .*, must be 0, or have some rows"),
+        ({"heldout": 0.0}, "clicks.heldout=0.0 and clicks.test=0.0 of 400 rows must be one"),
+        ({"test": 0.001}, "clicks.test=0.001 of 400 rows must be one row at least"),
+        ({"heldout": math.nan}, "clicks.heldout=nan must be a share of the rows"),
         ({"format": "criteo"}, "clicks.label is not for format=criteo"),
     ],
 )

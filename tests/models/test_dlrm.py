@@ -274,3 +274,8 @@ def test_they_are_planned_without_memory(settings):
 def test_a_block_divides_the_width():
     with pytest.raises(ValueError, match="block=5 must divide the width of the tables, 16"):
         tables_of(kind="shared_array", block=5)
+    for width, block in ((8, 8), (24, 8), (10, 2), (64, 16)):
+        tables = DLRM({"user": 50, "city": 30}, 0, width, [4], [4]).tables
+        replace_tables_(tables, "shared_array", 100)
+        assert tables["user"].block == block
+        assert tables["user"](torch.tensor([[3]])).shape == (1, width)

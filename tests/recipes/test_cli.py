@@ -15,6 +15,13 @@ from comera.recipes.run_config import RunConfig
 from tests.texts import write_functions
 
 
+def test_what_is_merged_may_be_merged_again(tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        "a: &a {x: 1}\nb: {c: {d: &d {<<: *a, x: 2}}}\ne: {<<: *d, y: 3}\n"
+    )
+    assert read_yaml(tmp_path / "x.yaml")["e"] == {"x": 2, "y": 3}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -25,6 +32,7 @@ from tests.texts import write_functions
         ("model.d_modle: 3\n", "run.yaml: model.d_modle is not a setting: did you mean d_model?"),
         ("train: [1\n", "run.yaml is not readable as YAML"),
         ("[seed, twin]: 1\n", "run.yaml is not readable as YAML: while constructing a mapping"),
+        ("train:\n", "run.yaml: train=null must be a section, with keys of its own: steps, "),
         ("seed: 1\nseed: 2\n", "the key seed in line 2 is there already"),
         ("just words\n", "run.yaml must hold keys and values, not 'just words'"),
         ("train: {steps: 3}\n", "causal_text, nli and clicks, in the file of the run or as"),

@@ -2,6 +2,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,6 +248,7 @@ def test_a_dense_run_needs_no_other_section(config):
             {"train": TrainConfig(epochs=0), "masked_text": None, "nli": NliData()},
             "train.epochs=0 must be above 0",
         ),
+        ({"train": TrainConfig(seconds=math.inf)}, "train.seconds=inf has no end"),
         ({"train": TrainConfig(steps=3, clip_norm=0)}, "train.clip_norm=0 must be above 0"),
         (
             {"train": TrainConfig(steps=3, batch_size=4, accumulate=5)},
@@ -455,14 +457,16 @@ def test_a_run_of_so_many_seconds_and_its_twin(config, monkeypatch):
 
 
 def test_epochs_of_no_step_are_refused():
-    def counted(epochs):
+    def counted(epochs, rows=10 * 32 + 31):
         task = task_of(RunConfig(nli=NliData(), train=TrainConfig(epochs=epochs)))
-        task._prepared(SimpleNamespace(digests={}, prepared=""), lambda step: {}, 10)
+        task._prepared(SimpleNamespace(digests={}, prepared=""), lambda step: {}, rows)
         return task.steps
 
     assert counted(0.15) == 2
     with pytest.raises(ValueError, match=r"train\.epochs=0\.04 is no step: an epoch has 10"):
         counted(0.04)
+    with pytest.raises(ValueError, match=r"train\.batch_size=32 exceeds 31 training rows"):
+        counted(1, rows=31)
 
 
 @pytest.mark.slow

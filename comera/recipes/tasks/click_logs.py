@@ -63,7 +63,7 @@ class ClicksTask(Task):
         train, size, seed = self.config.train, self.config.train.batch_size, self.config.seed
         top = train.eval_batches and train.eval_batches * size
         self.sizes, self.per_step = self._sizes(data), (size, "clicks")
-        self._prepared(data, lambda step: data.batch(step, size, seed), data.steps_per_epoch(size))
+        self._prepared(data, lambda step: data.batch(step, size, seed), len(data.splits["train"]))
         self.evaluate = lambda model: self._measure(model, data.held_out("valid", _EVALUATED, top))
         if self.data.test:
             self.test = lambda model: self._measure(model, data.held_out("test", _EVALUATED))
@@ -93,9 +93,7 @@ class ClicksTask(Task):
     def load_vocabulary(self, folder: Path) -> None:
         path = folder / CATEGORIES
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{folder} has no {CATEGORIES}: its run writes it again with --overwrite=true"
-            )
+            raise FileNotFoundError(f"{folder} has no {CATEGORIES}: comera train writes it again")
         self.vocabulary = ClickRows.load(path)
 
     def predict(self, model: nn.Module, line: str, new_tokens: int) -> dict[str, Any]:

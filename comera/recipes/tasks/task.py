@@ -56,14 +56,15 @@ class Task(ABC):
         self,
         data: Any,
         get_batch: Callable[[int], Batch],
-        per_epoch: int | None = None,
+        rows: int | None = None,
         valid: Iterable[Batch] = (),
         test: Iterable[Batch] = (),
     ) -> None:
-        """Set the attributes; ``ValueError`` for no step. ``per_epoch`` is None without an end."""
+        """Set the attributes; ``ValueError`` for no step. ``rows`` is None without an end."""
         train = self.config.train
+        per_epoch = None if rows is None else rows // train.batch_size
         if per_epoch == 0:
-            raise ValueError(f"train.batch_size={train.batch_size} exceeds the training rows")
+            raise ValueError(f"train.batch_size={train.batch_size} exceeds {rows} training rows")
         passed = round((train.epochs or 0) * (per_epoch or 0))
         self.steps = train.steps or (passed if train.seconds is None else CLOCK_STEPS)
         if self.steps < 1:

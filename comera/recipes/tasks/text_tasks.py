@@ -201,7 +201,7 @@ class NliTask(TextTask):
         self.per_step = size, "pairs"
         self._prepared(
             data, lambda step: with_padding(data.batch(step, size, self.config.seed, length)),
-            data.steps_per_epoch(size), valid, test,
+            len(data.train.labels), valid, test,
         )  # fmt: skip
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
