@@ -281,7 +281,7 @@ class _Contraction:
             key = "dense", id(table.cores), table.padding_idx  # that row is zero
             new.weight = self._shared.setdefault(key, new.weight)
         else:
-            more: dict[str, Any] = {"row_order": table.row_order, "step": table.row_step}
+            more: dict[str, Any] = {"row_order": table.row_order, "step": table._step}
             if isinstance(table.hot, HotRows):
                 more["hot"], more["basis"] = thin_factors(table.hot)
             elif table.hot is not None:
