@@ -52,7 +52,6 @@ class RankCallback(RankSteps, Callback):
 
     def __init__(self, ranks: RankLearning) -> None:
         super().__init__(ranks)
-        self._taken = 0  # optimizer steps counted
         self._random: dict[str, Any] | None = None  # of a checkpoint, until training starts
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +111,7 @@ class RankCallback(RankSteps, Callback):
 
     def on_train_start(self, trainer, pl_module):
         """Override ``strategy.backward`` to differentiate the objective."""
-        self._taken = trainer.global_step
+        self._taken = trainer.global_step  # optimizer steps counted
         self.begin(trainer.estimated_stepping_batches - trainer.global_step)
         backward = trainer.strategy.backward
 
