@@ -52,7 +52,6 @@ class RankCallback(RankSteps, Callback):
 
     def __init__(self, ranks: RankLearning) -> None:
         super().__init__(ranks)
-        self._taken = 0  # optimizer steps counted
         self._random: dict[str, Any] | None = None  # of a checkpoint, until training starts
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +111,7 @@ class RankCallback(RankSteps, Callback):
 
     def on_train_start(self, trainer, pl_module):
         """Override ``strategy.backward`` to differentiate the objective."""
-        self._taken = trainer.global_step
+        self._taken = trainer.global_step  # optimizer steps counted
         self.begin(trainer.estimated_stepping_batches - trainer.global_step)
         backward = trainer.strategy.backward
 
@@ -132,6 +131,9 @@ class RankCallback(RankSteps, Callback):
         outcome = self.cut_if_due(trainer.optimizers[0])
         if outcome is not None:
             pl_module.log_dict({f"ranks_{key}": float(value) for key, value in outcome.items()})
+            averages = [getattr(each, "_average_model", None) for each in trainer.callbacks]
+            for average in filter(None, averages):  # as of WeightAveraging: they begin again
+                getattr(average, "module", average).load_state_dict(pl_module.state_dict())
 
     def on_train_end(self, trainer, pl_module):
         """Restore the trainer's ``backward``; warn if no rank was cut."""

@@ -335,6 +335,8 @@ def _convert(
         )
     if config.init != "svd" and not (weight.requires_grad or weight.is_meta):
         return 'it is frozen, and new cores would be noise (init="svd" approximates its weight)'
+    if not weight.is_floating_point() or weight.itemsize < 2:
+        return f"its weight is {weight.dtype}, and cores are real numbers of 16 bits or more"
     if getattr(module, "max_norm", None) is not None:
         return "max_norm scales single rows, and the rows of a tensor train share their cores"
     if getattr(module, "scale_grad_by_freq", False):

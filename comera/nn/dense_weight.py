@@ -109,7 +109,7 @@ def _memory(tensor: Tensor) -> int | None:
 
 PARAMETRIZED = (
     "the weight of a tensor-train layer is computed from its cores and is no parameter that "
-    "weight_norm, spectral_norm or another parametrization could take: leave the layer dense, by "
+    "weight_norm, another parametrization or functional_call could take: leave the layer dense, by "
     "TTConfig(exclude_modules=...)"
 )
 

@@ -242,7 +242,7 @@ class TTLinear(CompressedLinear):
             return True  # the factors need fewer operations at any number of rows
         if torch.compiler.is_exporting() or (is_eager() and is_traced()):
             return True  # what is recorded may run anywhere
-        rows, core = input.numel() // max(1, input.shape[-1]), self.cores[0]
+        rows, core = input.numel() // max(1, math.prod(input.shape[-1:])), self.cores[0]
         shape = self._modes.in_modes, self._modes.out_modes, self.ranks
         layer = self.in_features, self.out_features, self.bias is not None, torch.is_grad_enabled()
         return rows < _dense_from(shape, layer, dtype_name(core), input.device.type)

@@ -109,19 +109,17 @@ def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) 
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     if id(value) in seen:
         return value
+    seen.add(id(value))
     if isinstance(value, set):
-        seen.add(id(value))
         for each in [each for each in value if id(each) in replacements]:
             value.remove(each)
             value.add(replacements[id(each)])
     elif isinstance(value, (list, deque, dict)):
-        seen.add(id(value))
         for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
             new = _swapped(each, replacements, seen)
             if new is not each:
                 value[key] = new
     elif is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        seen.add(id(value))
         for field in fields(value):
             each = getattr(value, field.name, None)
             new = _swapped(each, replacements, seen)
@@ -134,6 +132,7 @@ _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
     "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 
 
@@ -165,7 +164,8 @@ def _carry_over(old: Any, new: Any) -> list[str]:
     """Give a new layer what others put on the old one and on its weight; return what is lost."""
     if not any(isinstance(layer, WeightByAssignment) for layer in (old, new)):
         return []
-    lost, known = [], _OF_OTHERS | _own_names(old.__class__)
+    known = _OF_OTHERS | _own_names(old.__class__)
+    lost = ["load_state_dict's pre-hooks"] * bool(old._load_state_dict_pre_hooks)  # bound to it
     inside = {} if isinstance(old, nn.Sequential) else old._modules
     parts = (vars(old), old._parameters, old._buffers, inside)
     for name in dict.fromkeys(itertools.chain(*parts)):

@@ -218,11 +218,6 @@ class TTTable(TensorTrainModule):
         for table in (self, *self.twins):
             table.row_order = places
 
-    @property
-    def row_step(self) -> int | None:
-        """How many rows apart ``scatter_rows`` puts neighbouring indices; None if not scattered."""
-        return self._step if self.row_order is None else None
-
     def _kept_at(self, indices: Tensor) -> Tensor:
         """Return the row at which each index is kept; indices out of range stay out of range."""
         if self.row_order is not None:

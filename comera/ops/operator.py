@@ -21,8 +21,8 @@ NOT_PLAIN = (
 class Operator:
     """A torch operator, usually with its own backward pass; see :func:`operator`.
 
-    The annotations of ``run`` are the schema; no output is an input or a view of one. Name and tags
-    are those of :func:`torch.library.custom_op`.
+    The annotations of ``run`` are the schema. No output is an input or a view of one; of several
+    none is a view, which could not be changed in place. Name and tags are those of ``custom_op``.
     """
 
     def __init__(self, name: str, run: Callable[..., Any], tags: Sequence[torch.Tag] = ()) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from comera.extras import listed, needed_by
-from comera.nn.embedding import TTEmbeddingBag
 from comera.nn.forms import from_torch, split_names
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded
@@ -281,13 +280,12 @@ class _Contraction:
             key = "dense", id(table.cores), table.padding_idx  # that row is zero
             new.weight = self._shared.setdefault(key, new.weight)
         else:
-            more: dict[str, Any] = {"row_order": table.row_order, "step": table.row_step}
+            more: dict[str, Any] = {"row_order": table.row_order, "step": table._step}
             if isinstance(table.hot, HotRows):
                 more["hot"], more["basis"] = thin_factors(table.hot)
             elif table.hot is not None:
                 more["hot"] = table.hot.detach().clone()
-            if isinstance(table, TTEmbeddingBag):
-                more |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
+            more |= {name: getattr(table, name) for name in table._own_settings}
             sizes = table.num_embeddings, table.embedding_dim
             new = FactoredTable(*sizes, left, right, **more, padding_idx=table.padding_idx)
             new.output_scale = table.output_scale

@@ -238,8 +238,6 @@ class FactoredTable(PlainWhenPickled):
         if self.hot is not None:
             seen = x if self.basis is None else F.linear(x, self.basis)
             whole = torch.cat([F.linear(seen, self.hot.weight), whole], -1)
-        if self.row_order is None and self.step is None and self.padding_idx is None:
-            return whole
         every = torch.arange(self.num_embeddings, device=x.device)
         if self.row_order is not None or self.step is not None:
             whole = whole.index_select(-1, self._kept_at(every))

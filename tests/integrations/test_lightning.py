@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import comera
+from comera.nn.module import tensor_trains
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what it warns of is its own affair, here and below
@@ -191,6 +192,20 @@ def test_a_scheduler_of_parts_changes_no_objective(tmp_path):
         states.append(module.state_dict())
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("kind", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+def test_averages_of_weights_begin_again_after_the_cut(kind, tmp_path):
+    from pytorch_lightning import callbacks
+
+    how = {"swa_lrs": 1e-3, "swa_epoch_start": 1} if kind.startswith("Stoch") else {"decay": 0.5}
+    module = Module(dropout=0.0)
+    average = getattr(callbacks, kind)(**how)
+    _, callback = fit(module, tmp_path, callbacks=[average], max_epochs=8)
+    assert callback.outcome["size"] < callback.outcome["start_size"]
+    cores = [core for layer in tensor_trains(module).values() for core in layer.cores]
+    assert sum(core.numel() for core in cores) == callback.outcome["size"]
+    assert all(param.isfinite().all() for param in module.parameters())
 
 
 def test_a_step_that_an_epoch_ends_early_counts_with_its_whole_loss(tmp_path):

@@ -97,6 +97,18 @@ def test_the_same_as_one_table_after_the_other(ragged, seed):
     compare(collection, ask(collection, ragged=ragged, seed=seed))
 
 
+def test_results_can_be_changed_in_place():
+    collection = tables(**others())
+    asked = ask(collection)
+    want = {name: nn.functional.relu(vectors) for name, vectors in collection(asked).items()}
+    got = {name: nn.functional.relu_(vectors) for name, vectors in collection(asked).items()}
+    torch.testing.assert_close(got, want)
+    params = list(collection.parameters())
+    torch.testing.assert_close(
+        torch.autograd.grad(loss(got), params), torch.autograd.grad(loss(want), params)
+    )
+
+
 def test_with_sizes_fixed_for_a_graph():
     collection = tables(**others())
     with static_shapes():

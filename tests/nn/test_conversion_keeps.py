@@ -101,6 +101,26 @@ def test_hooks_are_called_as_before(init):
 
 
 @pytest.mark.parametrize("alone", [True, False])
+def test_hooks_on_states_are_called_as_before(alone):
+    called, layer = [], nn.Linear(64, 64)
+    layer.register_state_dict_pre_hook(lambda *_: called.append("before"))
+    layer.register_state_dict_post_hook(lambda _, state, at, __: state.__delitem__(f"{at}bias"))
+    layer.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
+    model = layer if alone else nn.Sequential(layer)
+    for change in (
+        lambda m: comera.tensorize_(m, comera.TTConfig(rank=4, init="orthogonal")),
+        comera.densify_,
+    ):
+        model = change(model)
+        called.clear()
+        state = model.state_dict()
+        assert called == ["before"]
+        assert state
+        assert not any(name.endswith("bias") for name in state)
+        model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("back", CONVERSIONS)
 def test_what_others_put_on_layers_goes_along(alone, back, caplog):
     layer = nn.Linear(64, 64)
@@ -129,8 +149,10 @@ def test_what_cannot_go_along_is_named(register, caplog):
     getattr(model[1].weight, register)(lambda g: None)
     getattr(model[1].bias, register)(lambda g: None)
     model[2].kind = "last"
+    model[2].register_load_state_dict_pre_hook(lambda *_: None)
     comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal"))
-    assert "1.weight's hooks, 2.kind cannot go along: cores have gradients of other" in caplog.text
+    said = "1.weight's hooks, 2.load_state_dict's pre-hooks, 2.kind cannot go along: cores have"
+    assert said in caplog.text
     caplog.clear()
     comera.densify_(model)
     assert "cannot go along" not in caplog.text

@@ -208,6 +208,8 @@ class Special(nn.Linear):
         (lambda: nn.Linear(4, 4), "as a tensor train it would hold no fewer numbers"),
         (lambda: Special(64, 64), "a subclass"),
         (lambda: nn.LazyLinear(64), "a subclass"),  # it has no shape yet
+        (lambda: nn.Linear(64, 64, dtype=torch.complex64), "its weight is torch.complex64"),
+        (lambda: nn.Linear(64, 64).to(torch.float8_e4m3fn), "its weight is torch.float8_e4m3fn"),
         (lambda: nn.Embedding(60, 24, max_norm=1.0), "max_norm"),
         (lambda: nn.Embedding(60, 24, scale_grad_by_freq=True), "scale_grad_by_freq"),
         (lambda: parametrizations.weight_norm(nn.Linear(64, 64)), "the weight or the bias is made"),

@@ -254,6 +254,15 @@ def test_ranks_stay_even_where_fewer_are_exact(layer):
         optimizer.step()
 
 
+@pytest.mark.parametrize("make", [lambda w: w, nn.Parameter], ids=["tensor", "parameter"])
+def test_functional_call_replaces_cores_and_no_weight(make):
+    layer, x = comera.TTLinear(20, 30, rank=4), torch.randn(3, 20)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match="functional_call could take"):
+        torch.func.functional_call(layer, {"weight": make(torch.randn(30, 20))}, (x,))
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
 def test_a_vanished_weight_asks_for_a_tolerance():
     layer = comera.TTLinear(20, 30, rank=4)
     with torch.no_grad():

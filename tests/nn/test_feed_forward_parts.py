@@ -353,6 +353,17 @@ def test_what_has_changed_since_goes_by_layers(kind, change):
     torch.testing.assert_close(got, results(by_layers(model), x), rtol=0, atol=0)
 
 
+@FORMATS
+def test_a_result_can_be_changed_in_place(settings):
+    def make():
+        layers = nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)
+        return nn.Sequential(*layers, nn.ReLU(inplace=True))
+
+    model, x = converted(make, **settings), batch()
+    assert HIDDEN not in kept_widths(model, x)
+    torch.testing.assert_close(results(model, x), results(by_layers(model), x))
+
+
 def test_a_module_that_is_appended_is_called():
     model, x = converted(sequential).eval(), batch()
     before = model(x)

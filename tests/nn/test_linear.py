@@ -234,6 +234,9 @@ def test_no_bias_and_a_wrong_width(kind):
     torch.testing.assert_close(layer(x), x @ layer.weight.T)
     with pytest.raises(RuntimeError, match=r"width 5.* 6"):
         layer(torch.randn(3, 5))
+    for rank in (1, 6):  # fewer operations by the factors, and perhaps by the dense weight
+        with pytest.raises(RuntimeError, match="the input is one number"):
+            comera.TTLinear(6, 6, rank=rank)(torch.tensor(1.0))
 
 
 @FORMATS

@@ -69,7 +69,7 @@ def _feed_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``y``, and the ``x @ left`` of both layers; if ``bias``, with a column of ones."""
     y, t1, t2 = _FORWARD(x_BI.reshape(-1, x_BI.shape[-1]), factors, bias, activation)
-    return y.reshape(*x_BI.shape[:-1], y.shape[1]), t1, t2
+    return _aten._unsafe_view(y.contiguous(), [*x_BI.shape[:-1], y.shape[1]]), t1, t2  # no view
 
 
 def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from comera.ops.cores import Chains, contract_chain, rank_gate
 from comera.ops.dispatch import is_eager, may_read_values
 from comera.ops.kernels import choose
 from comera.ops.kernels.lookup_kernel import warps_take
+from comera.ops.operator import is_traced
 from comera.ops.table.distinct_rows import Lookup, check_range
 from comera.ops.table.lookup import ROWS, lookup
 
@@ -197,8 +198,8 @@ def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tenso
     """Sum weighted rows over bags of several tables at once, as if they were one table.
 
     All tables have one width, dtype and device, slices of equal widths P and Q, and dense hot rows;
-    bonds may differ, and indices are not checked here. ``places_5T`` is the result of
-    :func:`places` on their device. Returns ``(B, D)`` for each table, in the dtype of the factors.
+    bonds may differ, and indices are not checked here. ``places_5T`` is what :func:`places`
+    returns, on their device. Returns ``(B, D)`` for each table, no views, in the factors' dtype.
     """
     indices_N, left_VPR, right_WRQ, hot_HD, _, weights_N, offsets_B, *_ = zip(*tables, strict=True)
     rank = max(left.shape[2] for left in left_VPR)
@@ -227,7 +228,9 @@ def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tenso
         num_hot + lefts.shape[0] * all_W,
         tables[0].embedding_dim,
     )
-    return list(ROWS(whole, is_eager()).split([offsets.shape[0] for offsets in offsets_B]))
+    sums = ROWS(whole, is_eager())
+    split = sums.split if is_traced() else sums.unsafe_split_with_sizes  # vmap has no rule for it
+    return list(split([offsets.shape[0] for offsets in offsets_B]))
 
 
 def places(tables: Sequence[Lookup]) -> list[list[int]]:
