@@ -229,7 +229,8 @@ def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tenso
         tables[0].embedding_dim,
     )
     sums = ROWS(whole, is_eager())
-    split = sums.split if is_traced() else sums.unsafe_split_with_sizes  # vmap has no rule for it
+    # vmap has no rule for the split without views, and the compiler breaks its graph at is_traced.
+    split = sums.unsafe_split_with_sizes if is_eager() and not is_traced() else sums.split
     return list(split([offsets.shape[0] for offsets in offsets_B]))
 
 
