@@ -18,8 +18,8 @@ from comera.recipes.parse import check_least
 
 Groups = list[dict[str, Any]]
 
-GATE_LR = 2e-3
-"""Least default rate of the rank gates."""
+GATE_LR, FAST_GATE_LR = 2e-3, 2e-2
+"""Least and largest default rate of the rank gates, but for the shortest late stages."""
 
 _ADAFACTOR_EPS = (1e-15, 1e-3)
 """Epsilons of ``comera.GaLoreAdafactor``: torch's own keep no scale for small gradients."""
@@ -41,12 +41,13 @@ class OptimizerConfig:
             multiplied by ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
         core_lr: Peak rate of the tensor-train cores; by default ``lr``. In a run by muon or
-            adamw with a late stage and default rates, a tenth of ``gate_lr`` if that is more, as in
-            short runs: a model whose gates close faster than its cores learn answers nothing.
+            adamw with default rates, ``0.125 / steps`` of a late stage if that is more, as in short
+            runs: a model whose gates close faster than its cores learn answers nothing.
         scale_rates: contracted multiplies the rate of each linear layer's cores by a factor from
             its shape, see ``comera.param_groups``. By default all cores have one rate.
-        gate_lr: Constant rate of the rank gates; by default 2e-3, or what lets a gate fall from
-            one to zero in four fifths of the late stage, if that is more.
+        gate_lr: Constant rate of the rank gates; by default ``1.5 / target / steps`` of the late
+            stage, from 2e-3 to 0.02, or what lets a gate fall from one to zero in four fifths of
+            that stage, if that is more.
         weight_decay: Decay of dense matrices only.
         in_backward: Step each parameter inside backward and free its gradient at once, see
             ``comera.OptimizerInBackward``. Needs ``train.clip_norm: null``.

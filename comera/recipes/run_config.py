@@ -18,7 +18,7 @@ from comera.nn.targets import TTConfig
 from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
 from comera.rank.learning import check_target
 from comera.rank.two_stage import TwoStage, TwoStageSettings
-from comera.recipes.optimizers import GATE_LR, OptimizerConfig
+from comera.recipes.optimizers import FAST_GATE_LR, GATE_LR, OptimizerConfig
 from comera.recipes.parse import check_least
 
 _NOT_IDENTITY = {"identity": False}
@@ -372,11 +372,12 @@ class RunConfig:
         if self.two_stage is None:
             settings.gate_lr = GATE_LR
         elif steps is not None:  # so that Adam can close gates in the late stage
-            late_steps = self.two_stage.stages(steps)[1]
-            settings.gate_lr = max(GATE_LR, 1.25 / max(1, late_steps))
+            late_steps = max(1, self.two_stage.stages(steps)[1])
+            least, enough = 1.25 / late_steps, 1.5 / (self.two_stage.target * late_steps)
+            settings.gate_lr = max(GATE_LR, least, min(enough, FAST_GATE_LR))
             usual = settings.core_lr is None and settings.lr == settings.default_lr
             if usual and settings.name in _KEEP_UP:
-                settings.core_lr = max(settings.default_lr, settings.gate_lr / 10)
+                settings.core_lr = max(settings.default_lr, least / 10)
         return settings
 
     @property

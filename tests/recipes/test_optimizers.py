@@ -148,7 +148,8 @@ def test_compressed_runs_have_muon_and_dense_ones_adamw(config):
 
 
 @pytest.mark.parametrize(
-    ("steps", "late", "rate"), [(10, 0.4, 1.25 / 4), (5000, 0.4, 2e-3), (10, 0, 2e-3)]
+    ("steps", "late", "rate"),
+    [(10, 0.4, 1.25 / 4), (500, 0.4, 1.5 / 120), (5000, 0.4, 2e-3), (10, 0, 2e-3)],
 )
 def test_gates_can_fall_in_the_late_stage_there_is(config, steps, late, rate):
     if late:

@@ -139,7 +139,7 @@ def test_dead_gates_silence_a_model_and_nothing_else_does(kind):
     ("steps", "given", "rates"),
     [
         (60, {}, (1.25 / 24, 1.25 / 24 / 10)),
-        (2000, {}, (2e-3, 7e-4)),
+        (2000, {}, (1.5 / 400, 7e-4)),
         (60, {"lr": 1e-3}, (1.25 / 24, None)),
         (60, {"name": "adamw"}, (1.25 / 24, 1.25 / 24 / 10)),
         (60, {"name": "sgd"}, (1.25 / 24, None)),
