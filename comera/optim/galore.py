@@ -86,8 +86,7 @@ class GaLore(Optimizer):
         Weight decay acts on the parameter itself, decoupled if the inner optimizer's is, and
         before the step as in :class:`torch.optim.AdamW`; galore-torch decays after the step.
         Subspaces and projected moments are float32, or wider if parameters are. A gradient that is
-        not finite leaves the subspace as it was. While the gradient is zero, no first subspace is
-        found, and the parameter waits.
+        zero or not finite leaves the subspace as it was; before its first one a parameter waits.
 
     Raises:
         ValueError: If a group has an unknown key or a setting out of range, if a projected group
@@ -284,8 +283,8 @@ class GaLore(Optimizer):
                 return
         if not torch.isfinite(grad_MN).all():
             return
-        if not old and not grad_MN.any():
-            if not group["lr"]:  # so torch.distributed.checkpoint asks what there is to load
+        if not grad_MN.any():
+            if not old and not group["lr"]:  # torch.distributed.checkpoint asks what is to load
                 shapes = basis_shapes(matrix_shape(param), group["rank"], group["proj_type"])
                 dtype = torch.promote_types(param.dtype, torch.float32)
                 for side, shape in shapes.items():
