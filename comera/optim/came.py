@@ -109,7 +109,6 @@ class CAME(Optimizer):
             "maximize": maximize,
             "capturable": capturable,
         }
-        _check(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

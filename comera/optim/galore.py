@@ -86,7 +86,8 @@ class GaLore(Optimizer):
         Weight decay acts on the parameter itself, decoupled if the inner optimizer's is, and
         before the step as in :class:`torch.optim.AdamW`; galore-torch decays after the step.
         Subspaces and projected moments are float32, or wider if parameters are. A gradient that is
-        zero or not finite leaves the subspace as it was; before its first one a parameter waits.
+        zero or not finite gives no subspace: the last one stays until the next gradient, and before
+        its first one a parameter waits.
 
     Raises:
         ValueError: If a group has an unknown key or a setting out of range, if a projected group
@@ -277,10 +278,9 @@ class GaLore(Optimizer):
         state, old = self.state[param], self._bases(param)
         count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64, device="cpu"))
         steps = int(count)  # on the CPU: nothing waits for the device
-        if old:
+        if old and steps % group["update_proj_gap"]:
             count += 1
-            if steps % group["update_proj_gap"]:
-                return
+            return
         if not torch.isfinite(grad_MN).all():
             return
         if not grad_MN.any():
@@ -290,8 +290,7 @@ class GaLore(Optimizer):
                 for side, shape in shapes.items():
                     state[_OURS + side] = grad_MN.new_zeros(shape, dtype=dtype)
             return
-        if not old:
-            count += 1
+        count += 1
         bases = new_bases(grad_MN, group["rank"], group["proj_type"], steps)
         state.update({_OURS + side: basis for side, basis in bases.items()})
 
