@@ -131,9 +131,12 @@ class RankCallback(RankSteps, Callback):
         outcome = self.cut_if_due(trainer.optimizers[0])
         if outcome is not None:
             pl_module.log_dict({f"ranks_{key}": float(value) for key, value in outcome.items()})
-            averages = [getattr(each, "_average_model", None) for each in trainer.callbacks]
-            for average in filter(None, averages):  # as of WeightAveraging: they begin again
-                getattr(average, "module", average).load_state_dict(pl_module.state_dict())
+            for each in trainer.callbacks:  # averages of weights begin again
+                if average := getattr(each, "_average_model", None):
+                    getattr(average, "module", average).load_state_dict(pl_module.state_dict())
+                    of = average if hasattr(average, "n_averaged") else each
+                    if of.n_averaged is not None:
+                        of.n_averaged.zero_()
 
     def on_train_end(self, trainer, pl_module):
         """Restore the trainer's ``backward``; warn if no rank was cut."""

@@ -38,10 +38,9 @@ def set_optimizer_groups_(trainer: Any, gate_lr: float = 1e-3) -> None:
     create = trainer.create_optimizer
 
     def create_optimizer(*args: Any, **options: Any) -> Optimizer:
-        given = trainer.optimizer is not None
+        if trainer.optimizer is not None:
+            return create(*args, **options)
         optimizer = create(*args, **options)
-        if given:
-            return optimizer
         layers = tensor_trains(trainer.model).values()
         gates = {id(gate) for layer in layers for gate in layer.gates}
         cores = {id(core) for layer in layers for core in layer.cores}

@@ -109,7 +109,6 @@ class CAME(Optimizer):
             "maximize": maximize,
             "capturable": capturable,
         }
-        _check(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -236,8 +235,8 @@ class CAME(Optimizer):
                     if full is not None:
                         found = f"a moment of shape {tuple(full.shape)}"
                     raise ValueError(
-                        f"the state to load for a parameter of shape {tuple(param.shape)} has "
-                        f"{found}: it comes from another optimizer, or from a model of other ranks"
+                        f"the state of a parameter of shape {tuple(param.shape)} has {found}: it "
+                        "is another optimizer's, or of a model of other ranks, to be loaded first"
                     )
                 saved[param] = {
                     key: value.to(param.device, copy=True) if isinstance(value, Tensor) else value

@@ -86,8 +86,8 @@ class GaLore(Optimizer):
         Weight decay acts on the parameter itself, decoupled if the inner optimizer's is, and
         before the step as in :class:`torch.optim.AdamW`; galore-torch decays after the step.
         Subspaces and projected moments are float32, or wider if parameters are. A gradient that is
-        not finite leaves the subspace as it was. While the gradient is zero, no first subspace is
-        found, and the parameter waits.
+        zero or not finite gives no subspace: the last one stays until the next gradient, and before
+        its first one a parameter waits.
 
     Raises:
         ValueError: If a group has an unknown key or a setting out of range, if a projected group
@@ -278,21 +278,19 @@ class GaLore(Optimizer):
         state, old = self.state[param], self._bases(param)
         count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64, device="cpu"))
         steps = int(count)  # on the CPU: nothing waits for the device
-        if old:
+        if old and steps % group["update_proj_gap"]:
             count += 1
-            if steps % group["update_proj_gap"]:
-                return
+            return
         if not torch.isfinite(grad_MN).all():
             return
-        if not old and not grad_MN.any():
-            if not group["lr"]:  # so torch.distributed.checkpoint asks what there is to load
+        if not grad_MN.any():
+            if not old and not group["lr"]:  # torch.distributed.checkpoint asks what is to load
                 shapes = basis_shapes(matrix_shape(param), group["rank"], group["proj_type"])
                 dtype = torch.promote_types(param.dtype, torch.float32)
                 for side, shape in shapes.items():
                     state[_OURS + side] = grad_MN.new_zeros(shape, dtype=dtype)
             return
-        if not old:
-            count += 1
+        count += 1
         bases = new_bases(grad_MN, group["rank"], group["proj_type"], steps)
         state.update({_OURS + side: basis for side, basis in bases.items()})
 

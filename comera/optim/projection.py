@@ -45,8 +45,7 @@ def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dic
     0909.4061, algorithm 4.4) is many times faster than a singular value decomposition. ``rank`` is
     below both sides of the matrix; ``seed`` is that of the sketch, not of torch's random state.
     """
-    rows, columns = grad_MN.shape
-    shapes = basis_shapes((rows, columns), rank, proj_type)
+    shapes = basis_shapes(matrix_shape(grad_MN), rank, proj_type)
     grad_MN = _widened(grad_MN)
     if grad_MN.is_meta:  # no numbers, but the shapes are right for counting memory
         return {side: grad_MN.new_empty(shape) for side, shape in shapes.items()}

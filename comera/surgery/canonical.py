@@ -50,9 +50,9 @@ def canonicalize_(
         if not all(param.requires_grad for param in params) or not _canonicalize_layer(layer):
             continue
         for param in params:
-            reset_state_(param, unwrapped)
             if process_group is not None:
                 dist.broadcast(param.data, group=process_group, group_src=0)
+            reset_state_(param, unwrapped)
 
 
 def _canonicalize_layer(layer: TensorTrainModule) -> bool:

@@ -17,8 +17,8 @@ log = logging.getLogger("comera")
 FIRST_MOMENTS = {"exp_avg", "exp_avg_update", "momentum_buffer", "grad_avg", "prev"}
 """State that gives the direction of a step; all other state gives its length."""
 
-AVERAGES = {"ax"}
-"""State that is an average of the parameter itself (ASGD)."""
+AVERAGES = {"ax", "z"}
+"""State in the units of the parameter itself (ASGD, schedule-free optimizers)."""
 
 _GOES_WITH_GRADIENT = {"exp_avg", "momentum_buffer", "grad_avg", "exp_inf"}
 _GOES_WITH_SQUARE = {
@@ -119,6 +119,8 @@ def reset_state_(param: Tensor, optimizer: Optimizer | None = None) -> None:
     for key, value in state.items():
         if key == "step" and not isinstance(value, Tensor):
             state[key] = 0
+        elif key in AVERAGES:
+            value.copy_(param)
         elif isinstance(value, Tensor):
             first = 0
             if key in ("step_size", "eta"):  # Rprop's, ASGD's

@@ -195,7 +195,7 @@ def test_a_scheduler_of_parts_changes_no_objective(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["EMAWeightAveraging", "StochasticWeightAveraging"])
-def test_averages_of_weights_begin_again_after_the_cut(kind, tmp_path):
+def test_averages_of_weights_have_the_ranks_of_the_small_model(kind, tmp_path):
     from pytorch_lightning import callbacks
 
     how = {"swa_lrs": 1e-3, "swa_epoch_start": 1} if kind.startswith("Stoch") else {"decay": 0.5}
@@ -206,6 +206,27 @@ def test_averages_of_weights_begin_again_after_the_cut(kind, tmp_path):
     cores = [core for layer in tensor_trains(module).values() for core in layer.cores]
     assert sum(core.numel() for core in cores) == callback.outcome["size"]
     assert all(param.isfinite().all() for param in module.parameters())
+
+
+@pytest.mark.parametrize("by", ["steps", "epochs"])
+def test_averages_of_weights_begin_again_after_the_cut(by, tmp_path):
+    """All weights since then count alike, and none from before; an epoch has two steps."""
+    from pytorch_lightning import callbacks
+
+    seen = []
+
+    class Recorder(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            seen.append([param.detach().clone() for param in module.parameters()])
+
+    average = callbacks.WeightAveraging()
+    if by == "epochs":
+        average = callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=1)
+    module = Module(dropout=0.0)
+    fit(module, tmp_path, callbacks=[average, Recorder()], max_epochs=8)
+    since = seen[5:] if by == "steps" else seen[5:-2:2]  # ranks are cut after six steps
+    want = [torch.stack(params).mean(0) for params in zip(*since, strict=True)]
+    torch.testing.assert_close(list(module.parameters()), want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_that_an_epoch_ends_early_counts_with_its_whole_loss(tmp_path):

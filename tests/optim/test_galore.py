@@ -212,9 +212,13 @@ def test_bad_gradients():
         param.grad = torch.randn(20, 30)
         optimizer.step()
     basis = optimizer.state[param]["galore_left"].clone()
-    param.grad = torch.full((20, 30), torch.nan)
-    optimizer.step()  # when the subspace is due
-    assert torch.equal(optimizer.state[param]["galore_left"], basis)
+    for value in (0.0, torch.nan):  # in steps in which the subspace is due
+        param.grad = torch.full((20, 30), value)
+        optimizer.step()
+        assert torch.equal(optimizer.state[param]["galore_left"], basis)
+    param.grad = torch.randn(20, 30)
+    optimizer.step()
+    assert not torch.equal(optimizer.state[param]["galore_left"], basis)
 
 
 def test_convolutions_are_matrices_of_their_filters():

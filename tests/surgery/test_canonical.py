@@ -10,6 +10,7 @@ from comera.nn.module import tensor_trains
 from comera.rank.prune import prune_to_
 from comera.surgery.canonical import canonical
 from tests.states import assert_equal
+from tests.surgery.test_optimizer_state import ScheduleFree
 
 from .conftest import loss_fn, make_model, prune_some, train
 
@@ -176,6 +177,7 @@ OPTIMIZERS = {
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "schedule-free": lambda p: ScheduleFree(p, lr=1e-2),
 }
 
 

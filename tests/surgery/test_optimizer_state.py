@@ -21,6 +21,28 @@ from torch.optim import (
 
 from comera.surgery.truncate import slice_state_
 
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD of Defazio et al. (arXiv 2405.15682), whose state ``z`` is a copy of the parameter."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                z = state.setdefault("z", param.clone())
+                state["step"] = state.get("step", 0) + 1
+                weight = 1 / state["step"]
+                param.lerp_(z, weight)
+                param.add_(param.grad, alpha=group["lr"] * (0.9 * (1 - weight) - 1))
+                z.sub_(param.grad, alpha=group["lr"])
+
+
 OPTIMIZERS = {
     "sgd": lambda p: SGD(p, 0.1),
     "momentum": lambda p: SGD(p, 0.1, momentum=0.9),
@@ -39,6 +61,7 @@ OPTIMIZERS = {
     "radam": lambda p: RAdam(p, 0.1),
     "rprop": lambda p: Rprop(p, 0.1),
     "asgd": lambda p: ASGD(p, 0.1, t0=1),
+    "schedule-free": lambda p: ScheduleFree(p, 0.1),
 }
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "variance", "col_var"}
 POWER = dict.fromkeys(["exp_avg", "momentum_buffer", "grad_avg", "exp_inf"], 1)
@@ -130,7 +153,7 @@ def test_gradient_and_moments_are_scaled_with_the_parameter(build, keep):
         summed_steps = key == "momentum_buffer" and "square_avg" in state  # RMSprop's, without unit
         if key in POWER and not summed_steps:
             want = want * inverse ** POWER[key]
-        if key == "ax":  # ASGD's average of the parameter
+        if key in ("ax", "z"):  # in the units of the parameter
             want = want * scale
         torch.testing.assert_close(optimizer.state[param][key], want, msg=key)
 
