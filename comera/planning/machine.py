@@ -12,8 +12,10 @@ import platform
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from comera.files import cache_folder, write_text
+from comera.shapes import is_number
 
 log = logging.getLogger("comera.machine")
 
@@ -164,9 +166,8 @@ def _check_kind(kind: str) -> None:
         raise ValueError(f"kind={kind!r} must be 'cpu' or 'cuda'")
 
 
-def _check_number(name: str, value: object, above_zero: bool) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0 or (above_zero and value == 0):  # type: ignore[arg-type,operator]
+def _check_number(name: str, value: Any, above_zero: bool) -> None:
+    if not is_number(value) or not 0 <= value < math.inf or (above_zero and value == 0):
         raise ValueError(
             f"{name}={value!r} must be a finite number {'above' if above_zero else 'of at least'} 0"
         )
