@@ -18,7 +18,6 @@ from comera.params import model_size
 from comera.planning.printing import show_bytes
 from comera.recipes import parse
 from comera.recipes.cli import changes_of
-from comera.recipes.parse import read_yaml
 from comera.recipes.report import page, sweep_report
 from comera.recipes.report.sweep_report import Comparison, Trained, deviation
 from comera.recipes.run import (
@@ -107,9 +106,9 @@ def reproduce(
     root = Path(out).expanduser()
     folder = root / path.stem
     try:
-        status = run_sweep(path, jobs, overwrite, console, folder, changes=changes, skip=skip)
+        status = run_sweep(path, console, jobs, overwrite, folder, changes=changes, skip=skip)
     except FileNotFoundError as problem:
-        base = read_yaml(path)["base"]
+        base = parse.read_yaml(path)["base"]
         source = f"`comera init {base}` says where they come from, and " * isinstance(base, str)
         raise FileNotFoundError(
             f"{problem}: {source}--set='[KEY=PLACE]' sets one for all runs"
@@ -149,7 +148,7 @@ def _section(
     name: str, scale: str, path: Path, out: Path, before: str, claims: list[list[str]]
 ) -> str:
     """Return the section of an experiment, and add its claims to those of the page."""
-    content, folder = read_yaml(path), out / path.stem  # checked where it is run
+    content, folder = parse.read_yaml(path), out / path.stem  # checked where it is run
     title, link = f"## {name}, {scale}", f"[{name}, {scale}](#{name}-{scale})"
     kept = before.partition(f"{title}\n")[2].partition("\n## ")[0].rstrip()
     if "\nMade by `" in kept and not (folder / "results.json").is_file():

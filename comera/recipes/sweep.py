@@ -266,14 +266,14 @@ def sweep(
             settings are in the section submitit of the file.
         overwrite: Restart runs whose folders hold other settings or data; the others stay.
     """
-    return run_sweep(file_of(file), jobs, overwrite, console, Path(out) if out else None, launcher)
+    return run_sweep(file_of(file), console, jobs, overwrite, Path(out) if out else None, launcher)
 
 
 def run_sweep(
     path: Path,
+    console: Console,
     at_once: int | None = None,
     overwrite: bool = False,
-    console: Console | None = None,
     out: Path | None = None,
     launcher: LauncherName = "local",
     changes: Mapping[str, Any] | None = None,
@@ -289,7 +289,6 @@ def run_sweep(
     """
     if at_once is not None and at_once < 1:
         raise ValueError(f"jobs={at_once} must be at least 1")
-    console = console or Console()
     sweep = read_sweep(path, changes)
     if out is not None:
         sweep = dataclasses.replace(sweep, out=out.expanduser())
