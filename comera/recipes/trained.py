@@ -145,13 +145,12 @@ def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Itera
     for number, line in enumerate(lines, start=1):
         line = line.rstrip("\r\n")
         try:
-            try:
-                line.encode()
-            except UnicodeEncodeError:  # bytes that were no text, read as surrogates
-                said = line.encode(errors="surrogateescape")
-                raise ValueError(f"{said!r} is no text in UTF-8") from None
+            line.encode()
             with torch.no_grad():
                 yield task.predict(run.model, line, new_tokens)
+        except UnicodeEncodeError:  # bytes that were no text, read as surrogates
+            said = line.encode(errors="surrogateescape")
+            yield {"error": f"line {number}: {said!r} is no text in UTF-8"}
         except ValueError as problem:
             yield {"error": f"line {number}: {problem}"}
 
