@@ -22,7 +22,7 @@ from comera.recipes.run import planned_memory
 from comera.recipes.run_config import TASKS, RunConfig
 from comera.recipes.run_folder import begun_run, lock, missing_data, with_whole_paths
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
-from comera.train.log import last_logged, progress_bar
+from comera.train.log import last_logged, print_text, progress_bar
 
 _KEYS = (
     "out", "base", "seeds", "reference", "variants", "metric", "published", "search", "submitit",
@@ -329,8 +329,7 @@ def run_sweep(
             search.tell()
         _check_data(jobs)
         done = sum(job.state == "finished" for job in jobs)
-        text = f"{expected} runs in {sweep.out}, {done} of them finished"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_text(console, f"{expected} runs in {sweep.out}, {done} of them finished")
 
         def more() -> list[Job]:
             added = [] if search is None else search.more()
@@ -351,7 +350,7 @@ def run_sweep(
         _report(sweep, [*everything, *(job for job in jobs if job not in everything)], console)
         if search is not None:
             search.tell()
-            console.print(search.summary(), markup=False, highlight=False, soft_wrap=True)
+            print_text(console, search.summary())
     if not completed:
         console.print("interrupted; the same command goes on from here")
         return INTERRUPTED
@@ -414,13 +413,11 @@ def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
         sweep_report.write_comparison(comparison, runs, sweep.out)
         sweep_report.write_sweep_report(sweep.out)
         if runs:
-            text = sweep_report.comparison_text(comparison)
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-        written = f"wrote results.json, results.md and report.html to {sweep.out}"
-        console.print(written, markup=False, soft_wrap=True)
+            print_text(console, sweep_report.comparison_text(comparison))
+        print_text(console, f"wrote results.json, results.md and report.html to {sweep.out}")
     for run in failed:
         console.print("[bold red]failed:[/] ", end="")
-        console.print(str(run), markup=False, highlight=False, soft_wrap=True)
+        print_text(console, str(run))
 
 
 @contextlib.contextmanager
