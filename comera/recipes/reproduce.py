@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from rich.console import Console
 
-from comera.extras import check_known
+from comera.extras import check_known, error_prefix
 from comera.files import write_text
 from comera.params import model_size
 from comera.planning.printing import show_bytes
@@ -30,6 +30,7 @@ from comera.recipes.run import (
 from comera.recipes.run_config import HIGHER_IS_BETTER, RunConfig
 from comera.recipes.sweep import Claim, make_jobs, read_claims, read_sweep, run_sweep, unskipped
 from comera.recipes.tasks.task import Batch, task_of
+from comera.train.log import print_text
 
 Scale = Literal["small", "paper"]
 
@@ -89,19 +90,15 @@ def reproduce(
         dry_run: Only train two steps of each variant on random data, or compute only the shapes of
             variants that take more than 512 MiB.
     """
-
-    def show(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
     if name is None:
         for each, scales in experiments().items():
             title = parse.first_sentence(next(iter(reversed(scales.values()))))
-            show(f"{each} ({', '.join(sorted(scales, reverse=True))}): {title}")
+            print_text(console, f"{each} ({', '.join(sorted(scales, reverse=True))}): {title}")
         return 0
     changes, path = changes_of(set), file_of(name, scale)
     if dry_run:
         for line in try_out(name, scale, changes, skip=skip):
-            show(line)
+            print_text(console, line)
         return 0
     root = Path(out).expanduser()
     folder = root / path.stem
@@ -280,10 +277,8 @@ def try_out(
     lines = []
     sweep = read_sweep(file_of(name, scale), changes)
     for variant in dict.fromkeys(job.variant for job in unskipped(make_jobs(sweep), skip)):
-        try:
+        with error_prefix(f"{name}, {scale}, variant {variant}: "):
             lines.append(f"{variant}: {dry_run(sweep.variants[variant], most)}")
-        except ValueError as problem:
-            raise ValueError(f"{name}, {scale}, variant {variant}: {problem}") from None
     return lines
 
 
