@@ -23,10 +23,7 @@ ONEDNN_FROM = 1 << 22
 """Multiply-adds from which oneDNN's 30 us a call, and 1 ms a new shape, are soon won back."""
 
 _ABOVE_ZERO = ("bandwidth", "strided_bandwidth", "cache_bandwidth", "tile", "onednn")
-_MAY_BE_ZERO = (
-    "cache_bytes", "call_overhead", "operator_overhead", "half_width", "half_depth", "eager_call",
-    "eager_operator", "eager_module", "module_overhead",
-)  # fmt: skip
+"""Numbers of a machine that must not be zero, as others may."""
 _ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -97,7 +94,7 @@ class Machine:
         for dtype, rate in self.flops:
             item_size(dtype)
             _check_number(f"flops of {dtype}", rate, above_zero=True)
-        for name in (*_ABOVE_ZERO, *_MAY_BE_ZERO):
+        for name in (each.name for each in fields(self) if each.type in (float, int)):
             _check_number(name, getattr(self, name), above_zero=name in _ABOVE_ZERO)
 
     def rate(self, dtype: str) -> float:
