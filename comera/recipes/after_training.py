@@ -14,11 +14,12 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from comera.checkpoint.archive import Archive
+from comera.extras import without_remarks
 from comera.recipes import run_folder
 from comera.recipes.cli import changes_of
 from comera.recipes.jobs import LOG, last_session, why_failed
 from comera.recipes.parse import read_yaml
-from comera.recipes.run import find_device, without_remarks
+from comera.recipes.run import find_device
 from comera.recipes.run_config import TASKS
 from comera.recipes.tasks.task import prepare_task
 from comera.recipes.trained import export, load_run, predictions

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from rich.console import Console
 
-from comera.extras import check_known, error_prefix
+from comera.extras import check_known, error_prefix, without_remarks
 from comera.files import write_text
 from comera.params import model_size
 from comera.planning.printing import show_bytes
@@ -20,13 +20,7 @@ from comera.recipes import parse
 from comera.recipes.cli import changes_of
 from comera.recipes.report import page, sweep_report
 from comera.recipes.report.sweep_report import Comparison, Trained, deviation
-from comera.recipes.run import (
-    build_step,
-    make_model,
-    planned_memory,
-    planned_model,
-    without_remarks,
-)
+from comera.recipes.run import build_step, make_model, planned_memory, planned_model
 from comera.recipes.run_config import HIGHER_IS_BETTER, RunConfig
 from comera.recipes.sweep import Claim, make_jobs, read_claims, read_sweep, run_sweep, unskipped
 from comera.recipes.tasks.task import Batch, task_of

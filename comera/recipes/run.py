@@ -7,7 +7,6 @@ import logging
 import math
 import subprocess
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from comera import __version__
 from comera.checkpoint.archive import Archive
-from comera.extras import error_prefix
+from comera.extras import error_prefix, without_remarks
 from comera.files import write_text
 from comera.nn.convert import tensorize_
 from comera.nn.init import init_keys_as_queries_
@@ -445,15 +444,3 @@ def _rate(settings: OptimizerConfig, steps: int, step: float) -> float:
     if settings.schedule == "linear":
         return left
     return 0.5 - 0.5 * math.cos(math.pi * left) if settings.schedule == "cosine" else 1.0
-
-
-@contextlib.contextmanager
-def without_remarks(about: str = "comera") -> Iterator[None]:
-    """Silence warnings of the logger ``about``, by default those about layers."""
-    log = logging.getLogger(about)
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

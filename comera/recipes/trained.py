@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from comera.data.click_files import ClickRows
-from comera.extras import needed_by
+from comera.extras import needed_by, without_remarks
 from comera.files import replacing
 from comera.nn.convert import densify_
 from comera.params import model_size
@@ -30,7 +30,6 @@ with needed_by("load_run()"):
     from tokenizers import Tokenizer
 
     from comera.recipes.parse import parse_settings, read_yaml
-    from comera.recipes.run import without_remarks
     from comera.recipes.run_config import RunConfig
     from comera.recipes.run_folder import read_result
     from comera.recipes.tasks.task import task_of
