@@ -1,4 +1,4 @@
-"""Build error messages: missing packages, "did you mean", lists of names."""
+"""Build error messages: missing packages, "did you mean", lists of names; log once or silently."""
 
 import dataclasses
 import difflib
@@ -105,3 +105,15 @@ def say_once(log: logging.Logger, level: int, text: str, *values: object) -> Non
     if log.isEnabledFor(level) and (log.filters or said not in _SAID):
         _SAID.add(said)
         log.log(level, "%s", said, stacklevel=2)
+
+
+@contextmanager
+def without_remarks(about: str = "comera") -> Iterator[None]:
+    """Silence warnings of the logger ``about``, by default those about layers."""
+    log = logging.getLogger(about)
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

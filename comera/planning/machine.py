@@ -12,8 +12,10 @@ import platform
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from comera.files import cache_folder, write_text
+from comera.shapes import is_number
 
 log = logging.getLogger("comera.machine")
 
@@ -21,10 +23,7 @@ ONEDNN_FROM = 1 << 22
 """Multiply-adds from which oneDNN's 30 us a call, and 1 ms a new shape, are soon won back."""
 
 _ABOVE_ZERO = ("bandwidth", "strided_bandwidth", "cache_bandwidth", "tile", "onednn")
-_MAY_BE_ZERO = (
-    "cache_bytes", "call_overhead", "operator_overhead", "half_width", "half_depth", "eager_call",
-    "eager_operator", "eager_module", "module_overhead",
-)  # fmt: skip
+"""Numbers of a machine that must not be zero, as others may."""
 _ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -95,7 +94,7 @@ class Machine:
         for dtype, rate in self.flops:
             item_size(dtype)
             _check_number(f"flops of {dtype}", rate, above_zero=True)
-        for name in (*_ABOVE_ZERO, *_MAY_BE_ZERO):
+        for name in (each.name for each in fields(self) if each.type in (float, int)):
             _check_number(name, getattr(self, name), above_zero=name in _ABOVE_ZERO)
 
     def rate(self, dtype: str) -> float:
@@ -164,9 +163,8 @@ def _check_kind(kind: str) -> None:
         raise ValueError(f"kind={kind!r} must be 'cpu' or 'cuda'")
 
 
-def _check_number(name: str, value: object, above_zero: bool) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0 or (above_zero and value == 0):  # type: ignore[arg-type,operator]
+def _check_number(name: str, value: Any, above_zero: bool) -> None:
+    if not is_number(value) or not 0 <= value < math.inf or (above_zero and value == 0):
         raise ValueError(
             f"{name}={value!r} must be a finite number {'above' if above_zero else 'of at least'} 0"
         )

@@ -1,8 +1,8 @@
 """Save and load measured times of the ways (implementations) of operators on a GPU.
 
 ``comera calibrate`` saves the times in a JSON file for each device and version of torch. Without it
-a GPU uses the times of one H100 below. On a CPU operators try their ways in the order in which they
-list them.
+a GPU uses the times of one H100, in ``h100_times.txt``. On a CPU operators try their ways in the
+order in which they list them.
 """
 
 import functools
@@ -98,40 +98,7 @@ def _distance(measured: Sequence[Size], asked: Sequence[Size]) -> float | None:
     return total
 
 
-_H100 = """
-contract_cores 36 x 30, float32, captured: kernel 202 us, torch 716 us
-contract_cores 36 x 30, bfloat16, captured: kernel 215 us, torch 755 us
-feed_forward 256 x 768 x 3072 x 32 x tf32, float32, captured: torch 79 us, kernel 116 us
-feed_forward 256 x 768 x 3072 x 32, bfloat16, captured: kernel 55 us, torch 58 us
-feed_forward 1024 x 768 x 3072 x 32 x tf32, float32, captured: torch 125 us, kernel 126 us
-feed_forward 1024 x 768 x 3072 x 32, bfloat16, captured: kernel 65 us, torch 82 us
-feed_forward 4096 x 768 x 3072 x 32 x tf32, float32, captured: kernel 178 us, torch 341 us
-feed_forward 4096 x 768 x 3072 x 32, bfloat16, captured: kernel 111 us, torch 179 us
-feed_forward 1024 x 768 x 3072 x 40 x tf32 x wide, float32, captured: torch 129 us, kernel 195 us
-feed_forward 4096 x 768 x 3072 x 40 x tf32 x wide, float32, captured: kernel 265 us, torch 353 us
-feed_forward 4096 x 768 x 3072 x 40 x wide, bfloat16, captured: kernel 148 us, torch 192 us
-gated_feed_forward 1024 x 2048 x 32 x tf32, float32, captured: kernel 163 us, torch 179 us
-gated_feed_forward 1024 x 2048 x 32, bfloat16, captured: kernel 99 us, torch 119 us
-gated_feed_forward 4096 x 2048 x 32 x tf32, float32, captured: kernel 229 us, torch 488 us
-gated_feed_forward 4096 x 2048 x 32, bfloat16, captured: kernel 147 us, torch 252 us
-lookup 1024 x a block a row, float32, captured: torch 128 us, kernel 217 us
-lookup 1024, bfloat16, captured: torch 126 us, kernel 158 us
-lookup 4096 x a block a row, float32: kernel 2430 us, torch 5430 us
-lookup 4096 x a block a row, float32, captured: torch 241 us, kernel 274 us
-lookup 4096, bfloat16: kernel 2560 us, torch 5300 us
-lookup 4096, bfloat16, captured: kernel 164 us, torch 237 us
-lookup 4096, float16, captured: kernel 164 us, torch 236 us
-lookup 16384 x a block a row, float32, captured: kernel 582 us, torch 637 us
-lookup 16384, bfloat16, captured: kernel 236 us, torch 628 us
-lookup 4096 x a block a row x hot rows, float32, captured: kernel 353 us, torch 410 us
-lookup 4096 x a block a row x hot rows, bfloat16, captured: kernel 359 us, torch 486 us
-lookup 4096 x a block a row x bags, float32, captured: kernel 296 us, torch 404 us
-lookup 4096 x a block a row x bags, bfloat16, captured: kernel 305 us, torch 399 us
-lookup 4096 x a block a row x hot rows x bags, float32, captured: kernel 382 us, torch 574 us
-lookup 4096 x a block a row x hot rows x bags, bfloat16, captured: kernel 401 us, torch 645 us
-attention_space 128 x 32 x 64, float32, captured: ranks 505 us, heads 637 us
-attention_space 128 x 32 x 64, bfloat16, captured: ranks 267 us, heads 296 us
-"""
+_H100 = Path(__file__).with_name("h100_times.txt")
 """As ``comera calibrate`` describes them on an H100 80GB HBM3 with torch 2.11, on 2026-11-26."""
 
 
@@ -150,7 +117,7 @@ def _timing(line: str) -> Timing:
 
 BUILT_IN = WayTimes(
     "built-in, of an H100 80GB HBM3, torch 2.11, 2026-11-26: never measured here",
-    tuple(map(_timing, _H100.split("\n")[1:-1])),
+    tuple(map(_timing, _H100.read_text(encoding="utf-8").splitlines())),
 )
 NONE = WayTimes("built-in order: never measured here")
 

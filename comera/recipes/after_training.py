@@ -14,16 +14,17 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from comera.checkpoint.archive import Archive
+from comera.extras import without_remarks
 from comera.recipes import run_folder
 from comera.recipes.cli import changes_of
 from comera.recipes.jobs import LOG, last_session, why_failed
 from comera.recipes.parse import read_yaml
-from comera.recipes.run import find_device, without_remarks
+from comera.recipes.run import find_device
 from comera.recipes.run_config import TASKS
 from comera.recipes.tasks.task import prepare_task
 from comera.recipes.trained import export, load_run, predictions
 from comera.shapes import check_whole_numbers
-from comera.train.log import last_logged
+from comera.train.log import last_logged, print_text
 
 _quiet = without_remarks("comera.machine")
 """Mutes the remark that the machine was not measured: these commands are about no speed."""
@@ -83,7 +84,7 @@ def evaluate(
             f"({difference})"
         )
     if data:
-        console.print(f"data: {data}", markup=False, highlight=False, soft_wrap=True)
+        print_text(console, f"data: {data}")
     task = prepare_task(config, where, digests)
     table = Table("", title=f"evaluation of {folder}")
     columns: list[dict[str, float]] = []
@@ -135,8 +136,7 @@ def export_run(run: str, file: str, /, *, console: Console) -> None:
         run: Folder of a finished run.
         file: File to write: NAME.pt2, NAME.onnx or NAME.safetensors.
     """
-    written = export(load_run(run), Path(file).expanduser())
-    console.print(written, markup=False, highlight=False, soft_wrap=True)
+    print_text(console, export(load_run(run), Path(file).expanduser()))
 
 
 def _flat(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -180,7 +180,7 @@ def report(folder: str, /, *, console: Console) -> None:
     path = Path(folder).expanduser()
 
     def say(text: str) -> None:
-        console.print(f"in {path}, {text}", markup=False, highlight=False, soft_wrap=True)
+        print_text(console, f"in {path}, {text}")
 
     of_a_sweep, has_log = ((path / name).is_file() for name in ("results.json", "metrics.jsonl"))
     if not (of_a_sweep or has_log or is_run(path)) and path.is_dir() and any(_runs(path)):

@@ -16,9 +16,10 @@ from comera.checkpoint.archive import Archive, Manifest
 from comera.checkpoint.chain import KEY_EVERY, CheckpointChain
 from comera.checkpoint.contents import Quality
 from comera.checkpoint.streams import DamagedError
+from comera.extras import without_remarks
 from comera.files import replacing
 from comera.recipes.parse import parse_settings, read_yaml
-from comera.recipes.run import build_step, find_device, make_model, without_remarks
+from comera.recipes.run import build_step, find_device, make_model
 from comera.recipes.run_config import RunConfig
 from comera.recipes.run_folder import other_data
 from comera.recipes.tasks.task import prepare_task

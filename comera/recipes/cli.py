@@ -43,13 +43,8 @@ from comera.recipes.parse import (
     wanted,
 )
 from comera.recipes.run_config import RunConfig
-from comera.train.processes import (
-    OtherProcessError,
-    count_started,
-    joined,
-    rank_started,
-    stop_with_parent,
-)
+from comera.train import processes
+from comera.train.processes import OtherProcessError
 from comera.train.step import NonFiniteLossError
 
 COMMANDS = {
@@ -92,7 +87,7 @@ _COLUMN, _WIDEST = 26, 100
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; of several processes only the first prints."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    count, rank = count_started(os.environ), rank_started(os.environ)
+    count, rank = processes.count_started(os.environ), processes.rank_started(os.environ)
     speaks = count == 1 or rank == 0
     logging.basicConfig(format="%(message)s", level=logging.INFO if speaks else logging.ERROR)
     console, errors = Console(), Console(stderr=True)
@@ -279,14 +274,14 @@ def train_or_plan(command: str, settings: RunConfig, console: Console, count: in
         return 0
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
         settings.overwrite = False  # torchrun has started the processes again: they resume
-    stop_with_parent()
+    processes.stop_with_parent()
     reuse_freed_memory()
     if count == 1:
         return 0 if run(settings, console) else INTERRUPTED
     cuda = settings.device != "cpu" and torch.cuda.is_available()
-    with joined(cuda, _MINUTES) as processes:
-        shown = console if processes.is_first else Console(quiet=True)
-        return 0 if run(settings, shown, processes=processes) else INTERRUPTED
+    with processes.joined(cuda, _MINUTES) as together:
+        shown = console if together.is_first else Console(quiet=True)
+        return 0 if run(settings, shown, processes=together) else INTERRUPTED
 
 
 def typed_settings(words: Sequence[str]) -> RunConfig:

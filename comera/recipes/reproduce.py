@@ -12,25 +12,19 @@ from typing import Any, Literal, get_args
 import torch
 from rich.console import Console
 
-from comera.extras import check_known
+from comera.extras import check_known, error_prefix, without_remarks
 from comera.files import write_text
 from comera.params import model_size
 from comera.planning.printing import show_bytes
 from comera.recipes import parse
 from comera.recipes.cli import changes_of
-from comera.recipes.parse import read_yaml
 from comera.recipes.report import page, sweep_report
 from comera.recipes.report.sweep_report import Comparison, Trained, deviation
-from comera.recipes.run import (
-    build_step,
-    make_model,
-    planned_memory,
-    planned_model,
-    without_remarks,
-)
+from comera.recipes.run import build_step, make_model, planned_memory, planned_model
 from comera.recipes.run_config import HIGHER_IS_BETTER, RunConfig
 from comera.recipes.sweep import Claim, make_jobs, read_claims, read_sweep, run_sweep, unskipped
 from comera.recipes.tasks.task import Batch, task_of
+from comera.train.log import print_text
 
 Scale = Literal["small", "paper"]
 
@@ -90,26 +84,22 @@ def reproduce(
         dry_run: Only train two steps of each variant on random data, or compute only the shapes of
             variants that take more than 512 MiB.
     """
-
-    def show(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
     if name is None:
         for each, scales in experiments().items():
             title = parse.first_sentence(next(iter(reversed(scales.values()))))
-            show(f"{each} ({', '.join(sorted(scales, reverse=True))}): {title}")
+            print_text(console, f"{each} ({', '.join(sorted(scales, reverse=True))}): {title}")
         return 0
     changes, path = changes_of(set), file_of(name, scale)
     if dry_run:
         for line in try_out(name, scale, changes, skip=skip):
-            show(line)
+            print_text(console, line)
         return 0
     root = Path(out).expanduser()
     folder = root / path.stem
     try:
-        status = run_sweep(path, jobs, overwrite, console, folder, changes=changes, skip=skip)
+        status = run_sweep(path, console, jobs, overwrite, folder, changes=changes, skip=skip)
     except FileNotFoundError as problem:
-        base = read_yaml(path)["base"]
+        base = parse.read_yaml(path)["base"]
         source = f"`comera init {base}` says where they come from, and " * isinstance(base, str)
         raise FileNotFoundError(
             f"{problem}: {source}--set='[KEY=PLACE]' sets one for all runs"
@@ -149,7 +139,7 @@ def _section(
     name: str, scale: str, path: Path, out: Path, before: str, claims: list[list[str]]
 ) -> str:
     """Return the section of an experiment, and add its claims to those of the page."""
-    content, folder = read_yaml(path), out / path.stem  # checked where it is run
+    content, folder = parse.read_yaml(path), out / path.stem  # checked where it is run
     title, link = f"## {name}, {scale}", f"[{name}, {scale}](#{name}-{scale})"
     kept = before.partition(f"{title}\n")[2].partition("\n## ")[0].rstrip()
     if "\nMade by `" in kept and not (folder / "results.json").is_file():
@@ -281,10 +271,8 @@ def try_out(
     lines = []
     sweep = read_sweep(file_of(name, scale), changes)
     for variant in dict.fromkeys(job.variant for job in unskipped(make_jobs(sweep), skip)):
-        try:
+        with error_prefix(f"{name}, {scale}, variant {variant}: "):
             lines.append(f"{variant}: {dry_run(sweep.variants[variant], most)}")
-        except ValueError as problem:
-            raise ValueError(f"{name}, {scale}, variant {variant}: {problem}") from None
     return lines
 
 

@@ -7,7 +7,6 @@ import logging
 import math
 import subprocess
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from comera import __version__
 from comera.checkpoint.archive import Archive
-from comera.extras import error_prefix
+from comera.extras import error_prefix, without_remarks
 from comera.files import write_text
 from comera.nn.convert import tensorize_
 from comera.nn.init import init_keys_as_queries_
@@ -36,7 +35,7 @@ from comera.report import model_plan
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
 from comera.saved.model_folder import save_state
-from comera.train.log import MemoryWatch, to_json
+from comera.train.log import MemoryWatch, print_text, to_json
 from comera.train.loop import evaluated, train
 from comera.train.processes import Processes
 from comera.train.sharded import shard_dense_, whole_state
@@ -76,7 +75,7 @@ def run(
     device = find_device(config.device, processes)
     processes.from_first(lambda: _check_settings(config, found))
     together = f", {processes.count} processes" if processes.count > 1 else ""
-    _print(console, f"run folder {folder}, device {device}{together}: preparing data")
+    print_text(console, f"run folder {folder}, device {device}{together}: preparing data")
     digests = processes.in_turn(config.data.digests)
     # Before anything is made of the data, and before anything is written.
     processes.from_first(lambda: _check_content(config, run_folder.DataRecord(digests)))
@@ -93,15 +92,11 @@ def run(
                 name, folder / place, settings, task, console, quiet, trained, processes
             )
             if outcome is None:
-                _print(console, f"interrupted; the same command resumes the run in {folder}")
+                print_text(console, f"interrupted; the same command resumes the run in {folder}")
                 return []
             trained.append(outcome)
-        _print(console, run_folder.outcome_text(trained))
+        print_text(console, run_folder.outcome_text(trained))
         return trained
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, markup=False)
 
 
 def _finished(
@@ -123,8 +118,8 @@ def _finished(
     if not all((place / "model.safetensors").is_file() for place in places):
         return None
     with run_folder.lock(folder):  # no other process replaces it meanwhile
-        _print(console, f"the run in {folder} is finished")
-        _print(console, run_folder.outcome_text(outcomes))
+        print_text(console, f"the run in {folder} is finished")
+        print_text(console, run_folder.outcome_text(outcomes))
         return outcomes
 
 
@@ -166,14 +161,14 @@ def _begin(config: RunConfig, record: run_folder.DataRecord, console: Console) -
     run_folder.check_data(config, record)
     if found is not None and not config.overwrite:
         if found.longer:
-            _print(
+            print_text(
                 console,
                 f"the run in {config.out} is trained for longer than it was to be: its learning "
                 "rate goes on where the schedule of a run of that length is by then, not where "
                 "its own was",
             )
         if found.rhythm:
-            _print(console, f"the run in {config.out} goes on with {', '.join(found.rhythm)}")
+            print_text(console, f"the run in {config.out} goes on with {', '.join(found.rhythm)}")
     run_folder.claim(config, record, found)
 
 
@@ -207,7 +202,7 @@ def print_plan(config: RunConfig, console: Console) -> None:
     report, layers, target = plan(config)
     for table in (report, layers, *planned_memory(config)):
         if table is not None:
-            console.print(str(table), soft_wrap=True, highlight=False, markup=False)
+            print_text(console, str(table))
     if target is not None:
         cores = report.live_params
         rest = report.params - cores
@@ -284,7 +279,7 @@ def _train_one(
     model = make_model(config, task, task.device)
     step = build_step(model, config, task, processes)
     memory = memory_report(model, step.optimizer, f"memory of the {name} model at the start")
-    console.print(str(memory), soft_wrap=True, highlight=False, markup=False)
+    print_text(console, str(memory))
     if step.ranks is not None:
         console.print(
             f"{name}: cores of {step.ranks.start_size:,} entries to end at "
@@ -449,15 +444,3 @@ def _rate(settings: OptimizerConfig, steps: int, step: float) -> float:
     if settings.schedule == "linear":
         return left
     return 0.5 - 0.5 * math.cos(math.pi * left) if settings.schedule == "cosine" else 1.0
-
-
-@contextlib.contextmanager
-def without_remarks(about: str = "comera") -> Iterator[None]:
-    """Silence warnings of the logger ``about``, by default those about layers."""
-    log = logging.getLogger(about)
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

@@ -491,7 +491,7 @@ HIGHER_IS_BETTER = {
 def check_processes(config: RunConfig, count: int) -> None:
     """Raise ``ValueError`` if ``count`` processes cannot train a run."""
     size, device = config.train.batch_size, config.device
-    if config.parallel != "ddp":
+    if config.parallel == "fsdp":
         _check_shared(config)
     if size % count:
         raise ValueError(
@@ -517,26 +517,26 @@ _OF_SHARDS = ("adamw", "muon", "sgd")
 
 def _check_shared(config: RunConfig) -> None:
     """Raise ``ValueError`` if a run's settings do not allow sharded dense matrices."""
-    kind = f"parallel={config.parallel}"
     way_out = "or keep the model whole in every process: parallel=ddp"
     optimizer = config.optimizer_for(config.train.steps)
     if optimizer.name not in _OF_SHARDS:
         raise ValueError(
-            f"optimizer.name={optimizer.name} needs whole matrices, which {kind} does "
-            f"not leave: give one of {', '.join(_OF_SHARDS)}, {way_out}"
+            f"optimizer.name={optimizer.name} needs whole matrices, which parallel=fsdp "
+            f"does not leave: give one of {', '.join(_OF_SHARDS)}, {way_out}"
         )
     modules = getattr(optimizer, "target_modules", None)
     if modules is not None:
         raise ValueError(
             f"optimizer.target_modules={modules!r} has muon step dense matrices, "
-            f"which it needs whole, and {kind} does not leave them so: leave it out, {way_out}"
+            "which it needs whole, and parallel=fsdp does not leave them so: leave it out, "
+            f"{way_out}"
         )
     if optimizer.in_backward:
         raise ValueError(
             "optimizer.in_backward=true would step before gradients are averaged under "
-            f"{kind}: leave it out, {way_out}"
+            f"parallel=fsdp: leave it out, {way_out}"
         )
     if config.train.compile:
         raise ValueError(
-            f"train.compile=true has not been tried under {kind}: leave it out, {way_out}"
+            f"train.compile=true has not been tried under parallel=fsdp: leave it out, {way_out}"
         )

@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,10 +47,9 @@ def read_search(given: Any) -> SearchConfig:
             "optimizer.lr: {low: 1.0e-4, high: 1.0e-2, log: true}"
         )
     over = {str(name): _distribution(f"search.over.{name}", value) for name, value in over.items()}
-    settings = {key: value for key, value in given.items() if key != "over"}
-    config = parse_settings(SearchConfig, settings, "search.")
+    config = parse_settings(SearchConfig, {**given, "over": over}, "search.")
     check_least(config, "search.", trials=1, seed=0)
-    return replace(config, over=over)
+    return config
 
 
 def _distribution(key: str, given: Any) -> Any:

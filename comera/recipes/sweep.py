@@ -22,7 +22,7 @@ from comera.recipes.run import planned_memory
 from comera.recipes.run_config import TASKS, RunConfig
 from comera.recipes.run_folder import begun_run, lock, missing_data, with_whole_paths
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
-from comera.train.log import last_logged, progress_bar
+from comera.train.log import last_logged, print_text, progress_bar
 
 _KEYS = (
     "out", "base", "seeds", "reference", "variants", "metric", "published", "search", "submitit",
@@ -266,14 +266,14 @@ def sweep(
             settings are in the section submitit of the file.
         overwrite: Restart runs whose folders hold other settings or data; the others stay.
     """
-    return run_sweep(file_of(file), jobs, overwrite, console, Path(out) if out else None, launcher)
+    return run_sweep(file_of(file), console, jobs, overwrite, Path(out) if out else None, launcher)
 
 
 def run_sweep(
     path: Path,
+    console: Console,
     at_once: int | None = None,
     overwrite: bool = False,
-    console: Console | None = None,
     out: Path | None = None,
     launcher: LauncherName = "local",
     changes: Mapping[str, Any] | None = None,
@@ -289,7 +289,6 @@ def run_sweep(
     """
     if at_once is not None and at_once < 1:
         raise ValueError(f"jobs={at_once} must be at least 1")
-    console = console or Console()
     sweep = read_sweep(path, changes)
     if out is not None:
         sweep = dataclasses.replace(sweep, out=out.expanduser())
@@ -330,8 +329,7 @@ def run_sweep(
             search.tell()
         _check_data(jobs)
         done = sum(job.state == "finished" for job in jobs)
-        text = f"{expected} runs in {sweep.out}, {done} of them finished"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_text(console, f"{expected} runs in {sweep.out}, {done} of them finished")
 
         def more() -> list[Job]:
             added = [] if search is None else search.more()
@@ -352,7 +350,7 @@ def run_sweep(
         _report(sweep, [*everything, *(job for job in jobs if job not in everything)], console)
         if search is not None:
             search.tell()
-            console.print(search.summary(), markup=False, highlight=False, soft_wrap=True)
+            print_text(console, search.summary())
     if not completed:
         console.print("interrupted; the same command goes on from here")
         return INTERRUPTED
@@ -415,13 +413,11 @@ def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
         sweep_report.write_comparison(comparison, runs, sweep.out)
         sweep_report.write_sweep_report(sweep.out)
         if runs:
-            text = sweep_report.comparison_text(comparison)
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-        written = f"wrote results.json, results.md and report.html to {sweep.out}"
-        console.print(written, markup=False, soft_wrap=True)
+            print_text(console, sweep_report.comparison_text(comparison))
+        print_text(console, f"wrote results.json, results.md and report.html to {sweep.out}")
     for run in failed:
         console.print("[bold red]failed:[/] ", end="")
-        console.print(str(run), markup=False, highlight=False, soft_wrap=True)
+        print_text(console, str(run))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from comera.data.click_files import ClickRows
-from comera.extras import needed_by
+from comera.extras import needed_by, without_remarks
 from comera.files import replacing
 from comera.nn.convert import densify_
 from comera.params import model_size
@@ -30,7 +30,6 @@ with needed_by("load_run()"):
     from tokenizers import Tokenizer
 
     from comera.recipes.parse import parse_settings, read_yaml
-    from comera.recipes.run import without_remarks
     from comera.recipes.run_config import RunConfig
     from comera.recipes.run_folder import read_result
     from comera.recipes.tasks.task import task_of
@@ -145,13 +144,12 @@ def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Itera
     for number, line in enumerate(lines, start=1):
         line = line.rstrip("\r\n")
         try:
-            try:
-                line.encode()
-            except UnicodeEncodeError:  # bytes that were no text, read as surrogates
-                said = line.encode(errors="surrogateescape")
-                raise ValueError(f"{said!r} is no text in UTF-8") from None
+            line.encode()
             with torch.no_grad():
                 yield task.predict(run.model, line, new_tokens)
+        except UnicodeEncodeError:  # bytes that were no text, read as surrogates
+            said = line.encode(errors="surrogateescape")
+            yield {"error": f"line {number}: {said!r} is no text in UTF-8"}
         except ValueError as problem:
             yield {"error": f"line {number}: {problem}"}
 

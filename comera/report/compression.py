@@ -18,16 +18,6 @@ from comera.shapes import check_whole_numbers
 if TYPE_CHECKING:
     import pandas as pd
 
-_HEADER = (
-    "layer", "type", "modes", "ranks (start -> live)", "dense", "stored", "live cores", "smaller",
-    "bytes", "operations, {} tokens", "operations / dense", "saved for backward", "saved / dense",
-)  # fmt: skip
-_SPARE = (
-    "bytes", "type", "saved for backward", "operations, {} tokens", "modes", "live cores",
-    "operations / dense", "saved / dense",
-)  # fmt: skip
-"""Columns to leave out where they do not fit, the first of them first."""
-
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -150,9 +140,16 @@ class CompressionReport(Report):
                     _share(layer.saved_bytes, layer.dense_saved_bytes),
                 ]
             )
-        header, spare = (
-            [name.format(self.tokens) for name in names] for names in (_HEADER, _SPARE)
-        )
+        operations = f"operations, {self.tokens} tokens"
+        header = (
+            "layer", "type", "modes", "ranks (start -> live)", "dense", "stored", "live cores",
+            "smaller", "bytes", operations, "operations / dense", "saved for backward",
+            "saved / dense",
+        )  # fmt: skip
+        spare = (
+            "bytes", "type", "saved for backward", operations, "modes", "live cores",
+            "operations / dense", "saved / dense",
+        )  # fmt: skip
         return [Table("tensor-train layers", header, rows, left=range(4), names=0, spare=spare)]
 
 

@@ -64,13 +64,12 @@ class ModelPlan(Report):
     @property
     def eager(self) -> tuple[float, float] | None:
         """:attr:`seconds` and :attr:`dense_seconds` in eager mode on a GPU; else None."""
-        plans = [(len(layer.names), layer.plan.eager) for layer in self.layers]
-        if any(plan is None for _, plan in plans):
+        plans = [(layer, layer.plan.eager) for layer in self.layers]
+        layers = tuple(replace(layer, plan=eager) for layer, eager in plans if eager is not None)
+        if len(layers) < len(self.layers):
             return None
-        return (
-            sum(count * plan.chosen.seconds for count, plan in plans if plan),
-            sum(count * plan.dense.seconds for count, plan in plans if plan),
-        )
+        eager = replace(self, layers=layers)
+        return eager.seconds, eager.dense_seconds
 
     @property
     def kept_bytes(self) -> int:

@@ -16,19 +16,8 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import static_shapes
+from comera.train import graphs
 from comera.train.data_parallel import Together
-from comera.train.graphs import (
-    Contents,
-    CudaGraphs,
-    CudaRecording,
-    Signature,
-    StaticBatch,
-    difference,
-    is_shorter,
-    is_variant,
-    signature,
-    why_not_static,
-)
 from comera.train.host_state import HostState, host_random_state, set_host_random_state
 
 log = logging.getLogger("comera")
@@ -55,8 +44,8 @@ class _Course(enum.IntEnum):
 class _Kept(NamedTuple):
     """A recording and the batch that it reads."""
 
-    recording: CudaRecording
-    static: StaticBatch
+    recording: graphs.CudaRecording
+    static: graphs.StaticBatch
 
 
 @dataclass(frozen=True)
@@ -71,7 +60,7 @@ class StepDescription:
     why: str
     captures: int = 0
     replays: int = 0
-    contents: Contents | None = None
+    contents: graphs.Contents | None = None
 
     def __str__(self) -> str:
         lines = [f"the step runs {'as one CUDA graph' if self.captured else 'eagerly'}: {self.why}"]
@@ -104,18 +93,18 @@ class Capture:
         self,
         update: Callable[[Any], Tensor],
         host: HostState,
-        graphs: CudaGraphs,
+        recorder: graphs.CudaGraphs,
         device: torch.device,
         warm_up: int,
         together: Together,
     ) -> None:
         self._update, self._host = update, host
-        self._graphs, self._device = graphs, device
+        self._recorder, self._device = recorder, device
         self._warm_up, self._together = warm_up, together
         self.why_not: str | None = None
         self._kept: list[_Kept] = []  # the latest last
         self._state: dict[str, Any] = {}  # that of the recordings, or of the last step without one
-        self._last: Signature | None = None
+        self._last: graphs.Signature | None = None
         self._alike = 0  # steps so far that were like the last one
         self._waiting = 0  # steps since there was a recording
         self._changes: set[str] = set()
@@ -138,7 +127,7 @@ class Capture:
         if self.why_not is not None:
             return self._eagerly(batch)
         with static_shapes():  # in all steps, so that recorded ones do not differ from the others
-            state, like = self._host.identity(), signature(batch)
+            state, like = self._host.identity(), graphs.signature(batch)
             # A reduction must be in the graph of every process or of none.
             course, problem = self._possible(state, like, batch)
             course = _Course(self._together.least(course))
@@ -153,11 +142,11 @@ class Capture:
         return self._eagerly(batch)
 
     def _eagerly(self, batch: Any) -> Tensor:
-        with self._graphs.stream() if self._aside else contextlib.nullcontext():
+        with self._recorder.stream() if self._aside else contextlib.nullcontext():
             return self._update(batch)
 
     def _possible(
-        self, state: dict[str, Any], like: Signature, batch: Any
+        self, state: dict[str, Any], like: graphs.Signature, batch: Any
     ) -> tuple[_Course, str | None]:
         """Return how this process can best run the step, and the reason if it must fall back."""
         if state != self._state:
@@ -165,7 +154,7 @@ class Capture:
         if self._find(like) is not None:
             return _Course.REPLAY, None
         device = self._device
-        problem = why_not_static(batch, device) or self._host.why_not_capturable(device)
+        problem = graphs.why_not_static(batch, device) or self._host.why_not_capturable(device)
         if problem is not None:
             return _Course.FALL_BACK, problem
         self._compare(state, like, batch)
@@ -183,7 +172,7 @@ class Capture:
             kept.recording.free()
         del self._kept[:number]
 
-    def _find(self, like: Signature) -> _Kept | None:
+    def _find(self, like: graphs.Signature) -> _Kept | None:
         return next((kept for kept in self._kept if kept.static.signature == like), None)
 
     def describe(self) -> StepDescription:
@@ -196,16 +185,16 @@ class Capture:
         contents = self._kept[-1].recording.contents()
         return StepDescription(True, "nothing has changed since it was captured", *counts, contents)
 
-    def _replay(self, kept: _Kept, like: Signature, batch: Any) -> Tensor:
+    def _replay(self, kept: _Kept, like: graphs.Signature, batch: Any) -> Tensor:
         kept.static.fill_(batch)
         kept.recording.replay()
         self._replays += 1
         self._waiting = 0
-        if self._last is None or not is_variant(self._last, like):
+        if self._last is None or not graphs.is_variant(self._last, like):
             self._alike, self._last = 0, None  # batches of another shape have to come in a row
         return kept.recording.output.clone()
 
-    def _compare(self, state: dict[str, Any], like: Signature, batch: Any) -> None:
+    def _compare(self, state: dict[str, Any], like: graphs.Signature, batch: Any) -> None:
         """Count equal steps in a row; warn if a batch differs, or if steps keep changing."""
         changed = {name for name in state if state[name] != self._state.get(name)}
         if self._last is not None and like != self._last:
@@ -216,13 +205,13 @@ class Capture:
         self._changes |= changed if self._waiting > self._warm_up else set()
         if self._kept and not self._said_batch:
             known = self._kept[-1].static.signature
-            if not is_shorter(like, known) and not is_variant(like, known):
+            if not graphs.is_shorter(like, known) and not graphs.is_variant(like, known):
                 self._said_batch = True
                 log.warning(
                     "a batch does not fit the captured training step, which therefore runs "
                     "eagerly; it is captured anew after %d such batches in a row: %s. Pad batches "
                     "to one shape to keep the graph",
-                    self._warm_up, difference(known, like, batch),
+                    self._warm_up, graphs.difference(known, like, batch),
                 )  # fmt: skip
         if self._waiting == _PATIENCE and not self._said_changes:
             self._said_changes = True
@@ -234,12 +223,12 @@ class Capture:
 
     def _record(self, state: dict[str, Any], batch: Any) -> str | None:
         """Record the update if all processes can; return why this process could not, or None."""
-        static = StaticBatch(batch)
+        static = graphs.StaticBatch(batch)
         variants = [
             kept
             for kept in self._kept
             if kept.static.signature != static.signature
-            and is_variant(kept.static.signature, static.signature)
+            and graphs.is_variant(kept.static.signature, static.signature)
         ]
         # Before the next recording, or the memory of two graphs would be taken.
         wanted = variants[1 - _VARIANTS :]
@@ -249,7 +238,7 @@ class Capture:
         random, put_back = host_random_state(), self._host.hold()
         recording, problem = None, None
         try:
-            recording = self._graphs.record(lambda: self._update(static.value), beside)
+            recording = self._recorder.record(lambda: self._update(static.value), beside)
             # If the step leaves other addresses or settings than it began with, the second replay
             # would begin with the wrong ones.
             after = self._host.identity()

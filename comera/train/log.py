@@ -311,6 +311,11 @@ class _TimeColumn(progress.TimeRemainingColumn):
         return Text.assemble(super().render(task), " taken" if task.finished else " left")
 
 
+def print_text(console: Console, text: str) -> None:
+    """Print a text as it is: without markup and colours, and with no line broken."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 class PlainLines:
     """Prints a line at intervals in place of a progress bar, if output goes to a file."""
 
@@ -327,8 +332,7 @@ class PlainLines:
         now = time.monotonic()
         if self._shown and now - self._last >= self.EVERY:
             self._last = now
-            line = f"{self._title} {done}/{self._total}: {figures}"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_text(self._console, f"{self._title} {done}/{self._total}: {figures}")
 
 
 def progress_bar(disable: bool = False, console: Console | None = None) -> progress.Progress:
