@@ -102,8 +102,9 @@ class LayerMoments:
     """Means over the rows of a linear layer's input, or over the indices that a table looks up.
 
     ``inputs_II`` is the mean of ``x x^T``; for a table the diagonal, ``(I,)``: each row's share of
-    reads. ``grads_OO`` is the mean of ``g g^T``, g being the gradient of a row's own loss by the
-    layer's output, over the ``grad_rows`` rows that had one.
+    reads. ``grads_OO`` is the sum of ``g g^T`` over the rows of a batch, g being the gradient by the
+    layer's output, times the terms that the loss is a mean of: the rows of the last layer that was
+    called. It is a mean over batches, weighted by their terms, ``grad_rows`` in all.
     """
 
     inputs_II: Tensor
@@ -118,13 +119,10 @@ class LayerMoments:
             self.rows += count
             self.inputs_II.mul_(1 - count / self.rows).add_(square_II, alpha=1 / self.rows)
 
-    def add_grads(self, grad_NO: Tensor) -> None:
-        count = grad_NO.shape[0]
-        if count:
-            self.grad_rows += count
-            # The gradient of a mean over N rows is an N-th of that of a row's own loss.
-            share = count / self.grad_rows
-            add_square_(self.grads_OO, grad_NO, beta=1 - share, alpha=share * count)
+    def add_grads(self, grad_NO: Tensor, terms: int, total: int) -> None:
+        """Add gradients of a mean over ``terms`` terms, ``total`` of them with this batch."""
+        beta, self.grad_rows = self.grad_rows / total, total
+        add_square_(self.grads_OO, grad_NO, beta=beta, alpha=terms**2 / total)
 
 
 def add_square_(total_KK: Tensor, rows_NK: Tensor, beta: float = 1.0, alpha: float = 1.0) -> None:
@@ -196,8 +194,10 @@ def gather_moments(
     idle = [name for name, moments in found.items() if not moments.grad_rows]
     if idle:
         raise ValueError(f"the loss depends on no output of {', '.join(idle)}: exclude them")
+    whole = max(moments.grad_rows for moments in found.values())
     for moments in found.values():
         moments.batches = seen
+        moments.grads_OO.mul_(moments.grad_rows / whole)  # the last batches may not have called it
     if keep:
         _write(keep, layers, found, seen, complete=True)
     return found
@@ -271,6 +271,7 @@ def _watched(
     """Hook layers to add to their moments; yield the zeros that make outputs need a gradient."""
     first: list[Tensor] = []
     squares = _Squares()
+    before, terms = max(moments.grad_rows for moments in found.values()), 0
 
     def hook(name: str) -> Callable[..., Tensor]:
         def after(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
@@ -287,8 +288,12 @@ def _watched(
                 moments.add_inputs(*squares.of(args[0], moments.inputs_II.dtype))
 
             def take(grad: Tensor) -> None:
+                nonlocal terms
                 grad = grad if padding is None else grad.masked_fill(padding, 0)
-                moments.add_grads(torch.atleast_2d(grad).flatten(0, -2).to(moments.grads_OO.dtype))
+                grad_NO = torch.atleast_2d(grad).flatten(0, -2).to(moments.grads_OO.dtype)
+                terms = terms or len(grad_NO)
+                if len(grad_NO):
+                    moments.add_grads(grad_NO, terms, before + terms)
 
             # A view that is changed in place afterwards, as by relu_, would lose its hook.
             output = torch.ops.aten._unsafe_view(output, output.shape)
