@@ -194,7 +194,9 @@ class Filler:
         if missing:
             raise ValueError(
                 f"{shards.folder} has no tensor for {listed(missing)}; it has "
-                f"{listed(sorted(self.unused)) or 'no others'}: the files are of another model"
+                f"{listed(sorted(self.unused)) or 'no others'}: the files are of another model, or "
+                "call its layers otherwise (save_pretrained(..., save_original_format=False) does "
+                "not)"
             )
 
     def read(self, like: Tensor) -> Tensor:
