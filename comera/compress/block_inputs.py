@@ -194,9 +194,7 @@ class Filler:
         if missing:
             raise ValueError(
                 f"{shards.folder} has no tensor for {listed(missing)}; it has "
-                f"{listed(sorted(self.unused)) or 'no others'}: the files are of another model, or "
-                "call its layers otherwise (save_pretrained(..., save_original_format=False) does "
-                "not)"
+                f"{listed(sorted(self.unused)) or 'no others'}: files or names of another model"
             )
 
     def read(self, like: Tensor) -> Tensor:

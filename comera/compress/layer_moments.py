@@ -102,9 +102,9 @@ class LayerMoments:
     """Means over the rows of a linear layer's input, or over the indices that a table looks up.
 
     ``inputs_II`` is the mean of ``x x^T``; for a table the diagonal, ``(I,)``: each row's share of
-    reads. ``grads_OO`` is the sum of ``g g^T`` over the rows of a batch, g being the gradient by the
-    layer's output, times the terms that the loss is a mean of: the rows of the last layer that was
-    called. It is a mean over batches, weighted by their terms, ``grad_rows`` in all.
+    reads. ``grads_OO`` is the sum over the rows of a batch of ``g g^T``, g being the gradient by
+    the layer's output, times the terms that the loss is a mean of, which are the rows of the last
+    layer called. It is averaged over all batches by their terms, ``grad_rows`` together.
     """
 
     inputs_II: Tensor
@@ -118,11 +118,6 @@ class LayerMoments:
         if count:
             self.rows += count
             self.inputs_II.mul_(1 - count / self.rows).add_(square_II, alpha=1 / self.rows)
-
-    def add_grads(self, grad_NO: Tensor, terms: int, total: int) -> None:
-        """Add gradients of a mean over ``terms`` terms, ``total`` of them with this batch."""
-        beta, self.grad_rows = self.grad_rows / total, total
-        add_square_(self.grads_OO, grad_NO, beta=beta, alpha=terms**2 / total)
 
 
 def add_square_(total_KK: Tensor, rows_NK: Tensor, beta: float = 1.0, alpha: float = 1.0) -> None:
@@ -291,9 +286,10 @@ def _watched(
                 nonlocal terms
                 grad = grad if padding is None else grad.masked_fill(padding, 0)
                 grad_NO = torch.atleast_2d(grad).flatten(0, -2).to(moments.grads_OO.dtype)
-                terms = terms or len(grad_NO)
                 if len(grad_NO):
-                    moments.add_grads(grad_NO, terms, before + terms)
+                    terms = terms or len(grad_NO)
+                    beta, moments.grad_rows = moments.grad_rows / (before + terms), before + terms
+                    add_square_(moments.grads_OO, grad_NO, beta, terms**2 / moments.grad_rows)
 
             # A view that is changed in place afterwards, as by relu_, would lose its hook.
             output = torch.ops.aten._unsafe_view(output, output.shape)

@@ -301,9 +301,8 @@ def _save_pretrained(
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, TensorTrainQuantizer):
         quantizer.given = state_dict
-        changes = get_model_conversion_mapping(model)
-        new = [each.target_patterns for each in changes if isinstance(each, WeightConverter)]
-        if any("experts" not in name for names in new for name in names):
+        changes = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
+        if any("experts" not in name for each in changes for name in each.target_patterns):
             kwargs.setdefault("save_original_format", False)  # it merges layers as if dense
     try:
         save = type(model).save_pretrained
