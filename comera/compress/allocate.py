@@ -47,19 +47,12 @@ class Choice:
 def allocate(choices: Sequence[Choice], budget: int) -> list[int | None]:
     """Choose the ranks of least total loss within ``budget`` parameters.
 
-    Returns a rank for each choice, or None for a weight that stays dense. Raises ``ValueError`` if
-    even the lowest ranks have more parameters.
+    Returns a rank for each choice, or None for a weight that stays dense.
     """
 
     def size(ranks: Sequence[int | None]) -> int:
         return sum(one.size(rank) for one, rank in zip(choices, ranks, strict=True))
 
-    smallest = sum(min(one.dense, one.each) for one in choices)
-    if smallest > budget:
-        raise ValueError(
-            f"the layers hold {smallest:,} numbers at their smallest ranks; a budget of "
-            f"{budget:,} leaves no room for them"
-        )
     low, high = _LEAST, _MOST
     for _ in range(_STEPS):
         price = (low * high) ** 0.5

@@ -194,7 +194,7 @@ class Filler:
         if missing:
             raise ValueError(
                 f"{shards.folder} has no tensor for {listed(missing)}; it has "
-                f"{listed(sorted(self.unused)) or 'no others'}: the files are of another model"
+                f"{listed(sorted(self.unused)) or 'no others'}: files or names of another model"
             )
 
     def read(self, like: Tensor) -> Tensor:

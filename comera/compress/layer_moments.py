@@ -102,8 +102,9 @@ class LayerMoments:
     """Means over the rows of a linear layer's input, or over the indices that a table looks up.
 
     ``inputs_II`` is the mean of ``x x^T``; for a table the diagonal, ``(I,)``: each row's share of
-    reads. ``grads_OO`` is the mean of ``g g^T``, g being the gradient of a row's own loss by the
-    layer's output, over the ``grad_rows`` rows that had one.
+    reads. ``grads_OO`` is the sum over the rows of a batch of ``g g^T``, g being the gradient by
+    the layer's output, times the terms that the loss is a mean of, which are the rows of the last
+    layer called. It is averaged over all batches by their terms, ``grad_rows`` together.
     """
 
     inputs_II: Tensor
@@ -117,14 +118,6 @@ class LayerMoments:
         if count:
             self.rows += count
             self.inputs_II.mul_(1 - count / self.rows).add_(square_II, alpha=1 / self.rows)
-
-    def add_grads(self, grad_NO: Tensor) -> None:
-        count = grad_NO.shape[0]
-        if count:
-            self.grad_rows += count
-            # The gradient of a mean over N rows is an N-th of that of a row's own loss.
-            share = count / self.grad_rows
-            add_square_(self.grads_OO, grad_NO, beta=1 - share, alpha=share * count)
 
 
 def add_square_(total_KK: Tensor, rows_NK: Tensor, beta: float = 1.0, alpha: float = 1.0) -> None:
@@ -196,8 +189,10 @@ def gather_moments(
     idle = [name for name, moments in found.items() if not moments.grad_rows]
     if idle:
         raise ValueError(f"the loss depends on no output of {', '.join(idle)}: exclude them")
+    whole = max(moments.grad_rows for moments in found.values())
     for moments in found.values():
         moments.batches = seen
+        moments.grads_OO.mul_(moments.grad_rows / whole)  # the last batches may not have called it
     if keep:
         _write(keep, layers, found, seen, complete=True)
     return found
@@ -271,6 +266,7 @@ def _watched(
     """Hook layers to add to their moments; yield the zeros that make outputs need a gradient."""
     first: list[Tensor] = []
     squares = _Squares()
+    before, terms = max(moments.grad_rows for moments in found.values()), 0
 
     def hook(name: str) -> Callable[..., Tensor]:
         def after(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
@@ -287,8 +283,13 @@ def _watched(
                 moments.add_inputs(*squares.of(args[0], moments.inputs_II.dtype))
 
             def take(grad: Tensor) -> None:
+                nonlocal terms
                 grad = grad if padding is None else grad.masked_fill(padding, 0)
-                moments.add_grads(torch.atleast_2d(grad).flatten(0, -2).to(moments.grads_OO.dtype))
+                grad_NO = torch.atleast_2d(grad).flatten(0, -2).to(moments.grads_OO.dtype)
+                if len(grad_NO):
+                    terms = terms or len(grad_NO)
+                    beta, moments.grad_rows = moments.grad_rows / (before + terms), before + terms
+                    add_square_(moments.grads_OO, grad_NO, beta, terms**2 / moments.grad_rows)
 
             # A view that is changed in place afterwards, as by relu_, would lose its hook.
             output = torch.ops.aten._unsafe_view(output, output.shape)

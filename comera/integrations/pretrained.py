@@ -31,7 +31,7 @@ from comera.surgery.rows import append_rows_
 with needed_by("comera.integrations.transformers"):
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
     from transformers.quantizers import (
         HfQuantizer,
         register_quantization_config,
@@ -301,6 +301,9 @@ def _save_pretrained(
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, TensorTrainQuantizer):
         quantizer.given = state_dict
+        changes = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
+        if any("experts" not in name for each in changes for name in each.target_patterns):
+            kwargs.setdefault("save_original_format", False)  # it merges layers as if dense
     try:
         save = type(model).save_pretrained
         save(model, save_directory, is_main_process, state_dict, *args, **kwargs)

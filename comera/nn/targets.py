@@ -182,6 +182,7 @@ _ADAPTER = "adapters of PEFT stay what they are unless target_modules names them
 _SUBCLASS = (
     "a subclass of the torch layer may do more than the layer (comera.register_layer can tell)"
 )
+_QUANTIZED = "its weight is quantized, or another tensor that is not one of torch's own"
 _COMPUTED = (
     "the weight or the bias is made from others, such as by weight_norm, spectral_norm or prune"
 )
@@ -247,6 +248,8 @@ def find_targets(
             dense[_RESCALED].append(name)
         elif type(layer) not in _NAMED_TARGETS["all"] and not is_sharded(module.weight):
             dense[_SUBCLASS].append(name)
+        elif not is_sharded(module.weight) and hasattr(module.weight, "__tensor_flatten__"):
+            dense[_QUANTIZED].append(name)
         elif module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
             small = True
         else:

@@ -136,6 +136,20 @@ def test_tied_weights_are_left_alone():
     assert isinstance(model.body, TTLinear)
 
 
+@pytest.mark.filterwarnings("ignore")  # said while torchao is imported
+def test_quantized_weights_are_left_alone(trained, caplog):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = copy.deepcopy(trained)
+    quantize_(model[2], Int8WeightOnlyConfig())
+    comera.compress_(model, calibration(), budget=0.9, loss_fn=loss_fn)
+    comera.tensorize_(model, comera.TTConfig(rank=2, init="svd"))
+    assert list(map(type, model[::2])) == [TTLinear, nn.Linear, TTLinear]
+    for caller in ("compress_", "tensorize_"):
+        assert f"{caller} leaves 2 dense: its weight is quantized" in caplog.text
+
+
 def test_what_stays_dense_is_said_once_by_what_was_called(caplog):
     model, batches = Tied(), [torch.randint(0, 50, (40,))]
     model.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))

@@ -73,6 +73,33 @@ def test_a_layer_that_is_called_twice_counts_twice():
     assert (found["first"].rows, found["second"].rows) == (72, 36)
 
 
+def test_layers_of_other_numbers_of_rows_compare():
+    net, seen = Net(), {"first": [], "extra": [], "second": []}
+    net.extra = nn.Linear(7, 7)
+
+    def forward(x, extra=True):  # the second layer has a row for three rows of the first
+        first = net.first(x)
+        more = net.extra(first) if extra else first.new_zeros(())
+        second = net.second(torch.tanh((first + more).sum(1)))
+        return {"first": first, "extra": more, "second": second}
+
+    def own_loss(model, batch):
+        return F.cross_entropy(forward(batch[0], batch[2])["second"], batch[1])
+
+    data = [(x, y[:, 0], len(x) < 6) for x, y in batches()]  # of all layers one may not be called
+    found = gather_moments(net, layers(net) | {"extra": net.extra}, data, own_loss)
+    for xs, ys, extra in data:
+        for x, y in zip(xs[:, None], ys[:, None], strict=True):  # an example and its own loss
+            made = forward(x, extra)
+            loss = F.cross_entropy(made["second"], y)
+            for name in seen if extra else ("first", "second"):
+                (grad,) = torch.autograd.grad(loss, made[name], retain_graph=True)
+                seen[name].append(grad.flatten(0, -2))
+    for name, moments in found.items():
+        grads = torch.cat(seen[name])
+        torch.testing.assert_close(moments.grads_OO, grads.T @ grads / 12)
+
+
 @pytest.mark.parametrize(
     "change",
     [torch.relu_, lambda h: h.add_(1), lambda h: h[..., 2:].mul_(3), lambda h: h[0].zero_()],

@@ -58,7 +58,17 @@ def same(first, second):
     return True
 
 
+def in_other_pieces_than_its_files():
+    """A model whose q, k and v are one matrix in files, here of other ranks, one dense."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.NomicBertConfig(**sizes, intermediate_size=64, vocab_size=96)
+    settings = {"rank_pattern": {r".*q_proj": 3}, "exclude_modules": ["v_proj"]}
+    model = transformers.NomicBertModel(config)
+    return comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal", **settings))
+
+
 MADE = {
+    "q, k and v in one": in_other_pieces_than_its_files,
     "bert, truncated": lambda: truncated(bert()),
     "bert, a layer vanished": lambda: vanished(bert()),
     "llama, tied and truncated": lambda: truncated(llama()),
