@@ -153,7 +153,7 @@ class TTEmbeddingBag(TTTable):
             flat, starts = input, offsets.contiguous()
             known = _check_offsets(offsets, input.shape[0], self.include_last_offset)
             if self.include_last_offset:
-                flat, starts = input[: int(offsets[-1])] if known else input, offsets[:-1]
+                flat, starts = input[: int(offsets[-1])] if known else input, starts[:-1]
         check_range(input if input.dim() == 2 else flat, self.num_embeddings)
         if weights is not None:
             if self.mode != "sum":
