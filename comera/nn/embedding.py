@@ -185,8 +185,7 @@ class TTEmbeddingBag(TTTable):
             counted = (flat != self.padding_idx).to(dtype)
         if self.mode == "sum":
             return counted if weights is None else weights * counted
-        each = torch.arange(flat.shape[0], device=flat.device)
-        bag = torch.searchsorted(starts, each, right=True)
+        bag = bag_of_entries(starts, flat.shape[0]) + 1
         wide = counted.double() if flat.device.type == "cpu" else counted.float()
         sizes = wide.new_zeros(starts.shape[0] + 1).index_add_(0, bag, wide)
         return counted / sizes.clamp(min=1).index_select(0, bag).to(dtype)
