@@ -55,7 +55,7 @@ class Field:
 
     def code_of(self, value: Any) -> np.uint64:
         """Return the code of a value (None, NaN: an empty cell); ``ValueError`` for a wrong one."""
-        if isinstance(value, list | dict):
+        if isinstance(value, list | dict | np.ndarray):
             raise ValueError(f"{self.name} is {value!r}, expected a text or a number")
         value = "" if _pandas().isna(value) else value
         if not self.integers:

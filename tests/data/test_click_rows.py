@@ -172,6 +172,7 @@ def test_an_empty_cell_that_training_has_not_seen_is_unknown(tmp_path):
         ({"user": 1}, "'city' is missing: a row has user, city, and may have age"),
         ({"user": 1, "city": "Ulm", "town": 3}, "'town' is no column of the model"),
         ({"user": [1], "city": "Ulm"}, r"user is \[1\], expected a text or a number"),
+        ({"user": np.ones(2), "city": "Ulm"}, r"user is array.*, expected a text or a number"),
         ({"user": "x", "city": "Ulm"}, "user is 'x', expected a whole number"),
         ({"user": 2**70, "city": "Ulm"}, "expected a whole number"),
         ({"user": 1, "city": "Ulm", "age": "old"}, "age is 'old', expected a number"),
