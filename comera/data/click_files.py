@@ -55,11 +55,15 @@ class Field:
 
     def code_of(self, value: Any) -> np.uint64:
         """Return the code of a value (None, NaN: an empty cell); ``ValueError`` for a wrong one."""
-        if isinstance(value, list | dict):
+        if isinstance(value, list | dict | np.ndarray):
             raise ValueError(f"{self.name} is {value!r}, expected a text or a number")
         value = "" if _pandas().isna(value) else value
         if not self.integers:
-            return codes_of_text([str(value)])[0]
+            texts = [value if isinstance(value, bytes) else str(value)]
+            if isinstance(value, float) and value.is_integer():  # as pandas has 42 beside NaN
+                texts.append(str(int(value)))
+            codes = codes_of_text(texts)
+            return codes[np.isin(codes, self.codes).argmax()]
         try:  # int() raises for true and false, too
             number = _EMPTY if value == "" else int(str(value).removesuffix(".0"))
             return np.uint64(number) if number >= 0 else np.int64(number).astype(np.uint64)
@@ -88,28 +92,25 @@ class ClickRows:
         numbers = np.full((len(rows), len(self.continuous)), np.nan, np.float32)  # as in training
         codes = np.zeros((len(rows), len(self.fields)), np.uint64)
         names = [column.name for column in self.fields]
+        known = {*names, *self.continuous}
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise TypeError(
                     f"{row!r} must be a row, values by column: give a list of them, such as "
                     "frame.to_dict('records') of a data frame"
                 )
-            lost = [name for name in names if name not in row]
-            odd = [name for name in row if name not in names and name not in self.continuous]
-            if lost or odd:
-                what = (
-                    f"{lost[0]!r} is missing" if lost else f"{odd[0]!r} is no column of the model"
-                )
+            wrong = [f"{name!r} is missing" for name in names if name not in row]
+            wrong += [f"{name!r} is no column of the model" for name in row if name not in known]
+            if wrong:
                 more = f", and may have {', '.join(self.continuous)}" if self.continuous else ""
-                raise ValueError(f"{what}: a row has {', '.join(names)}{more}")
+                raise ValueError(f"{wrong[0]}: a row has {', '.join(names)}{more}")
             for k, name in enumerate(self.continuous):
                 numbers[number, k] = _number(name, row.get(name))
             for k, column in enumerate(self.fields):
                 codes[number, k] = column.code_of(row[column.name])
         found = [column.rows_of(codes[:, k]) for k, column in enumerate(self.fields)]
         places = np.stack(found, 1).astype(np.int64)
-        named = np.array([column.hash_rows is None for column in self.fields])
-        unknown = [np.array(names)[(line == RARE) & named].tolist() for line in places]
+        unknown = [np.array(names)[line == RARE].tolist() for line in places]
         continuous = transformed(numbers, self.transform, self.mean, self.spread)
         return torch.from_numpy(continuous), torch.from_numpy(places), unknown
 
@@ -156,7 +157,7 @@ def _number(name: str, value: Any) -> float:
     with contextlib.suppress(TypeError, ValueError):
         if _pandas().isna(value) or value == "":
             return np.nan
-        if not isinstance(value, bool) and abs(float(value)) <= float(np.finfo(np.float32).max):
+        if abs(float(value)) <= float(np.finfo(np.float32).max):
             return float(value)
     raise ValueError(f"{name} is {value!r}, expected a number that is finite")
 
@@ -353,6 +354,9 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
             )
         if len(column) != (rows := len(table[columns.label])):
             raise ValueError(f"{path}: {name} has {len(column)} values, the label {rows}")
+        for cell in column if column.dtype == object else ():
+            if isinstance(cell, list | dict | np.ndarray):
+                raise ValueError(f"{path}: {name} has {cell!r}, expected one value a row")
         if name not in columns.fields:
             with error_prefix(f"{path}: {name} must hold numbers: ", (TypeError, ValueError)):
                 table[name] = column.astype(np.float64)
@@ -372,10 +376,8 @@ def _pandas() -> Any:
     return pandas
 
 
-def codes_of_text(values: Sequence[Any]) -> np.ndarray:
-    array = np.empty(len(values), object)
-    array[:] = values
-    return _pandas().util.hash_array(array, categorize=True)
+def codes_of_text(values: Sequence[Any] | np.ndarray) -> np.ndarray:
+    return _pandas().util.hash_array(np.asarray(values, object), categorize=False)  # dates as text
 
 
 def _codes(values: "pd.Series") -> np.ndarray:

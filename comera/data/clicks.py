@@ -123,7 +123,7 @@ class Clicks:
         path = vocabulary.find_file(settings.file, click_files.EXPECTED)
         digests = settings.digests() if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
-        folder = cache_folder() / f"clicks-{vocabulary.short_digest([5, relevant])}"
+        folder = cache_folder() / f"clicks-{vocabulary.short_digest([6, relevant])}"
         if not (folder / _FACTS).is_file():
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock"):  # another run may be preparing the same
@@ -181,22 +181,20 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     skipped = sum(int(_load(chunk, "skipped")) for chunk in chunks)
     if skipped:
         log.warning("%s: %d malformed lines were left out", path, skipped)
-    training = np.zeros(len(labels), bool)
-    training[splits["train"]] = True
     fields, sizes = np.empty((len(labels), len(columns.fields)), np.int32), []
     integers, known = _load(chunks[0], "integers"), []
     # One field at a time: the codes of all of them, 64 bits each, may be more than memory holds.
     for k, name in enumerate(columns.fields):
         values = np.concatenate([_load(chunk, f"field{k}") for chunk in chunks])
-        numbered, size = _numbered(name, bool(integers[k]), values[training], settings)
+        numbered, size = _numbered(name, bool(integers[k]), values[splits["train"]], settings)
         fields[:, k] = numbered.rows_of(values)
         sizes.append(size)
         known.append(numbered)
     continuous = np.concatenate([_load(chunk, "continuous") for chunk in chunks])
-    finite = np.where(np.isfinite(continuous), continuous, np.nan)[training]
     with warnings.catch_warnings():  # a column may be empty in the training rows
         warnings.simplefilter("ignore", RuntimeWarning)
-        scale = tuple(np.nan_to_num(of(finite, 0, dtype=float)) for of in (np.nanmean, np.nanstd))
+        seen = continuous[splits["train"]]
+        scale = tuple(np.nan_to_num(of(seen, 0, dtype=float)) for of in (np.nanmean, np.nanstd))
     arrays = {
         "labels": labels,
         "fields": fields,

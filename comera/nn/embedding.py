@@ -153,7 +153,7 @@ class TTEmbeddingBag(TTTable):
             flat, starts = input, offsets.contiguous()
             known = _check_offsets(offsets, input.shape[0], self.include_last_offset)
             if self.include_last_offset:
-                flat, starts = input[: int(offsets[-1])] if known else input, offsets[:-1]
+                flat, starts = input[: int(offsets[-1])] if known else input, starts[:-1]
         check_range(input if input.dim() == 2 else flat, self.num_embeddings)
         if weights is not None:
             if self.mode != "sum":
@@ -185,8 +185,7 @@ class TTEmbeddingBag(TTTable):
             counted = (flat != self.padding_idx).to(dtype)
         if self.mode == "sum":
             return counted if weights is None else weights * counted
-        each = torch.arange(flat.shape[0], device=flat.device)
-        bag = torch.searchsorted(starts, each, right=True)
+        bag = bag_of_entries(starts, flat.shape[0]) + 1
         wide = counted.double() if flat.device.type == "cpu" else counted.float()
         sizes = wide.new_zeros(starts.shape[0] + 1).index_add_(0, bag, wide)
         return counted / sizes.clamp(min=1).index_select(0, bag).to(dtype)

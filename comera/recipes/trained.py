@@ -1,7 +1,6 @@
 """Load finished runs and sweeps as Python objects."""
 
 import contextlib
-import io
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -186,10 +185,9 @@ def export(run: TrainedRun, path: Path) -> str:
         shapes = (tuple(sizes),)
         if path.suffix == ".pt2":
             program = torch.export.export(model, inputs, dynamic_shapes=shapes)
-            written = io.BytesIO()  # a path would have to end in .pt2, and the temporary's does not
-            torch.export.save(program, written)
-            with replacing(path) as temporary:
-                temporary.write_bytes(written.getbuffer())
+            # a path would have to end in .pt2, and the temporary's does not
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                torch.export.save(program, file)
         else:
             _to_onnx(model, inputs, shapes, path)
     return f"wrote {_FORMS[path.suffix]} to {path}, {path.stat().st_size:,} bytes"

@@ -185,10 +185,13 @@ class FactoredTable(PlainWhenPickled):
             rows = torch.where(counted, rows, 0 if mode != "max" else -torch.inf)
             rows = torch.cat([rows, counted.to(rows.dtype)], -1)
             mode = "max" if mode == "max" else "sum"
+        with_end = self.include_last_offset and isinstance(offsets, Tensor)  # no proxy of a tracer
         bags = F.embedding_bag(
             entries, rows, offsets, mode=mode, per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
+            include_last_offset=self.include_last_offset and not with_end,
         )  # fmt: skip
+        if with_end:  # torch may count entries after the last offset in the last bag
+            bags = bags[:-1]
         if self.padding_idx is None or self.mode == "sum":
             return bags[:, : self.embedding_dim]
         bags, count = bags[:, : self.embedding_dim], bags[:, self.embedding_dim :]

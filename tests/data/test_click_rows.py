@@ -102,6 +102,7 @@ def test_what_is_missing_is_an_empty_cell(tmp_path):
         np.array([42.0, np.nan]),
         np.array([42.0, np.inf]),
         np.array([b"a", b"b"]),
+        np.array(["2024-01-01", "2024-01-02"], "datetime64[s]"),
     ],
     ids=lambda values: str(values.dtype),
 )
@@ -110,10 +111,32 @@ def test_typed_values_are_found_again(tmp_path, values):
     np.savez(path, rating=np.arange(40) % 5, user=np.resize(values, 40), age=np.ones(40))
     data = Clicks.prepare(settings(path))
     plain = [v.decode() if isinstance(v, bytes) else v for v in values.tolist()]
-    rows = [{"user": None if v != v else v} for v in plain]  # NaN is what JSON has null for
+    for cells in (plain, values.tolist()):
+        rows = [{"user": None if v != v else v} for v in cells]  # NaN is what JSON has null for
+        _, fields, unknown = data.categories.encode(rows)
+        assert unknown == [[], []]
+        assert torch.equal(fields, data._rows(np.arange(2))["fields"])
+
+
+def test_numbers_that_pandas_reads_beside_empty_cells_are_found_again(tmp_path):
+    path = tmp_path / "clicks.csv"
+    text = "".join(f"{k % 5},{k % 7 or ''},{'7.0' if k % 2 else '1.5'},1\n" for k in range(40))
+    path.write_text("rating,user,city,age\n" + text)
+    data = Clicks.prepare(settings(path))
+    frame = pd.read_csv(path)
+    assert frame["user"].dtype == np.float64
+    rows = frame.drop(columns="rating").to_dict("records")
     _, fields, unknown = data.categories.encode(rows)
-    assert unknown == [[], []]
-    assert torch.equal(fields, data._rows(np.arange(2))["fields"])
+    assert not any(unknown)
+    assert torch.equal(fields, data._rows(np.arange(40))["fields"])
+
+
+def test_truth_values_are_numbers_as_in_training(tmp_path):
+    ages = np.resize([True, False, False], 40)
+    np.savez(tmp_path / "a.npz", rating=np.arange(40) % 5, user=np.ones(40), age=ages)
+    data = Clicks.prepare(settings(tmp_path / "a.npz", transform="standard"))
+    continuous, _, _ = data.categories.encode([{"user": 1, "age": age} for age in ages.tolist()])
+    assert torch.equal(continuous, data._rows(np.arange(40))["continuous"])
 
 
 def test_whole_numbers_are_the_same_beside_empty_cells(tmp_path):
@@ -149,10 +172,10 @@ def test_an_empty_cell_that_training_has_not_seen_is_unknown(tmp_path):
         ({"user": 1}, "'city' is missing: a row has user, city, and may have age"),
         ({"user": 1, "city": "Ulm", "town": 3}, "'town' is no column of the model"),
         ({"user": [1], "city": "Ulm"}, r"user is \[1\], expected a text or a number"),
+        ({"user": np.ones(2), "city": "Ulm"}, r"user is array.*, expected a text or a number"),
         ({"user": "x", "city": "Ulm"}, "user is 'x', expected a whole number"),
         ({"user": 2**70, "city": "Ulm"}, "expected a whole number"),
         ({"user": 1, "city": "Ulm", "age": "old"}, "age is 'old', expected a number"),
-        ({"user": 1, "city": "Ulm", "age": True}, "age is True, expected a number"),
         ({"user": 1, "city": "Ulm", "age": 1e40}, r"age is 1e\+40, expected a number"),
         ({"user": 1, "city": "Ulm", "age": "inf"}, "age is 'inf', expected a number"),
     ],

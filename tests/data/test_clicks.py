@@ -271,6 +271,14 @@ def test_columns_of_an_archive_have_a_value_a_row(tmp_path, name, odd):
         Clicks.prepare(settings(tmp_path / "a.npz"))
 
 
+def test_a_column_of_lists_is_named(tmp_path, monkeypatch):
+    frame = pd.DataFrame({"rating": [1, 2], "user": [np.array([1, 2]), None]})
+    monkeypatch.setattr(pd, "read_parquet", lambda *_, **__: frame)
+    columns = click_files.Columns("rating", (), ("user",))
+    with pytest.raises(ValueError, match=r"user has array\(\[1, 2\]\), expected one value a row"):
+        click_files._typed_frame(tmp_path / "a.parquet", columns)
+
+
 def test_labels_of_one_kind_are_noticed(tmp_path, caplog):
     path = tmp_path / "a.csv"
     table().assign(rating=5).to_csv(path, index=False)

@@ -21,6 +21,7 @@ from comera.data.text import TextStreams
 from comera.planning import machine
 from comera.recipes.cli import main
 from comera.recipes.tasks.task import task_of
+from comera.recipes.trained import predictions
 from comera.train.log import read_metrics
 from tests.data.test_clicks import table
 from tests.data.test_nli import pairs, write_snli
@@ -256,10 +257,14 @@ def test_a_click_is_predicted_from_the_values_of_its_row(folder, capsys):
     every = data._rows(np.arange(200))
     with torch.no_grad():
         wanted = run.model(every["continuous"], every["fields"]).sigmoid()
+        run.model.top[-1].bias.sub_(9)
+        rare = run.model(every["continuous"], every["fields"])[0].sigmoid()
     assert found[0]["probability"] == pytest.approx(float(wanted[0]), abs=6e-5)
     for k in range(2, 200):
         assert found[k]["probability"] == pytest.approx(float(wanted[k]), abs=6e-5)
     assert "user" in found[200]["unknown"]
+    (again,) = predictions(run, [json.dumps(rows[0])], 0)
+    assert again["probability"] == pytest.approx(float(rare), rel=1e-3)
 
 
 def test_a_run_of_clicks_that_kept_no_categories_is_named(folder, tmp_path, capsys):

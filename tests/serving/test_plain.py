@@ -171,6 +171,11 @@ def test_bags_are_asked_as_those_of_torch(mode, padding_idx, include_last_offset
         offsets = torch.tensor(offsets if include_last_offset else offsets[:-1])
         torch.testing.assert_close(plain(flat, offsets), table(flat, offsets), **CLOSE)
     torch.testing.assert_close(plain(flat[None]), table(flat[None]), **CLOSE)
+    if include_last_offset:
+        offsets = torch.tensor([0, 2, 5])
+        torch.testing.assert_close(plain(flat, offsets), table(flat, offsets), **CLOSE)
+        padded = torch.tensor([1, 1, 5, 7, 1, 0, 0])
+        torch.testing.assert_close(plain(padded, offsets), plain(flat, offsets), **CLOSE)
     if mode == "sum":
         weights = torch.rand(1, 7)
         torch.testing.assert_close(

@@ -107,7 +107,7 @@ class ClicksTask(Task):
             )
         *inputs, unknown = self.vocabulary.encode([row])
         probability = float(logits_of(model, *inputs)[0].sigmoid())
-        found: dict[str, Any] = {"probability": round(probability, 4)}
+        found: dict[str, Any] = {"probability": float(f"{probability:.4g}")}  # clicks may be rare
         return found | ({"unknown": unknown[0]} if unknown[0] else {})
 
 
