@@ -215,7 +215,8 @@ class TwoStage(RankLearning):
             log.warning(
                 "the rank objective did not bring the cores to the target of %d entries by "
                 "itself: %d ranks that were still open were closed, and the loss may have jumped. "
-                "Train on, or give the stages more steps or a higher gate learning rate",
+                "Train on, or give the stages more steps or a higher gate learning rate, such "
+                "as 1.5 / (target * late_steps)",
                 self.target_size, outcome["forced"],
             )  # fmt: skip
         return outcome
