@@ -63,7 +63,7 @@ class Field:
             if isinstance(value, float) and value.is_integer():  # as pandas has 42 beside NaN
                 texts.append(str(int(value)))
             codes = codes_of_text(texts)
-            return codes[np.isin(codes, self.codes).argmax()]
+            return codes[(self.rows_of(codes) != RARE).argmax()]
         try:  # int() raises for true and false, too
             number = _EMPTY if value == "" else int(str(value).removesuffix(".0"))
             return np.uint64(number) if number >= 0 else np.int64(number).astype(np.uint64)
@@ -354,7 +354,7 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
             )
         if len(column) != (rows := len(table[columns.label])):
             raise ValueError(f"{path}: {name} has {len(column)} values, the label {rows}")
-        for cell in column if column.dtype == object else ():
+        for cell in column if pd.api.types.infer_dtype(column).startswith("mixed") else ():
             if isinstance(cell, list | dict | np.ndarray):
                 raise ValueError(f"{path}: {name} has {cell!r}, expected one value a row")
         if name not in columns.fields:

@@ -1,6 +1,7 @@
 import copy
 import itertools
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -136,13 +137,11 @@ def test_tied_weights_are_left_alone():
     assert isinstance(model.body, TTLinear)
 
 
-@pytest.mark.filterwarnings("ignore")  # said while torchao is imported
 def test_quantized_weights_are_left_alone(trained, caplog):
-    pytest.importorskip("torchao", reason="torchao is not installed")
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
+    with warnings.catch_warnings(action="ignore"):  # said while torchao is imported
+        torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model = copy.deepcopy(trained)
-    quantize_(model[2], Int8WeightOnlyConfig())
+    torchao.quantize_(model[2], torchao.Int8WeightOnlyConfig())
     comera.compress_(model, calibration(), budget=0.9, loss_fn=loss_fn)
     comera.tensorize_(model, comera.TTConfig(rank=2, init="svd"))
     assert list(map(type, model[::2])) == [TTLinear, nn.Linear, TTLinear]
