@@ -49,7 +49,7 @@ comera.tensorize_(model, layers)  # 2
 trainer = transformers.Trainer(
     model, args, train_dataset=rows(4096, 0), eval_dataset=rows(512, 1), compute_metrics=accuracy
 )
-learn_ranks_(trainer, comera.TwoStage(model, 0.6, early_steps=60, late_steps=60), gate_lr=0.05)  # 3
+learn_ranks_(trainer, comera.TwoStage(model, 0.6, early_steps=60, late_steps=60))  # 3
 trainer.train()
 print(trainer.evaluate())
 trainer.save_model("small-bert")

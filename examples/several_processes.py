@@ -34,11 +34,11 @@ dense = sum(param.numel() for param in model.parameters())
 comera.tensorize_(model, comera.TTConfig(rank=24, init="orthogonal"))
 small = sum(param.numel() for param in model.parameters())
 
-optimizer = comera.MuonAdamW(comera.param_groups(model, lr=3e-3, gate_lr=5e-2))
-ranks = comera.TwoStage(model, target=0.6, early_steps=60, late_steps=40)
+ranks = comera.TwoStage(model, target=0.6, early_steps=60, late_steps=60)
+optimizer = comera.MuonAdamW(comera.param_groups(model, lr=3e-3, gate_lr=ranks.gate_lr))
 parallel = nn.parallel.DistributedDataParallel(model)
 step = comera.TrainStep(parallel, loss_fn, optimizer, ranks)
-for number in range(150):
+for number in range(170):
     loss = step(batch(number))  # the mean over all processes
     if ranks.due:
         ranks.finish_(optimizer)  # in all of them, to the same ranks

@@ -57,7 +57,9 @@ def set_optimizer_groups_(trainer: Any, gate_lr: float = 1e-3) -> None:
     trainer.create_optimizer = create_optimizer
 
 
-def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) -> "RankCallback":
+def learn_ranks_(
+    trainer: Any, ranks: RankLearning, *, gate_lr: float | None = None
+) -> "RankCallback":
     """Add rank learning to a trainer whose model was converted by :func:`comera.tensorize_`.
 
     A callback adds the terms of ``ranks`` to the loss; the logged loss is unchanged. When ``ranks``
@@ -68,7 +70,8 @@ def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) ->
         trainer: A ``transformers.Trainer`` or an instance of a subclass, before training.
         ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of the trainer's
             model; its numbers of steps count optimizer steps.
-        gate_lr: Learning rate of the gates, see :func:`set_optimizer_groups_`.
+        gate_lr: Learning rate of the gates, see :func:`set_optimizer_groups_`; by default what
+            ``ranks.gate_lr`` advises.
 
     Raises:
         ValueError: If ``ranks`` belongs to another model, the trainer learns ranks already, or
@@ -104,7 +107,7 @@ def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) ->
             "restore_callback_states_from_checkpoint=True makes all callbacks anew, this one too, "
             "and it would know of no model: leave it out, ranks go on from a checkpoint without it"
         )
-    set_optimizer_groups_(trainer, gate_lr)
+    set_optimizer_groups_(trainer, ranks.gate_lr if gate_lr is None else gate_lr)
     if isinstance(trainer.model, PreTrainedModel):
         attach_(trainer.model)
     callback = RankCallback(trainer, ranks)

@@ -63,7 +63,8 @@ def param_groups(
         model: Any model; frozen parameters are left out.
         lr: Learning rate of everything else.
         gate_lr: Rate of the gates, which are never decayed. Under Adam a gate falls from one to
-            zero, and its rank is pruned, in ``1 / gate_lr`` steps at best.
+            zero, and its rank is pruned, in ``1 / gate_lr`` steps at best;
+            :attr:`TwoStage.gate_lr <comera.TwoStage>` is a good one.
         core_lr: Rate of the tensor-train cores; ``lr`` if None.
         weight_decay: Decay of dense matrices only: not of cores, biases, norms or gates. If None,
             the decay given to the optimizer.

@@ -210,6 +210,7 @@ class RankLearning(ABC):
     method: ClassVar[str]
     _tensors: ClassVar[dict[str, str]]
     """Attributes, by name in states, of tensors that are None at the start."""
+    gate_lr: float = 2e-3  # advised for the gates, under Adam
     pace: float = 1  # what a usual step counts for: not 1 in a run by the clock
 
     def __init__(

@@ -32,8 +32,17 @@ _SMALLEST_SHARE = 0.1
 """A loss below this share of the goal counts as this much: when a model memorises, the size keeps
 its weight against the optimizer's memory of larger gradients."""
 
+_FASTEST = 0.02
+"""Largest advised rate of the gates, but for the shortest late stages."""
+
 _WORTH_SAYING = 0.02
 """Share of the live ranks that were closed while open above which a warning is logged."""
+
+
+def advised_gate_lr(target: float, late_steps: int) -> float:
+    """Return a rate at which Adam closes the gates that a target asks for in so many late steps."""
+    least, enough = 1.25 / late_steps, 1.5 / (target * late_steps)
+    return max(RankLearning.gate_lr, least, min(enough, _FASTEST))
 
 
 @dataclass
@@ -89,6 +98,8 @@ class TwoStage(RankLearning):
     Attributes:
         start_size: Entries of the cores when this object was made.
         target_size: Entries allowed at the end.
+        gate_lr: Learning rate of the gates for :func:`~comera.param_groups`, from the target and
+            the late steps: under Adam it lets enough ranks close by themselves.
         forced: Number of gates above 0.1 that :meth:`finish_` has closed; None before it ran.
 
     Raises:
@@ -127,6 +138,7 @@ class TwoStage(RankLearning):
         self.settings.check()
         super().__init__(model, target, early_steps + late_steps, min_rank, process_group)
         self.early_steps, self.late_steps = early_steps, late_steps
+        self.gate_lr = advised_gate_lr(target, late_steps)
         self._running_loss: Tensor | None = None
         self._late_goal: Tensor | None = None
         self._least_loss: Tensor | None = None  # follows from it
@@ -215,9 +227,9 @@ class TwoStage(RankLearning):
             log.warning(
                 "the rank objective did not bring the cores to the target of %d entries by "
                 "itself: %d ranks that were still open were closed, and the loss may have jumped. "
-                "Train on, or give the stages more steps or a higher gate learning rate, such "
-                "as 1.5 / (target * late_steps)",
-                self.target_size, outcome["forced"],
+                "Train on, or give the stages more steps or the gates a higher learning rate "
+                "(TwoStage.gate_lr advises %.2g)",
+                self.target_size, outcome["forced"], self.gate_lr,
             )  # fmt: skip
         return outcome
 

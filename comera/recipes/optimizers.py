@@ -18,9 +18,6 @@ from comera.recipes.parse import check_least
 
 Groups = list[dict[str, Any]]
 
-GATE_LR, FAST_GATE_LR = 2e-3, 2e-2
-"""Least and largest default rate of the rank gates, but for the shortest late stages."""
-
 _ADAFACTOR_EPS = (1e-15, 1e-3)
 """Epsilons of ``comera.GaLoreAdafactor``: torch's own keep no scale for small gradients."""
 

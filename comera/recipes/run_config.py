@@ -16,9 +16,9 @@ from comera.data.text import TextData
 from comera.extras import error_prefix
 from comera.nn.targets import TTConfig
 from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
-from comera.rank.learning import check_target
-from comera.rank.two_stage import TwoStage, TwoStageSettings
-from comera.recipes.optimizers import FAST_GATE_LR, GATE_LR, OptimizerConfig
+from comera.rank.learning import RankLearning, check_target
+from comera.rank.two_stage import TwoStage, TwoStageSettings, advised_gate_lr
+from comera.recipes.optimizers import OptimizerConfig
 from comera.recipes.parse import check_least
 
 _NOT_IDENTITY = {"identity": False}
@@ -370,14 +370,13 @@ class RunConfig:
         if settings.gate_lr is not None:
             return settings
         if self.two_stage is None:
-            settings.gate_lr = GATE_LR
+            settings.gate_lr = RankLearning.gate_lr
         elif steps is not None:  # so that Adam can close gates in the late stage
             late_steps = max(1, self.two_stage.stages(steps)[1])
-            least, enough = 1.25 / late_steps, 1.5 / (self.two_stage.target * late_steps)
-            settings.gate_lr = max(GATE_LR, least, min(enough, FAST_GATE_LR))
+            settings.gate_lr = advised_gate_lr(self.two_stage.target, late_steps)
             usual = settings.core_lr is None and settings.lr == settings.default_lr
             if usual and settings.name in _KEEP_UP:
-                settings.core_lr = max(settings.default_lr, least / 10)
+                settings.core_lr = max(settings.default_lr, 0.125 / late_steps)
         return settings
 
     @property

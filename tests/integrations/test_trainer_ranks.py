@@ -60,6 +60,17 @@ def test_it_trains_as_our_own_step_does(name, parts, tmp_path):
         torch.testing.assert_close(other, mine, rtol=1e-5, atol=1e-7, msg=key)
 
 
+def test_gates_have_the_advised_rate(tmp_path):
+    model = bert()
+    made = trainer(model, tmp_path)
+    ranks = comera.TwoStage(model, 0.5, early_steps=3, late_steps=500)
+    hf.learn_ranks_(made, ranks)
+    gate = ranks.size.gates[0]
+    groups = made.create_optimizer().param_groups
+    [rate] = [group["lr"] for group in groups if any(param is gate for param in group["params"])]
+    assert rate == ranks.gate_lr == pytest.approx(1.5 / (0.5 * 500))
+
+
 class Killed(Exception):
     pass
 

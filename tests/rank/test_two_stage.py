@@ -200,6 +200,14 @@ def test_what_was_forced_is_said(model, caplog):
     assert f"{outcome['forced']} ranks that were still open" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("target", "late", "rate"),
+    [(0.5, 1000, 3e-3), (0.9, 5000, 2e-3), (0.2, 100, 2e-2), (0.5, 10, 0.125)],
+)
+def test_an_advised_rate_lets_gates_close(model, target, late, rate):
+    assert comera.TwoStage(model, target, 5, late).gate_lr == pytest.approx(rate)
+
+
 def test_a_schedule_too_short_to_prune_is_warned_about(model, caplog):
     ranks = comera.TwoStage(model, 0.3, 50, 50)
     with caplog.at_level(logging.WARNING, "comera"):

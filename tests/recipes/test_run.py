@@ -138,10 +138,10 @@ def test_dead_gates_silence_a_model_and_nothing_else_does(kind):
 @pytest.mark.parametrize(
     ("steps", "given", "rates"),
     [
-        (60, {}, (1.25 / 24, 1.25 / 24 / 10)),
+        (60, {}, (1.25 / 24, 0.125 / 24)),
         (2000, {}, (1.5 / 400, 7e-4)),
         (60, {"lr": 1e-3}, (1.25 / 24, None)),
-        (60, {"name": "adamw"}, (1.25 / 24, 1.25 / 24 / 10)),
+        (60, {"name": "adamw"}, (1.25 / 24, 0.125 / 24)),
         (60, {"name": "sgd"}, (1.25 / 24, None)),
         (60, {"core_lr": 1e-3}, (1.25 / 24, 1e-3)),
         (60, {"gate_lr": 0.1}, (0.1, None)),
