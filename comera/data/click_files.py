@@ -86,8 +86,8 @@ class ClickRows:
 
         Rows are values by column. A number may be missing, None or NaN; a category may be None or
         NaN, which is an empty cell. A column counts as unknown if no or few training rows have its
-        category; such categories share a row. Raises ``ValueError`` if a column is missing, is not
-        one of the model's, or has a wrong value.
+        category; such categories share a row. Raises ``TypeError`` if a row is no mapping and
+        ``ValueError`` if a column is missing, not one of the model's, or has a wrong value.
         """
         numbers = np.full((len(rows), len(self.continuous)), np.nan, np.float32)  # as in training
         codes = np.zeros((len(rows), len(self.fields)), np.uint64)
