@@ -134,7 +134,7 @@ def renew_(wrapper: DistributedDataParallel) -> None:
 def versions_of(params: Sequence[Tensor]) -> list[int] | None:
     """Return counters that change if parameters are written to; None in ``inference_mode``."""
     try:
-        return [_fused_steps, *(param._version for param in params)]
+        return [_fused_steps, *[param._version for param in params]]
     except RuntimeError:  # an inference tensor
         return None
 
