@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from comera.optim.state_layout import unwrap
-from comera.rank.agreement import processes_of
+from comera.rank.agreement import mean_over, processes_of
 from comera.rank.learning import RankLearning
-from comera.train.data_parallel import mean_over
 
 log = logging.getLogger("comera")
 

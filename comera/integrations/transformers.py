@@ -14,7 +14,7 @@ from comera.allocator import reuse_by_default
 from comera.extras import needed_by
 from comera.integrations.pretrained import TensorTrainConfig, attach_
 from comera.integrations.rank_steps import RankSteps
-from comera.nn.module import tensor_trains
+from comera.nn.module import dtype_name, dtype_of, tensor_trains
 from comera.rank.learning import RankLearning
 from comera.shapes import is_number
 
@@ -125,7 +125,7 @@ class RankCallback(RankSteps, TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return the state of rank learning for JSON, whose numbers hold all dtypes exactly."""
         ranks = {
-            key: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+            key: {"dtype": dtype_name(value), "values": value.tolist()}
             if isinstance(value, Tensor)
             else value
             for key, value in self.ranks.state_dict().items()
@@ -141,7 +141,7 @@ class RankCallback(RankSteps, TrainerCallback, ExportableState):
                 "without learn_ranks_, and ranks cannot go on from there"
             )
         ranks = {
-            key: torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]))
+            key: torch.tensor(value["values"], dtype=dtype_of(value))
             if isinstance(value, dict)
             else value
             for key, value in saved["attributes"]["ranks"].items()

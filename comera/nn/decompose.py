@@ -86,10 +86,10 @@ def tt_svd(
     return [*cores, rest.reshape(left, sizes[-1], 1)]
 
 
-def balance(cores: list[Tensor], sweeps: int = 2) -> list[Tensor]:
+def balance(cores: list[Tensor]) -> list[Tensor]:
     """Scale each rank so that its slices of both adjacent cores have equal norm."""
     cores = list(cores)
-    for _ in range(sweeps):
+    for _ in range(2):
         for k in range(len(cores) - 1):
             before = cores[k].flatten(0, -2).norm(dim=0)
             after = cores[k + 1].flatten(1).norm(dim=1)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from comera.nn.feed_forward_parts import may_fuse, path_of
 from comera.nn.fused import factors_together, grouped_linear
+from comera.nn.module import linear_of
 from comera.nn.swap import swap_layers_
 from comera.ops.context import is_ordinary
 
@@ -131,10 +132,8 @@ def _scaled(name: str, table: Any) -> nn.Module:
 
 
 def _as_linear(weight: Tensor, layer: Any) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
-    linear.weight = nn.Parameter(weight, layer.weight.requires_grad)
-    linear.bias = layer.bias
-    return linear.train(layer.training)
+    param = nn.Parameter(weight, layer.weight.requires_grad)
+    return linear_of(param, layer.bias).train(layer.training)
 
 
 def _conv1d_of_linear(linear: nn.Linear) -> Any:
@@ -359,12 +358,10 @@ def _linears(fused: Any, name: str) -> Iterator[nn.Linear]:
     weights = getattr(fused, name)
     biases = getattr(fused, f"{name}_bias") if fused.has_bias else None
     for expert in range(len(weights)):
-        weight = _turned(fused, weights.detach()[expert])
-        linear = nn.Linear(weight.shape[1], weight.shape[0], biases is not None, "meta")
-        linear.weight = nn.Parameter(weight, weights.requires_grad)
+        weight, bias = _turned(fused, weights.detach()[expert]), None
         if biases is not None:
-            linear.bias = nn.Parameter(biases.detach()[expert], biases.requires_grad)
-        yield linear
+            bias = nn.Parameter(biases.detach()[expert], biases.requires_grad)
+        yield linear_of(nn.Parameter(weight, weights.requires_grad), bias)
 
 
 def _turned(fused: Any, weight: Tensor) -> Tensor:

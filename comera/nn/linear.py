@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name, linear_of
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
 from comera.ops.contract_cores import contract_cores, contract_layer
 from comera.ops.dispatch import is_eager
@@ -103,16 +103,11 @@ class CompressedLinear(TensorTrainModule):
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
         """Return a :class:`torch.nn.Linear` with this layer's dense weight and bias."""
-        like = self.cores[0]
-        dense = nn.Linear(  # on meta, where nothing is drawn
-            self.in_features, self.out_features, self.bias is not None, "meta", like.dtype
-        ).to_empty(device=like.device)
-        dense.weight.copy_(self.weight)
-        dense.weight.requires_grad_(any(core.requires_grad for core in self.cores))
-        if self.bias is not None:
-            dense.bias.copy_(self.bias)
-            dense.bias.requires_grad_(self.bias.requires_grad)
-        return dense.train(self.training)
+        weight, bias = self.weight.clone(), self.bias
+        if bias is not None:
+            bias = nn.Parameter(bias.to(weight, copy=True), bias.requires_grad)
+        trained = any(core.requires_grad for core in self.cores)
+        return linear_of(nn.Parameter(weight, trained), bias).train(self.training)
 
     @classmethod
     @torch.no_grad()

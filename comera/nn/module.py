@@ -453,6 +453,14 @@ class TensorTrainModule(WeightByAssignment):
         return f"modes={self._modes.describe_modes()}, ranks={list(self.ranks)}, {size}"
 
 
+def linear_of(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    """Make a torch layer with these very parameters."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, "meta")
+    linear.weight = weight
+    linear.register_parameter("bias", bias)
+    return linear
+
+
 def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 

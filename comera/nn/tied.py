@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.dense_weight import WeightByAssignment
-from comera.nn.module import dtype_name, dtype_of
+from comera.nn.module import dtype_name, dtype_of, linear_of
 from comera.nn.table import TTTable
 
 
@@ -71,7 +71,4 @@ class TiedTTLinear(TableHead):
     @torch.no_grad()
     def to_dense(self, weight: nn.Parameter) -> nn.Linear:
         """Return a :class:`torch.nn.Linear` with the given ``weight`` and this layer's bias."""
-        dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
-        dense.weight = weight
-        dense.register_parameter("bias", self.bias)
-        return dense.train(self.training)
+        return linear_of(weight, self.bias).train(self.training)

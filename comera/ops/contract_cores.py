@@ -128,10 +128,9 @@ def contract_cores(
     num_layers: int,
     split: int,
     threshold: float,
-    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Contract one group by :func:`contract_groups`, given the attributes of :class:`Chains`."""
-    group = Chains(cores, gates, biases, num_layers, split, threshold, dtype=dtype)
+    group = Chains(cores, gates, biases, num_layers, split, threshold)
     left_GIR, right_GRO = contract_groups([group])
     return left_GIR, right_GRO
 

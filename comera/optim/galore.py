@@ -259,7 +259,7 @@ class GaLore(Optimizer):
             return param, None, factor, grad
         matrix = decayed.flatten(1)
         self._refresh(param, matrix, group)
-        bases = self._bases(param)
+        bases = _bases(self.state[param])
         if bases:
             with without_autocast(matrix):
                 low = into(matrix, bases)
@@ -270,12 +270,13 @@ class GaLore(Optimizer):
         for param, stand_in, factor, _ in begun:
             if stand_in is not None and stand_in.grad is not None:
                 with without_autocast(param):
-                    add_out_of_(param, stand_in.data * factor, self._bases(param))
+                    add_out_of_(param, stand_in.data * factor, _bases(self.state[param]))
                 _release(stand_in)
 
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any]) -> None:
         """Count a step of a parameter; recompute its subspace every ``update_proj_gap`` steps."""
-        state, old = self.state[param], self._bases(param)
+        state = self.state[param]
+        old = _bases(state)
         count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64, device="cpu"))
         steps = int(count)  # on the CPU: nothing waits for the device
         if old and steps % group["update_proj_gap"]:
@@ -293,10 +294,6 @@ class GaLore(Optimizer):
         count += 1
         bases = new_bases(grad_MN, group["rank"], group["proj_type"], steps)
         state.update({_OURS + side: basis for side, basis in bases.items()})
-
-    def _bases(self, param: Tensor) -> dict[str, Tensor]:
-        state = self.state.get(param, {})
-        return {side: state[_OURS + side] for side in ("left", "right") if _OURS + side in state}
 
     def _decayed(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """Decay a parameter as the inner optimizer would; return the gradient to step by."""
@@ -357,8 +354,7 @@ class GaLore(Optimizer):
                 )
             for k, param in zip(theirs["params"], mine["params"], strict=False):
                 params[k], entries = param, state.get(k, {})
-                sides = [side for side in ("left", "right") if _OURS + side in entries]
-                found = {side: tuple(entries[_OURS + side].shape) for side in sides}
+                found = {side: tuple(basis.shape) for side, basis in _bases(entries).items()}
                 wanted, here = {}, "where it is not projected"
                 if param in self._stand_ins:
                     projected.append(entries)
@@ -444,6 +440,10 @@ def _split(entries: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the inner optimizer keeps in a state, and what GaLore does."""
     ours = {key: x for key, x in entries.items() if key.startswith(_OURS)}
     return {key: x for key, x in entries.items() if key not in ours}, ours
+
+
+def _bases(entries: dict[str, Any]) -> dict[str, Tensor]:
+    return {side: entries[_OURS + side] for side in ("left", "right") if _OURS + side in entries}
 
 
 def _as_list(params: Any) -> list[Any]:

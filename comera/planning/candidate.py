@@ -127,14 +127,9 @@ class Work:
         raise NotImplementedError
 
     def fill_width(self, name: str, modes: int) -> None:
-        """Set the attribute ``name`` to the product of the modes if None, check it otherwise."""
-        width = getattr(self, name)
-        if width is None:
+        """Set the attribute ``name`` to the product of the modes if it is None."""
+        if getattr(self, name) is None:
             object.__setattr__(self, name, modes)  # the subclasses are frozen
-        elif not 1 <= width <= modes:
-            raise ValueError(
-                f"{name}={width} must be between 1 and {modes}, what the modes multiply to"
-            )
 
     def cores(self) -> dict[str, int]:
         """Return the size of each core by name."""

@@ -45,8 +45,6 @@ class Lookup(Work):
         self.fill_width("embedding_dim", self.shape.num_cols)
         if self.distinct is None:
             object.__setattr__(self, "distinct", min(self.tokens, self.num_embeddings))
-        if not 1 <= self.distinct <= self.tokens:
-            raise ValueError(f"distinct={self.distinct} must be between 1 and tokens={self.tokens}")
 
     def __str__(self) -> str:
         return (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.params import wrappers_of
@@ -84,6 +84,15 @@ def from_all(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
     found: list[Any] = [None] * len(ranks)
     dist.all_gather_object(found, mine, group=group)
     return dict(zip(ranks, found, strict=True))
+
+
+def mean_over(group: "dist.ProcessGroup | None", value: Tensor) -> Tensor:
+    """Average a tensor over the processes of a group; without a group return it as it is."""
+    if group is None:
+        return value
+    mean = value / dist.get_world_size(group)
+    dist.all_reduce(mean, group=group)
+    return mean
 
 
 def _difference(one: tuple[Any, Any], other: tuple[Any, Any]) -> str | None:

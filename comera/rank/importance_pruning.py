@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from comera.optim.state_layout import AnyOptimizer
-from comera.rank.agreement import processes_of
+from comera.rank.agreement import mean_over, processes_of
 from comera.rank.learning import AllGates, RankLearning, check_steps
 from comera.rank.prune import check_min_keep
 from comera.shapes import check_min_rank
@@ -154,13 +154,9 @@ class ImportancePruning(RankLearning):
             for k, gate in enumerate(gates)
         ]
         self._lost.clear()
-        lost = torch.cat(parts)
         if isinstance(group, str):  # in a loop of one's own, which is not of TrainStep
             self.process_group = group = processes_of(self.model)
-        if group is not None:
-            lost /= dist.get_world_size(group)
-            dist.all_reduce(lost, group=group)
-        square = lost.square()
+        square = mean_over(group, torch.cat(parts)).square()
         if self._mean is None or self._mean.shape != square.shape:
             self._mean = torch.zeros_like(square)
         self._mean = self._mean.to(square)

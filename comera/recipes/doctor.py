@@ -15,7 +15,6 @@ from comera.allocator import reuse_freed_memory
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
 from comera.ops.kernels import choose, launch, nvrtc
-from comera.ops.kernels.nvrtc import KernelError
 from comera.planning.printing import show_seconds
 from comera.shapes import check_whole_numbers
 
@@ -108,7 +107,7 @@ def _found() -> Table:
 def _or_problem(call: Callable[[], str]) -> str:
     try:
         return call()
-    except (KernelError, RuntimeError) as problem:
+    except RuntimeError as problem:
         return str(problem)
 
 
@@ -119,7 +118,7 @@ def _kernels() -> Table:
         compiled = {path.stem.split("-")[1] for path in cubins}
         try:  # those of the source as it is now
             archs = sorted(arch for arch in compiled if nvrtc.cubin_path(file, arch).is_file())
-        except (KernelError, RuntimeError):
+        except RuntimeError:
             archs = []
         table.add_row(f"{file}.cu", "\n".join(nvrtc.entries(file)), ", ".join(archs) or "-")
     return table

@@ -40,10 +40,7 @@ _CLASSES: dict[str, Any] = {
     )
 }  # fmt: skip
 
-_DAMAGE = (
-    AttributeError, KeyError, NotImplementedError, OverflowError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
+_DAMAGE = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 """Errors that constructors raise for impossible sizes."""
 
 

@@ -22,12 +22,11 @@ from comera.nn.module import check_unsharded, dtype_name
 from comera.nn.targets import TTConfig
 from comera.params import Undisturbed, checksum
 from comera.saved.description import check_description, describe, fill_, rebuild_
-from comera.saved.shards import write_tensors
+from comera.saved.shards import WEIGHTS, write_tensors
 from comera.serving.freeze import refuse_training_
 
 log = logging.getLogger("comera")
 
-WEIGHTS = "model.safetensors"
 DESCRIPTION = "comera.json"
 _KEY = "comera"
 """Key of the description in the header of the weights."""

@@ -13,7 +13,7 @@ from comera.extras import listed
 from comera.params import bytes_of
 
 INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
+WEIGHTS = "model.safetensors"
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
@@ -34,7 +34,7 @@ class Shards:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
-        index, whole = self.folder / INDEX, self.folder / WHOLE
+        index, whole = self.folder / INDEX, self.folder / WEIGHTS
         if index.is_file():
             try:
                 found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -45,10 +45,10 @@ class Shards:
                 ) from None
         elif whole.is_file():
             with opened(whole) as file:
-                self.file_of = dict.fromkeys(file.keys(), WHOLE)
+                self.file_of = dict.fromkeys(file.keys(), WEIGHTS)
         else:
             there = "holds neither" if self.folder.is_dir() else "is no folder with"
-            raise FileNotFoundError(f"{self.folder} {there} {INDEX} nor {WHOLE}")
+            raise FileNotFoundError(f"{self.folder} {there} {INDEX} nor {WEIGHTS}")
         missing = [name for name in sorted(self.files) if not (self.folder / name).is_file()]
         if missing:
             raise FileNotFoundError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from comera.extras import listed, needed_by
 from comera.nn.forms import from_torch, split_names
 from comera.nn.linear import CompressedLinear, TTLinear
-from comera.nn.module import TensorTrainModule, check_model, check_unsharded
+from comera.nn.module import TensorTrainModule, check_model, check_unsharded, linear_of
 from comera.nn.swap import evaluation_mode, swap_layers_
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TiedTTLinear
@@ -315,11 +315,7 @@ class _Contraction:
 
 
 def _linear(weight: nn.Parameter, bias: Tensor | None = None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], False, "meta")
-    linear.weight = weight
-    if bias is not None:
-        linear.bias = _kept(bias)
-    return linear
+    return linear_of(weight, None if bias is None else _kept(bias))
 
 
 def _is_pointwise(layer: Any) -> bool:

@@ -68,8 +68,7 @@ class StepDescription:
             lines.append(f"graphs captured: {self.captures}; steps replayed: {self.replays}")
         if (found := self.contents) is not None:
             lines.append(f"memory of the graph: {found.pool_bytes:,} bytes")
-            if found.peak_bytes is not None:
-                lines.append(f"peak with all tensors outside it: {found.peak_bytes:,} bytes")
+            lines.append(f"peak with all tensors outside it: {found.peak_bytes:,} bytes")
             if found.nodes is None or found.kernels is None:
                 lines.append("its nodes can be counted with the package cuda-bindings")
             else:

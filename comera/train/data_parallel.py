@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from comera.params import renew_
 from comera.rank.agreement import from_all
@@ -86,15 +86,6 @@ class DataParallel:
 def unwrapped_model(model: nn.Module) -> nn.Module:
     """Return the model inside ``DistributedDataParallel``, or the model as it is."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
-    """Average a tensor over the processes of a group; without a group return it as it is."""
-    if group is None:
-        return value
-    mean = value / dist.get_world_size(group)
-    dist.all_reduce(mean, group=group)
-    return mean
 
 
 class Together:

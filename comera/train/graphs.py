@@ -16,14 +16,14 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 class Contents:
     """Number of ``nodes`` by kind and ``kernels`` by name in a recording; None if not countable.
 
-    ``pool_bytes`` is the memory of the recording and of those that share its pool. ``peak_bytes``
-    is that memory and all tensors outside of it, or None if not known.
+    ``pool_bytes`` is the memory of the recording and of those that share its pool, ``peak_bytes``
+    that memory and all tensors outside of it.
     """
 
     nodes: dict[str, int] | None
     kernels: dict[str, int] | None
     pool_bytes: int
-    peak_bytes: int | None = None
+    peak_bytes: int
 
 
 class CudaGraphs:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from comera.nn.module import tensor_trains
+from comera.ops.table.distinct_rows import bag_of_entries
 from comera.optim.state_layout import AnyOptimizer
 from comera.params import check_unflattened, is_sharded
 
@@ -45,12 +46,11 @@ class RowShardedBag(nn.EmbeddingBag):
             raise ValueError("indices (N,) need offsets, which say where bags begin")
         if offsets is None:
             count, entries = input.shape
-            indices_N = input.flatten()
-            bags_N = torch.arange(count, device=input.device).repeat_interleave(entries)
+            offsets = torch.arange(count, device=input.device) * entries
         else:
-            count, indices_N = len(offsets) - self.include_last_offset, input
-            places = torch.arange(len(input), device=input.device)
-            bags_N = torch.searchsorted(offsets, places, right=True) - 1
+            count = len(offsets) - self.include_last_offset
+        indices_N = input.flatten()
+        bags_N = bag_of_entries(offsets, len(indices_N))
         if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < self.num_embeddings:
             raise IndexError(f"an index is no row of {self.num_embeddings}")
         weight: Any = self.weight

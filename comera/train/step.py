@@ -23,10 +23,11 @@ from comera.ops.linear.fp8 import why_not_fp8
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.state_layout import AnyOptimizer, unwrap
 from comera.params import is_sharded
+from comera.rank.agreement import mean_over
 from comera.rank.learning import RankLearning, check_holds_cores
 from comera.shapes import check_whole_numbers, is_number
 from comera.train.capture import WARM_UP, Capture, StepDescription
-from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, Together, mean_over
+from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, Together
 from comera.train.graphs import CudaGraphs
 from comera.train.host_state import HostState
 from comera.train.rate_watch import EVERY, RateWatch

@@ -161,7 +161,7 @@ def test_torch_writes_factors_in_the_dtype_asked_for(dtype):
 
 
 def run_to(group, dtype):
-    factors = contract_cores(*group.arguments(), dtype=dtype)
+    factors = contract_groups([Chains(*group.arguments(), dtype=dtype)])
     return [*factors, *torch.autograd.grad(factors, group.params, cotangents(factors))]
 
 

@@ -240,9 +240,6 @@ def test_why_not(fresh, monkeypatch):
 
     monkeypatch.setattr(fp8_module, "fp8_product", fails)
     assert "_scaled_mm fails on cpu: no kernel for this" in why_not_fp8(torch.device("cpu"))
-    why_not_fp8.cache_clear()
-    monkeypatch.delattr(torch, "_scaled_mm")
-    assert "has no torch._scaled_mm" in why_not_fp8(torch.device("cpu"))
 
 
 def test_transposed_is_the_same_matrix():

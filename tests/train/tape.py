@@ -166,7 +166,7 @@ class Tape:
         kernels = {}
         for func, *_ in self.calls:
             kernels[str(func)] = kernels.get(str(func), 0) + 1
-        return Contents({"kernel": len(self.calls)}, kernels, 0)
+        return Contents({"kernel": len(self.calls)}, kernels, 0, 0)
 
 
 class Tapes:
