@@ -106,7 +106,11 @@ def peak(job: dict[str, Any]) -> dict[str, int]:
     device = torch.device(job["device"])
     train = _train_table if "table" in job else _train_model
     if job.get("tensors"):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        with profile(
+            activities=[ProfilerActivity.CPU],
+            profile_memory=True,
+            acc_events=True,  # torch 2.11 warns without, of several cycles
+        ) as seen:
             parameters = train(job, device)
         events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

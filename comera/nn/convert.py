@@ -42,7 +42,7 @@ _ALL_ROWS = (
     "tensorize_ plans each expert of %s with all %d rows of a batch: no module around them or "
     "config of theirs says how many experts a row goes to (%s)"
 )
-_GUESS = " by a default profile (`comera calibrate` measures this machine)"
+_GUESS = " by a default profile (`comera calibrate --device {}` measures this machine)"
 _ON_A_CARD = (
     "on a GPU compressed layers are many small calls: train by comera.TrainStep, which replays a "
     'step as one CUDA graph, or compile the model, by torch.compile(mode="reduce-overhead")'
@@ -228,7 +228,8 @@ def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], token
         texts.append(f"comera.plan(model) has {len(losing) - _NAMED_KINDS} more kinds")
     if losing:
         slower = any(max(plan.time_ratio, plan.eager_ratio or 0.0) > 1 for _, plan in losing)
-        guess = "" if losing[0][1].machine.measured else _GUESS
+        machine = losing[0][1].machine
+        guess = "" if machine.measured else _GUESS.format(machine.kind)
         level = logging.WARNING if slower else logging.INFO
         say_once(log, level, _LOSES, "; ".join(texts), tokens, guess)
     for held, share in shares.items():

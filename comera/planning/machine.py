@@ -211,13 +211,12 @@ def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None
     else:
         try:
             content = json.loads(path.read_text())
-            unknown = set(content) ^ {field.name for field in fields(Machine)}
-            if unknown:
+            if unknown := set(content) ^ {field.name for field in fields(Machine)}:
                 raise ValueError(f"the entries {sorted(unknown)} are missing or not known")
             return Machine(**{**content, "flops": tuple(content["flops"].items())})
         except (OSError, ValueError, TypeError, AttributeError) as error:
             problem = f"the profile {path} cannot be used ({error})"
-    log.info("%s: times are predicted from default numbers; run `comera calibrate`", problem)
+    log.info("%s: times come from defaults; run `comera calibrate --device %s`", problem, kind)
     return default_machine(kind)
 
 

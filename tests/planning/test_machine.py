@@ -50,7 +50,7 @@ def test_a_missing_profile_is_said_once(kind, said):
         assert load_machine(kind, "Nobody's", 1) == default_machine(kind)
     (line,) = said()
     assert line.startswith("no profile of this machine (Nobody's)")
-    assert "`comera calibrate`" in line
+    assert f"`comera calibrate --device {kind}`" in line
 
 
 def test_this_computer_has_a_name(said):

@@ -86,6 +86,7 @@ def test_a_model_is_told_who_wins_in_both_modes(on_a_card, caplog):
     (line,) = [r.getMessage() for r in caplog.records if "slower or larger" in r.getMessage()]
     assert "in a captured step" in line
     assert "in eager mode" in line
+    assert "`comera calibrate --device cuda`" in line
     text = str(comera.plan(model, tokens=4096))
     assert any("eager" in line for line in text.splitlines()[1:6])
     assert text.splitlines()[-1] == "the fastest: captured tensor trains, eager dense"
