@@ -339,6 +339,22 @@ def test_dense_weights_are_those_of_the_dense_model(folder, tmp_path, capsys):
     assert "must end in one of .pt2" in capsys.readouterr().err
 
 
+def test_names_in_brackets_are_shown(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "[old] runs/[a] b"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("train: {steps: 5}\n")
+    (run / "[my] notes").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    assert main(["list", "[old] runs"]) == 0
+    said = capsys.readouterr().out
+    assert "runs in [old] runs" in said
+    assert "│ [a] b │" in said
+    assert main(["list", "[old] runs/[a] b"]) == 0
+    said = capsys.readouterr().out
+    assert "the run in [old] runs/[a] b" in said
+    assert "│ [my] notes" in said
+
+
 def test_runs_and_their_files_are_listed(folder, capsys):
     assert main(["list"]) == 0
     rows = capsys.readouterr().out
