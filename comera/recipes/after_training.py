@@ -147,10 +147,10 @@ def _lines(file: str | None) -> Iterator[str]:
     """Yield the lines of a file or of the standard input, with surrogates for invalid bytes."""
     if file is None:
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="surrogateescape")
+            sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         yield from sys.stdin
         return
-    with Path(file).expanduser().open(encoding="utf-8", errors="surrogateescape") as lines:
+    with Path(file).expanduser().open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         yield from lines
 
 

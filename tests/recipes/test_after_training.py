@@ -1,5 +1,6 @@
 """What can be done with a finished run: loaded, evaluated, asked, exported, trained on."""
 
+import io
 import json
 import logging
 import os
@@ -242,6 +243,18 @@ def test_a_line_of_other_bytes_is_named_and_the_others_are_answered(folder, caps
     assert main(["predict", "runs/pairs", "/dev/null"]) == 0
     assert main(["predict", "runs/pairs", "runs"]) == 1
     assert "runs: Is a directory" in capsys.readouterr().err
+
+
+def test_a_mark_before_the_first_line_is_none_of_its_text(folder, monkeypatch, capsys):
+    lines = "".join(f"{LINES['pairs']}\n" * 2).encode("utf-8-sig")
+    Path("lines.txt").write_bytes(lines)
+    assert main(["predict", "runs/pairs", "lines.txt"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    assert main(["predict", "runs/pairs"]) == 0
+    assert len(set(capsys.readouterr().out.splitlines())) == 1
+    row = json.dumps({"user": "nobody", "city": "Ulm"})
+    Path("rows.jsonl").write_text(row, encoding="utf-8-sig")
+    assert main(["predict", "runs/clicks", "rows.jsonl"]) == 0
 
 
 def test_a_click_is_predicted_from_the_values_of_its_row(folder, capsys):
