@@ -42,11 +42,11 @@ def list_runs(folder: str = "runs", /, *, console: Console) -> None:
         console.print(runs_table(path))
         return
     size = Column("MB", justify="right")
-    table = Table("file", "what it is", size, title=f"the run in {path}")
+    table = Table("file", "what it is", size, title=escape(f"the run in {path}"))
     for file in sorted(path.iterdir(), key=lambda file: (file.name not in _FILES, file.name)):
         if file.name != ".lock":
             what = _FILES.get(file.name, "not written by comera train")
-            table.add_row(file.name, what, f"{_size(file) / _MB:.2f}")
+            table.add_row(escape(file.name), what, f"{_size(file) / _MB:.2f}")
     console.print(table)
 
 
@@ -86,7 +86,7 @@ def evaluate(
     if data:
         print_text(console, f"data: {data}")
     task = prepare_task(config, where, digests)
-    table = Table("", title=f"evaluation of {folder}")
+    table = Table("", title=escape(f"evaluation of {folder}"))
     columns: list[dict[str, float]] = []
     for name, trained in runs.items():
         for heading in (name, "as noted"):
@@ -147,10 +147,10 @@ def _lines(file: str | None) -> Iterator[str]:
     """Yield the lines of a file or of the standard input, with surrogates for invalid bytes."""
     if file is None:
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="surrogateescape")
+            sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         yield from sys.stdin
         return
-    with Path(file).expanduser().open(encoding="utf-8", errors="surrogateescape") as lines:
+    with Path(file).expanduser().open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         yield from lines
 
 
@@ -202,11 +202,11 @@ def runs_table(folder: Path) -> Table:
     runs = sorted(_runs(folder), key=written, reverse=True)
     if not runs:
         raise FileNotFoundError(f"{folder} holds no run of comera train")
-    table = Table(title=f"runs in {folder}")
+    table = Table(title=escape(f"runs in {folder}"))
     for name in ("run", "task", "steps", "", "parameters", "last evaluation", "MB"):
         table.add_column(name, justify="left" if name in ("run", "task", "") else "right")
     for run in runs:
-        table.add_row(str(run.relative_to(folder)), *_row(run))
+        table.add_row(escape(str(run.relative_to(folder))), *_row(run))
     return table
 
 

@@ -194,18 +194,19 @@ def _alternatives(hint: Any) -> list[str]:
         return [f"a list of {len(inside)} numbers"]
     if kind is list:
         return [f"a list of {_MANY.get(inside[0], 'lists')}"]
+    if kind is dict:
+        return [f"a mapping, each to {wanted(inside[1])}"]
     return _ONE[kind or hint]
 
 
 _ONE: dict[Any, list[str]] = {
     bool: ["true", "false"],
-    dict: ["a mapping"],
     float: ["a number"],
     int: ["a whole number"],
     str: ["a text"],
     type(None): ["null"],
 }
-_MANY = {int: "whole numbers", float: "numbers", str: "texts"}
+_MANY = {int: "whole numbers", int | None: "whole numbers or null", str: "texts"}
 
 
 def folder() -> Path:

@@ -51,15 +51,12 @@ def read_record(folder: Path) -> DataRecord | None:
 
 def changed_data(there: DataRecord, here: DataRecord) -> str | None:
     """Return how data differ, as ``2 files: a.py changed, b.py new``; None if files only moved."""
-    new = {(Path(k).name, digest): k for k, digest in here.files.items() if k not in there.files}
-    recorded = {
-        name if name in here.files else new.get((Path(name).name, digest), name): digest
-        for name, digest in there.files.items()
-    }
+    gone = {name: digest for name, digest in there.files.items() if name not in here.files}
+    new = {name: digest for name, digest in here.files.items() if name not in there.files}
     lines = [
-        *(f"{name} changed" for name, d in here.files.items() if recorded.get(name, d) != d),
-        *(f"{name} new" for name in here.files if name not in recorded),
-        *(f"{name} no longer read" for name in recorded if name not in here.files),
+        *(f"{name} changed" for name, d in here.files.items() if there.files.get(name, d) != d),
+        *(f"{name} new" for name, d in new.items() if d not in gone.values()),
+        *(f"{name} no longer read" for name, d in gone.items() if d not in new.values()),
     ]
     if lines:
         count = f"{len(lines)} file{'s' if len(lines) > 1 else ''}"

@@ -80,6 +80,22 @@ def test_parts_of_a_feed_forward_have_biases_of_their_own(biases):
     torch.testing.assert_close(*grads)
 
 
+def test_layers_without_ranks_run_together():
+    up, gate, down = (comera.BTTLinear(*size, rank=1) for size in ((32, 64), (32, 64), (64, 32)))
+    x = torch.randn(20, 32)
+    for layer in (up, gate):
+        with torch.no_grad():
+            layer.gates[0].zero_()
+        comera.truncate_(layer, min_rank=0)
+    first, second = linears(x, [up, gate])
+    assert torch.equal(first, up.bias.expand(20, 64))
+    assert torch.equal(second, gate.bias.expand(20, 64))
+    y = gated_feed_forward(x, gate, up, down)
+    torch.testing.assert_close(y, down(nn.functional.silu(second) * first))
+    y.sum().backward()
+    assert gate.bias.grad.any()
+
+
 def test_only_the_gradients_that_are_wanted():
     layer = comera.BTTLinear(12, 6)
     layer.cores[0].requires_grad_(False)

@@ -175,6 +175,22 @@ def test_inside_the_context_layers_of_bfloat16_multiply_in_eight_bits():
     assert empty.shape == (0, 6, 48)
 
 
+def test_a_layer_may_have_lost_all_its_ranks():
+    layers = [comera.TTLinear(32, 48, rank=8, bias=False) for _ in range(2)]
+    with torch.no_grad():
+        layers[1].gates[2].zero_()
+    comera.truncate_(layers[1], min_rank=0)
+    x = torch.randn(10, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), fp8_products():
+        alone, (full, none) = layers[1](x), linears(x, layers)
+    assert alone.shape == (10, 48)
+    assert not alone.any()
+    assert not none.any()
+    assert distance(full, x @ layers[0].weight.T) < 0.2
+    (alone + full + none).float().sum().backward()
+    assert distance(x.grad, layers[0].weight.sum(0).expand(10, 32)) < 0.2
+
+
 def test_gradients_reach_all_parameters():
     layer = comera.TTLinear(32, 48, rank=8)
     x = torch.randn(10, 32)

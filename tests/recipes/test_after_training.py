@@ -1,5 +1,6 @@
 """What can be done with a finished run: loaded, evaluated, asked, exported, trained on."""
 
+import io
 import json
 import logging
 import os
@@ -244,6 +245,18 @@ def test_a_line_of_other_bytes_is_named_and_the_others_are_answered(folder, caps
     assert "runs: Is a directory" in capsys.readouterr().err
 
 
+def test_a_mark_before_the_first_line_is_none_of_its_text(folder, monkeypatch, capsys):
+    lines = "".join(f"{LINES['pairs']}\n" * 2).encode("utf-8-sig")
+    Path("lines.txt").write_bytes(lines)
+    assert main(["predict", "runs/pairs", "lines.txt"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    assert main(["predict", "runs/pairs"]) == 0
+    assert len(set(capsys.readouterr().out.splitlines())) == 1
+    row = json.dumps({"user": "nobody", "city": "Ulm"})
+    Path("rows.jsonl").write_text(row, encoding="utf-8-sig")
+    assert main(["predict", "runs/clicks", "rows.jsonl"]) == 0
+
+
 def test_a_click_is_predicted_from_the_values_of_its_row(folder, capsys):
     frame = pd.read_csv("clicks.csv", dtype={"user": str})
     rows = frame[["user", "city", "age"]].to_dict("records")
@@ -337,6 +350,22 @@ def test_dense_weights_are_those_of_the_dense_model(folder, tmp_path, capsys):
         torch.testing.assert_close(dense(*INPUTS["causal"]), expected, rtol=1e-4, atol=1e-5)
     assert main(["export", "runs/causal", str(tmp_path / "model.bin")]) == 1
     assert "must end in one of .pt2" in capsys.readouterr().err
+
+
+def test_names_in_brackets_are_shown(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "[old] runs/[a] b"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("train: {steps: 5}\n")
+    (run / "[my] notes").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    assert main(["list", "[old] runs"]) == 0
+    said = capsys.readouterr().out
+    assert "runs in [old] runs" in said
+    assert "│ [a] b │" in said
+    assert main(["list", "[old] runs/[a] b"]) == 0
+    said = capsys.readouterr().out
+    assert "the run in [old] runs/[a] b" in said
+    assert "│ [my] notes" in said
 
 
 def test_runs_and_their_files_are_listed(folder, capsys):

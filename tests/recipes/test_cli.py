@@ -108,6 +108,10 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
                     "--tensorize.rank=[8,x]",
                     "tensorize.rank=[8, 'x'] must be a whole number, a list of whole numbers or ",
                 ),
+                (
+                    '--tensorize.hot_pattern={"x":5}',
+                    "tensorize.hot_pattern={'x': 5} must be a mapping, each to a list of whole ",
+                ),
                 ("--tensorize.rank=-1", "tensorize.rank=-1 must be at least 1 on every bond\n"),
                 (
                     "--two_stage=yes",

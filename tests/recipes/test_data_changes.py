@@ -166,6 +166,18 @@ def test_of_many_changes_a_few_are_named():
     assert changed_data(there, there) is None
 
 
+def test_a_file_may_have_another_name(tmp_path, capsys):
+    config, file, _ = clicks(tmp_path)
+    interrupted_at(3, config)
+    renamed = file.rename(file.with_stem("the-log"))
+    assert main(["train", config.out, f"--clicks.file={renamed}"]) == 0
+    there = DataRecord({"/a/train.csv": "1", "/a/dev.csv": "2"}, prepared="rows")
+    swapped = DataRecord({"/b/dev.csv": "1", "/b/train.csv": "2"}, prepared="other rows")
+    assert "in another order" in changed_data(there, swapped)
+    gone = DataRecord({"/b/dev.csv": "2", "/b/x.csv": "2"})
+    assert changed_data(there, gone) == "1 file: /a/train.csv no longer read"
+
+
 def test_files_that_are_not_read_may_change(tmp_path):
     config, file, _ = masked(tmp_path)
     config.masked_text.max_megabytes = 1e-6  # the first file alone

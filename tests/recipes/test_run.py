@@ -535,4 +535,5 @@ def test_words_for_every_type_of_a_setting():
                 assert wanted(hint)
 
     check(RunConfig)
-    assert wanted(list[int] | dict[str, int] | None) == "a list of whole numbers, a mapping or null"
+    expected = "a list of whole numbers, a mapping, each to a whole number or null"
+    assert wanted(list[int] | dict[str, int] | None) == expected

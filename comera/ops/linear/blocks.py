@@ -126,7 +126,7 @@ def _together(x: Tensor, layers: Sequence[BlockFactors]) -> tuple[Tensor, list[T
     left, lefts, rights = factors[0], factors[::2], factors[1::2]
     if len(layers) > 1:
         parts = zip(lefts, rights, strict=True)
-        apart = [left.unflatten(1, (left.shape[1] // len(right), -1)) for left, right in parts]
+        apart = [left.unflatten(1, (left.shape[1] // len(r), len(r))) for left, r in parts]
         left = torch.cat(apart, 2).flatten(1, 2)
     x = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
     return x, [left, *rights]

@@ -43,7 +43,8 @@ def factorized_linears(
     check_width(x_BI, lefts[0].shape[0])
     x_BI, *factors = autocast_together(x_BI, *lefts, *rights)
     lefts, rights = factors[: len(lefts)], factors[len(lefts) :]
-    if products_are_fp8() and x_BI.dtype == torch.bfloat16 and x_BI.numel():
+    is_fp8 = products_are_fp8() and x_BI.dtype == torch.bfloat16
+    if is_fp8 and all(each.numel() for each in (x_BI, *factors)):  # a layer may have no rank left
         from comera.ops.linear.fp8 import fp8_linears  # few cards ever multiply so
 
         return fp8_linears(x_BI, lefts, rights, bias)
