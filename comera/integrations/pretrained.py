@@ -280,7 +280,7 @@ def _tie_weights(model: Any, *args: Any, **kwargs: Any) -> None:
     """Tie the weights, those of an output layer to the table that has taken another's place."""
     head = model.get_output_embeddings()
     every = [module for _, module in model.named_modules(remove_duplicate=False)]
-    if isinstance(head, TiedTTLinear) and every.count(head.embedding.cores) == every.count(head):
+    if isinstance(head, TiedTTLinear) and every.count(head.embedding) == every.count(head):
         table = model.get_input_embeddings()
         tied = isinstance(table, TTTable)
         new = TiedTTLinear(table, head.bias) if tied else head.to_dense(table.weight)

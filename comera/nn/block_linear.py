@@ -54,6 +54,8 @@ class BTTLinear(CompressedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_there(input)
+        if input.is_nested:
+            return nn.functional.linear(input, self.weight, self.bias)
         check_width(input, self.in_features)
         return block_linears(input, [self.factors()])[0]
 
@@ -79,8 +81,7 @@ class BTTLinear(CompressedLinear):
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
         """Return cores whose ranks are singular vectors of every block, and the singular values."""
-        left, right = gated
-        weight = blocks_to_dense(left, right)[: self.out_features, : self.in_features]
+        weight = blocks_to_dense(*gated)[: self.out_features, : self.in_features]
         if not bool(weight.isfinite().all()) or not bool(weight.any()):
             return None
         modes = self._modes

@@ -57,10 +57,10 @@ class TTEmbedding(TTTable):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_there(input)
-        rows = self._rows(input)
+        rows = nn.functional.embedding(input, self.weight) if input.is_nested else self._rows(input)
         if self.output_scale != 1:
             rows = rows * self.output_scale
-        if self.padding_idx is None:
+        if self.padding_idx is None or input.is_nested:
             return rows
         return rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
 
@@ -136,6 +136,11 @@ class TTEmbeddingBag(TTTable):
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Request]:
         """Return the indices of all entries, the starts of bags, and the request of the bags."""
+        with_end = self.include_last_offset
+        if input.is_nested:  # rows of any length, which torch's bags take as offsets
+            jagged: Any = input
+            with_end, offsets, input = True, jagged.offsets(), jagged.values()
+            weights = None if weights is None else weights.values()
         check_integers(input)
         if input.dim() == 2:
             if offsets is not None:
@@ -151,8 +156,8 @@ class TTEmbeddingBag(TTTable):
             raise ValueError("a 1-d input needs offsets: where each bag begins in it")
         else:
             flat, starts = input, offsets.contiguous()
-            known = _check_offsets(offsets, input.shape[0], self.include_last_offset)
-            if self.include_last_offset:
+            known = _check_offsets(offsets, input.shape[0], with_end)
+            if with_end:
                 flat, starts = input[: int(offsets[-1])] if known else input, starts[:-1]
         check_range(input if input.dim() == 2 else flat, self.num_embeddings)
         if weights is not None:

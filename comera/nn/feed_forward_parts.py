@@ -211,7 +211,7 @@ class _Replicate(_Bound):
 def may_fuse(x: Any) -> bool:
     if not is_eager() or is_traced() or not is_concrete(x) or not isinstance(x, Tensor):
         return False
-    few = x.dim() == 0 or x.numel() < _FEWEST_ROWS * x.shape[-1]
+    few = x.is_nested or x.dim() == 0 or x.numel() < _FEWEST_ROWS * x.shape[-1]
     return not few and not torch_module._has_any_global_hook()
 
 

@@ -218,6 +218,8 @@ class TTLinear(CompressedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_there(input)
+        if input.is_nested:
+            return nn.functional.linear(input, self.weight, self.bias)
         if not self.is_factorized(input):
             return reconstructed_linear(input, self.factors())
         if self.shared_factors is None and is_ordinary(input):

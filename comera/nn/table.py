@@ -166,12 +166,9 @@ class TTTable(TensorTrainModule):
             if not hot_rows:
                 raise ValueError(f"hot_rank={hot_rank} is of hot rows: give hot_rows too")
             self.hot = HotRows(hot_rows, embedding_dim, hot_rank, prune_below, device, dtype)
-        elif hot_rows:
-            self.hot = nn.Parameter(
-                torch.empty(hot_rows, embedding_dim, device=device, dtype=dtype)
-            )
         else:
-            self.register_parameter("hot", None)
+            hot = torch.empty(hot_rows, embedding_dim, device=device, dtype=dtype)
+            self.register_parameter("hot", nn.Parameter(hot) if hot_rows else None)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 1.0, init: Init = "orthogonal") -> None:

@@ -26,15 +26,6 @@ from comera.optim.projection import (
     matrix_shape,
     new_bases,
 )
-from comera.optim.state_layout import (
-    COMMON_KEYS,
-    check_gradient,
-    check_keeps_no_count,
-    check_whole,
-    made_for,
-    plain_step,
-    step_param,
-)
 from comera.shapes import check_whole_numbers
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
@@ -123,13 +114,13 @@ class GaLore(Optimizer):
         """Add a parameter group, projected if it has a ``rank``; errors are those of the class."""
         group = {**param_group, "params": _as_list(param_group["params"])}
         inner, name = self.inner, type(self.inner).__name__
-        known = {*inner.defaults, *COMMON_KEYS, *_KEYS}
+        known = {*inner.defaults, *state_layout.COMMON_KEYS, *_KEYS}
         if isinstance(inner, MuonAdamW):
             known.add("muon")
         if unknown := sorted(set(group) - known):
             raise ValueError(
                 f"unknown keys {unknown} in a parameter group; {name} in GaLore takes "
-                f"{sorted(known - {'params'})}{made_for(unknown)}"
+                f"{sorted(known - {'params'})}{state_layout.made_for(unknown)}"
             )
         eps: Any = group.get("eps", inner.defaults.get("eps"))
         if "rank" in group and isinstance(inner, torch.optim.Adafactor) and not eps[1] > 0:
@@ -168,7 +159,7 @@ class GaLore(Optimizer):
             inner: Any = self.inner  # hooks of all optimizers run once, for this one
             for hook in inner._optimizer_step_pre_hooks.values():
                 hook(inner, (inner,), {})
-            plain_step(type(inner))(inner)
+            state_layout.plain_step(type(inner))(inner)
             inner._opt_called = True  # what its scheduler, if any, looks for
             for hook in inner._optimizer_step_post_hooks.values():
                 hook(inner, (inner,), {})
@@ -183,7 +174,7 @@ class GaLore(Optimizer):
         live = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
         projected = [(param, group) for param, group in live if "rank" in group]
         for param, _ in projected:
-            check_gradient(param.grad, "GaLore")
+            state_layout.check_gradient(param.grad, "GaLore")
         for position in range(len(self.param_groups)):
             self._pass_settings(position)
         begun = [self._begin(param, group) for param, group in projected]
@@ -202,7 +193,7 @@ class GaLore(Optimizer):
         name = type(self.inner).__name__
         instead = f"use {name} without GaLore, or GaLore around torch.optim.AdamW"
         for old, new in zip(settings, self.inner.param_groups, strict=True):
-            check_keeps_no_count(self.inner, old, new, instead, _SCHEDULED)
+            state_layout.check_keeps_no_count(self.inner, old, new, instead, _SCHEDULED)
         self._end(begun)
 
     @torch.no_grad()
@@ -212,11 +203,11 @@ class GaLore(Optimizer):
         group, grad = self.param_groups[position], param.grad
         begun = []
         if "rank" in group and grad is not None:
-            check_gradient(grad, "GaLore")
+            state_layout.check_gradient(grad, "GaLore")
             begun.append(self._begin(param, group))
         self._lend([param])
         try:
-            step_param(self.inner, self._stand_ins.get(param, param), position)
+            state_layout.step_param(self.inner, self._stand_ins.get(param, param), position)
         finally:
             param.grad = grad
             self._take_back([param])
@@ -475,7 +466,7 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
         raise ValueError(f"scale={scale!r} must be above 0")
 
     def stand_in_of(param: Tensor) -> Tensor:
-        check_whole(param, "GaLore projects")
+        state_layout.check_whole(param, "GaLore projects")
         if param.dim() < 2:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} is in a group with rank={rank}: only "

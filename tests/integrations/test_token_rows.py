@@ -7,7 +7,7 @@ import torch
 
 import comera
 from tests.integrations.test_pretrained import same, truncated, with_hot_rows
-from tests.integrations.tiny import hf, llama
+from tests.integrations.tiny import hf, llama, transformers
 
 WORDS = torch.arange(128)
 
@@ -84,6 +84,26 @@ def test_a_head_that_is_a_tensor_train_of_its_own_is_named(settings):
         with pytest.raises(ValueError, match="output layer is a tensor train of 128 rows"):
             model.resize_token_embeddings(130)
         assert table.num_embeddings == len(table.weight) == 128
+
+
+def test_a_head_stays_tied_where_a_table_takes_the_place_of_others_on_its_cores(tmp_path):
+    """Marian has three modules of one weight, and the first for all once it has grown."""
+    config = transformers.MarianConfig(
+        vocab_size=96, decoder_vocab_size=96, d_model=32, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=64,
+        decoder_ffn_dim=64, max_position_embeddings=16, pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.MarianMTModel(config).eval()
+    hf.attach_(comera.tensorize_(model, comera.TTConfig(rank=2, tied="share")))
+    given = {"input_ids": WORDS[None, :8], "decoder_input_ids": WORDS[None, :8]}
+    before = model(**given).logits
+    model.resize_token_embeddings(106)
+    torch.testing.assert_close(model(**given).logits[..., :96], before)
+    assert model.lm_head.embedding is model.get_input_embeddings()
+    model.save_pretrained(tmp_path)
+    again, said = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(said.values())
+    assert torch.equal(again(**given).logits, model(**given).logits)
 
 
 def test_rows_of_another_width_are_refused():

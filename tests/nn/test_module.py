@@ -401,3 +401,36 @@ def test_parts_of_a_model_may_be_differentiated_one_after_the_other():
     actor.backward()
     critic.backward()
     assert all(layer.cores[0].grad.any() for layer in layers)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_rows_of_any_length_are_taken_as_a_nested_tensor(name):
+    module = MODULES[name](dtype=torch.float64)
+    wide, size = isinstance(module, CompressedLinear), getattr(module, "in_features", 0)
+    rows = [torch.randn(n, size).double() if wide else torch.randint(50, (n,)) for n in (5, 1, 9)]
+    given = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    found, wanted = module(given), module.to_dense()(given)
+    if wanted.is_nested:
+        (found + wanted).values().sum().backward()  # of one structure
+        found, wanted = found.values(), wanted.values()
+    else:
+        found.sum().backward()
+        offsets = given.offsets()[:-1]
+        assert torch.equal(found, module(given.values(), offsets))
+    torch.testing.assert_close(found, wanted)
+    assert all(param.grad is not None for param in module.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("linear_format", ["tt", "btt"])
+def test_encoders_and_feed_forward_parts_take_nested_tensors(linear_format):
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    part = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    config = TTConfig(rank=1, linear_format=linear_format, init="orthogonal")
+    rows = [torch.randn(n, 32) for n in (20, 3, 17)]
+    for model in (nn.TransformerEncoder(layer, 1).eval(), part):
+        tensorize_(model, config)
+        with torch.no_grad():
+            found = model(torch.nested.nested_tensor(rows))
+            for x, y in zip(rows, found.unbind(), strict=True):
+                torch.testing.assert_close(y, model(x[None])[0])
