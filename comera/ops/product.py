@@ -4,6 +4,7 @@ On a CPU with AVX-512 that is not Intel's, oneDNN takes half the time of torch's
 """
 
 import functools
+import os
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from comera.ops.operator import is_concrete, is_traced, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _CPU = torch.device("cpu")
+
+# Learned ranks and batches of many lengths make more shapes than oneDNN caches by default, 1,024;
+# a shape that is not cached costs half a millisecond. It reads this before its first product.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")
 
 NODE_FROM = 4 * ONEDNN_FROM
 """Multiply-adds from which oneDNN saves more than a node of autograd in Python takes: at widths 768

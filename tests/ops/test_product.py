@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -170,6 +173,28 @@ def test_a_product_without_values_is_a_node_of_a_graph(monkeypatch):
         product(torch.empty(4, 3), torch.empty(3, 2))
         product(torch.empty(4, 3, dtype=torch.float64), torch.empty(3, 2, dtype=torch.float64))
     assert nodes == [(4, 3)]
+
+
+_TWICE = """
+import torch
+from comera.ops.product import by_onednn
+products = [(torch.randn(rows, 8), torch.randn(8, 8)) for rows in range(1, 1301)]
+for a, b in products:
+    by_onednn(a, b)
+with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
+    for a, b in products:
+        by_onednn(a, b)
+"""
+
+
+@pytest.mark.skipif(not has_onednn(), reason="torch was built without oneDNN")
+def test_more_shapes_than_by_default_stay_cached():
+    variables = {key: value for key, value in os.environ.items() if "ONEDNN" not in key}
+    found = subprocess.run(
+        [sys.executable, "-c", _TWICE], env=variables, check=True, capture_output=True, text=True
+    )
+    assert found.stdout.count("create:cache_hit") >= 1300
+    assert "create:cache_miss" not in found.stdout
 
 
 @pytest.mark.skipif(not has_onednn(), reason="torch was built without oneDNN")
