@@ -454,7 +454,7 @@ class TensorTrainModule(WeightByAssignment):
 
 
 def linear_of(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
-    """Make a torch layer with these very parameters."""
+    """Return an ``nn.Linear`` that holds the given parameters themselves, not copies."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, "meta")
     linear.weight = weight
     linear.register_parameter("bias", bias)

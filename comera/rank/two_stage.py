@@ -32,17 +32,14 @@ _SMALLEST_SHARE = 0.1
 """A loss below this share of the goal counts as this much: when a model memorises, the size keeps
 its weight against the optimizer's memory of larger gradients."""
 
-_FASTEST = 0.02
-"""Largest advised rate of the gates, but for the shortest late stages."""
-
 _WORTH_SAYING = 0.02
 """Share of the live ranks that were closed while open above which a warning is logged."""
 
 
 def advised_gate_lr(target: float, late_steps: int) -> float:
-    """Return a rate at which Adam closes the gates that a target asks for in so many late steps."""
+    """Return a rate at which Adam closes enough gates: at most 0.02, unless late steps are few."""
     least, enough = 1.25 / late_steps, 1.5 / (target * late_steps)
-    return max(RankLearning.gate_lr, least, min(enough, _FASTEST))
+    return max(RankLearning.gate_lr, least, min(enough, 0.02))
 
 
 @dataclass

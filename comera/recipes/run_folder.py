@@ -53,10 +53,11 @@ def changed_data(there: DataRecord, here: DataRecord) -> str | None:
     """Return how data differ, as ``2 files: a.py changed, b.py new``; None if files only moved."""
     gone = {name: digest for name, digest in there.files.items() if name not in here.files}
     new = {name: digest for name, digest in here.files.items() if name not in there.files}
+    moved = {*gone.values()} & {*new.values()}
     lines = [
         *(f"{name} changed" for name, d in here.files.items() if there.files.get(name, d) != d),
-        *(f"{name} new" for name, d in new.items() if d not in gone.values()),
-        *(f"{name} no longer read" for name, d in gone.items() if d not in new.values()),
+        *(f"{name} new" for name, d in new.items() if d not in moved),
+        *(f"{name} no longer read" for name, d in gone.items() if d not in moved),
     ]
     if lines:
         count = f"{len(lines)} file{'s' if len(lines) > 1 else ''}"

@@ -421,6 +421,7 @@ def test_rows_of_any_length_are_taken_as_a_nested_tensor(name):
     assert all(param.grad is not None for param in module.parameters())
 
 
+# torch warns once in a process that nested tensors are a prototype of its own.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("linear_format", ["tt", "btt"])
 def test_encoders_and_feed_forward_parts_take_nested_tensors(linear_format):
