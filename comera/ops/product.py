@@ -4,7 +4,7 @@ On a CPU with AVX-512 that is not Intel's, oneDNN takes half the time of torch's
 """
 
 import functools
-import os
+import logging
 
 import torch
 from torch import Tensor
@@ -14,11 +14,17 @@ from comera.ops.dispatch import is_eager, is_on_cpu
 from comera.ops.operator import is_concrete, is_traced, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
+log = logging.getLogger("comera")
+
 _CPU = torch.device("cpu")
 
-# Learned ranks and batches of many lengths make more shapes than oneDNN caches by default, 1,024;
-# a shape that is not cached costs half a millisecond. It reads this before its first product.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")
+_MOST_SHAPES = 512
+"""Shapes that oneDNN multiplies: for each it takes a millisecond once, and 0.6 MiB from then on.
+Batches of many lengths make thousands, after a cut of ranks above all."""
+
+onednn_shapes: set[tuple[int, ...]] = set()
+"""Rows, depth and columns of the products by oneDNN since training began. Checkpoints hold them, so
+that a resumed run goes on with the same library."""
 
 NODE_FROM = 4 * ONEDNN_FROM
 """Multiply-adds from which oneDNN saves more than a node of autograd in Python takes: at widths 768
@@ -65,7 +71,28 @@ def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
         return False
     if is_concrete(a) and a.numel() * columns < fewest:
         return False
-    return prefers_onednn()
+    if not prefers_onednn():
+        return False
+    return not is_eager() or not is_concrete(a) or _has_room((*a.shape, columns))
+
+
+def _has_room(shape: tuple[int, ...]) -> bool:
+    """Return whether oneDNN multiplies a shape: one of the first that came."""
+    if shape in onednn_shapes:
+        return True
+    if len(onednn_shapes) < _MOST_SHAPES:
+        onednn_shapes.add(shape)
+        return True
+    _log_full()
+    return False
+
+
+@functools.cache
+def _log_full() -> None:
+    log.info(
+        "oneDNN has multiplied %d shapes, for each of which it keeps 0.6 MiB; MKL multiplies the "
+        "others", _MOST_SHAPES
+    )  # fmt: skip
 
 
 def _is_onednns(a: Tensor, b: Tensor) -> bool:

@@ -19,6 +19,7 @@ from comera.checkpoint.chain import Checkpoint, CheckpointChain
 from comera.checkpoint.contents import names_of_parameters
 from comera.checkpoint.skeleton import parsed, put_together, take_apart
 from comera.nn.module import TensorTrainModule
+from comera.ops.product import onednn_shapes
 from comera.optim.state_layout import unwrap
 from comera.params import is_sharded
 from comera.train.data_parallel import unwrapped_model
@@ -60,6 +61,7 @@ def _state_besides(step: TrainStep, extra: dict[str, Any] | None) -> dict[str, A
         "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
         "ranks": None if step.ranks is None else step.ranks.state_dict(),
         "random": random_state(),
+        "onednn_shapes": sorted(onednn_shapes),
         "extra": extra or {},
     }
 
@@ -81,7 +83,7 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
     """Load a checkpoint that was read from ``path`` into a training step; return its ``extra``."""
     state, model = saved.extra, unwrapped_model(step.model)
     keys = {"layout", "scheduler", "ranks", "random", "extra"}
-    if saved.optimizer is None or state.keys() != keys:
+    if saved.optimizer is None or not keys <= state.keys():
         raise ValueError(f"{path} does not hold checkpoints of a training step")
     theirs, mine = state["layout"], _layout(model)
     if theirs != mine:
@@ -115,6 +117,8 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
             part.load_state_dict(loaded)
     step.steps_done = saved.step
     set_random_state(state["random"])
+    onednn_shapes.clear()
+    onednn_shapes.update(map(tuple, state.get("onednn_shapes", ())))  # older ones have none
     return state["extra"]
 
 

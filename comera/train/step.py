@@ -20,6 +20,7 @@ from comera.nn.module import check_model, check_unsharded
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
 from comera.ops.linear.fp8 import why_not_fp8
+from comera.ops.product import onednn_shapes
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.state_layout import AnyOptimizer, unwrap
 from comera.params import is_sharded
@@ -172,6 +173,7 @@ class TrainStep:
         return_freed_memory()  # such as that of the dense weights, which conversion has freed
         if self._device.type == "cpu":
             reuse_by_default()
+        onednn_shapes.clear()
         self._capture: Capture | None = None
         graphs = graphs_on(self._device)
         if graph is False or graphs is None:

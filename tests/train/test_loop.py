@@ -13,6 +13,7 @@ import comera
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn import batched_contraction
 from comera.nn.module import tensor_trains
+from comera.ops.product import onednn_shapes
 from comera.train.log import PlainLines, last_logged, read_metrics
 from comera.train.loop import train
 from comera.train.run_state import load_checkpoint, save_checkpoint
@@ -231,6 +232,18 @@ def test_layers_that_share_their_cores_resume_after_the_cut(chain):
     resumed = tied_step()
     load_checkpoint(chain, resumed)
     assert [float(resumed(tokens)) for _ in range(2)] == [float(step(tokens)) for _ in range(2)]
+
+
+def test_a_resumed_run_multiplies_by_the_same_library(chain):
+    step = make_step()
+    shapes = {(rows, 8, 8) for rows in range(600)}  # so many that MKL multiplies others
+    onednn_shapes.update(shapes)
+    save_checkpoint(chain, step)
+    resumed = make_step()
+    assert not onednn_shapes
+    load_checkpoint(chain, resumed)
+    assert onednn_shapes == shapes
+    onednn_shapes.clear()
 
 
 def test_a_checkpoint_that_is_missing_or_of_something_else_is_named(chain):
