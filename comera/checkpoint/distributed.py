@@ -5,13 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -31,10 +25,10 @@ def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, 
 
     Returns None on the other ranks.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    parts: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    parts: dict[str, Any] = {"model": state_dict.get_model_state_dict(model, options=options)}
     if optimizer is not None:
-        parts["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
+        parts["optimizer"] = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
     return parts if _is_first() else None
 
 
@@ -50,7 +44,8 @@ def scatter_(
         raise ValueError("rank 0 needs the checkpoint: scatter_(model, optimizer, chain.load())")
     if saved is not None and optimizer is not None and saved.optimizer is None:
         raise ValueError("the checkpoint holds no state of an optimizer: leave optimizer out")
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
+    several = dist.is_initialized()
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
     # Copies of the dicts, which torch changes; tensors stay the same.
     parts = (saved.model, saved.optimizer or {}) if saved is not None else ({}, {})
     weights, moments = tree_map(lambda leaf: leaf, parts)
@@ -59,7 +54,7 @@ def scatter_(
     shapes: list[Any] = [
         {name: (x.shape, x.dtype) for name, x in weights.items() if isinstance(x, torch.Tensor)}
     ]
-    if dist.is_initialized():
+    if several:
         dist.broadcast_object_list(shapes)
     device = next(model.parameters()).device
     inner = getattr(model, "module", model)
@@ -73,9 +68,9 @@ def scatter_(
             if buffer is None and shape is not None:
                 setattr(module, key, torch.zeros(shape, dtype=dtype, device=device))
     # One after the other: set_state_dict takes an empty dict of weights for none to be loaded.
-    set_model_state_dict(model, weights, options=options)
+    state_dict.set_model_state_dict(model, weights, options=options)
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, moments, options=options)
+        state_dict.set_optimizer_state_dict(model, optimizer, moments, options=options)
 
 
 def _is_first() -> bool:

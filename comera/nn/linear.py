@@ -24,7 +24,7 @@ from comera.ops.linear.tt_linear import (
 )
 from comera.ops.operator import is_traced
 from comera.params import may_share, params_of
-from comera.planning.linear_ways import Layer
+from comera.planning.linear_ways import Layer, dense_from
 from comera.shapes import LinearShape, TTShape, check_tolerance, only_one, padded_rank
 
 
@@ -286,8 +286,6 @@ class TTLinear(CompressedLinear):
 def _dense_from(shape: Any, layer: Any, dtype: str, device: str) -> int:
     if device not in ("cpu", "cuda"):
         return sys.maxsize
-    from comera.planning.linear_ways import dense_from  # few layers have ranks so large
-
     *layer, train = layer
     machine = machine_of(torch.device(device))
     rows = dense_from(Layer(TTShape(*shape), 1, *layer), machine=machine, dtype=dtype, train=train)

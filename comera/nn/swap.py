@@ -66,34 +66,43 @@ def swap_layers_(
         return _with_hooks_of(model, replacements[id(model)])
     seen: set[int] = set()
     for parent in list(model.modules()):
-        if id(parent) in replacements:  # stays whole: it may be put back
-            continue
-        for name, child in parent._modules.items():
-            if id(child) in replacements:
-                assert child is not None
-                new = _with_hooks_of(child, replacements[id(child)])
-                if biases and child._parameters.get("bias") is not None:
-                    new.bias = child.bias  # it may be another module's too
-                setattr(parent, name, new)
-                if name == "base_layer":  # of PEFT, whose adapters merge into (out, in) unless told
-                    part: Any
-                    for part in parent.modules():
-                        if hasattr(part, "fan_in_fan_out"):
-                            vars(part)["fan_in_fan_out"] = type(new).__name__ == "Conv1D"
-        for name, value in vars(parent).items():
-            if name != "_modules":
-                vars(parent)[name] = _swapped(value, replacements, seen)
+        if id(parent) not in replacements:  # else it stays whole: it may be put back
+            _swap_parts_(parent, replacements, biases, seen)
     fuse_feed_forwards_(model)
     rename_tied_weights_(model)
-    there = "transformers.core_model_loading" in sys.modules  # of transformers 5
-    loaded: Any = sys.modules["transformers.modeling_utils"] if there else None
-    for part in model.modules() if there else ():
+    if "transformers.core_model_loading" in sys.modules:  # of transformers 5
+        _attach_(model)
+    return model
+
+
+def _swap_parts_(
+    parent: nn.Module, replacements: Mapping[int, nn.Module], biases: bool, seen: set[int]
+) -> None:
+    for name, child in parent._modules.items():
+        if child is None or id(child) not in replacements:
+            continue
+        new = _with_hooks_of(child, replacements[id(child)])
+        if biases and child._parameters.get("bias") is not None:
+            new.bias = child.bias  # it may be another module's too
+        setattr(parent, name, new)
+        if name == "base_layer":  # of PEFT, whose adapters merge into (out, in) unless told
+            for part in parent.modules():
+                if hasattr(part, "fan_in_fan_out"):
+                    vars(part)["fan_in_fan_out"] = type(new).__name__ == "Conv1D"
+    for name, value in vars(parent).items():
+        if name != "_modules":
+            vars(parent)[name] = _swapped(value, replacements, seen)
+
+
+def _attach_(model: nn.Module) -> None:
+    """Prepare the models of transformers inside a model for ``save_pretrained``."""
+    loaded: Any = sys.modules["transformers.modeling_utils"]
+    for part in model.modules():
         if isinstance(part, loaded.PreTrainedModel) and tensor_trains(part):
             try:  # by its name, since that room lies above this one
                 import_module("comera.integrations.pretrained").attach_(part)
             except ValueError as problem:
                 log.warning("save_pretrained cannot describe the new layers: %s", problem)
-    return model
 
 
 def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) -> Any:

@@ -203,24 +203,11 @@ def find_targets(
     The log names ``caller`` and selected layers that stay dense, unless ``caller`` is None. Raises
     ``ValueError`` if there is no module to convert.
     """
-    inside_attention = {
-        id(part)
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for part in module.modules()
-    }
-    adapters = {
-        id(module): part
-        for layer in model.modules()
-        if any(cls.__name__ == "BaseTunerLayer" for cls in type(layer).__mro__)
-        for part, child in layer.named_children()
-        if part != "base_layer"
-        for module in child.modules()
-    }
     wanted, excluded = config.target_modules, config.exclude_modules
     known: list[str] = []
     chosen: dict[str, nn.Module] = {}
     dense = defaultdict[str, list[str]](list)
+    parts = _parts_left_dense(model, wanted)
     rescales = any(getattr(getattr(m, "config", 0), "rescale_every", 0) for m in model.modules())
     small = False
     for name, module in model.named_modules():
@@ -236,20 +223,10 @@ def find_targets(
             continue
         if filter_fn and not filter_fn(module, name):
             continue
-        if id(module) in inside_attention:
-            dense[_IN_ATTENTION].append(name)
-        elif id(module) in adapters and adapters[id(module)] not in str(wanted):
-            dense[_ADAPTER].append(name)
-        elif "weight" not in module._parameters or (
-            isinstance(getattr(module, "bias", None), Tensor) and "bias" not in module._parameters
-        ):
-            dense[_COMPUTED].append(name)
-        elif rescales and matches(name, ["attention.output", "feed_forward.value"]):  # of RWKV
-            dense[_RESCALED].append(name)
-        elif type(layer) not in _NAMED_TARGETS["all"] and not is_sharded(module.weight):
-            dense[_SUBCLASS].append(name)
-        elif not is_sharded(module.weight) and hasattr(module.weight, "__tensor_flatten__"):
-            dense[_QUANTIZED].append(name)
+        rescaled = rescales and matches(name, ["attention.output", "feed_forward.value"])  # of RWKV
+        reason = parts.get(id(module)) or _why_dense(module, layer, rescaled)
+        if reason is not None:
+            dense[reason].append(name)
         elif module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
             small = True
         else:
@@ -276,6 +253,37 @@ def find_targets(
             f"{f', and {listed(already)} are tensor trains already' if already else ''}"
         )
     return chosen
+
+
+def _parts_left_dense(model: nn.Module, wanted: str | list[str]) -> dict[int, str]:
+    """Return why modules stay dense for what they are a part of, by their ids."""
+    reasons = {
+        id(module): _ADAPTER
+        for layer in model.modules()
+        if any(cls.__name__ == "BaseTunerLayer" for cls in type(layer).__mro__)
+        for part, child in layer.named_children()
+        if part != "base_layer" and part not in str(wanted)
+        for module in child.modules()
+    }
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            reasons |= {id(part): _IN_ATTENTION for part in module.modules()}
+    return reasons
+
+
+def _why_dense(module: nn.Module, layer: nn.Module, rescaled: bool) -> str | None:
+    """Return why a module, a ``layer`` in torch's form, cannot be converted; None if it can."""
+    params: dict[str, Any] = module._parameters
+    biased = isinstance(getattr(module, "bias", None), Tensor)
+    if "weight" not in params or (biased and "bias" not in params):
+        return _COMPUTED
+    if rescaled:
+        return _RESCALED
+    if is_sharded(params["weight"]):
+        return None
+    if type(layer) not in _NAMED_TARGETS["all"]:
+        return _SUBCLASS
+    return _QUANTIZED if hasattr(params["weight"], "__tensor_flatten__") else None
 
 
 def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:

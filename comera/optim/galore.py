@@ -15,17 +15,8 @@ from torch.optim import Optimizer
 
 from comera.extras import needed_by
 from comera.ops.context import without_autocast
-from comera.optim import state_layout
+from comera.optim import projection, state_layout
 from comera.optim.muon import MuonAdamW
-from comera.optim.projection import (
-    PROJ_TYPES,
-    add_out_of_,
-    basis_shapes,
-    into,
-    low_shape,
-    matrix_shape,
-    new_bases,
-)
 from comera.shapes import check_whole_numbers
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
@@ -253,7 +244,7 @@ class GaLore(Optimizer):
         bases = _bases(self.state[param])
         if bases:
             with without_autocast(matrix):
-                low = into(matrix, bases)
+                low = projection.into(matrix, bases)
             stand_in.data, stand_in.grad = torch.zeros_like(low), low
         return param, stand_in, factor, grad
 
@@ -261,7 +252,7 @@ class GaLore(Optimizer):
         for param, stand_in, factor, _ in begun:
             if stand_in is not None and stand_in.grad is not None:
                 with without_autocast(param):
-                    add_out_of_(param, stand_in.data * factor, _bases(self.state[param]))
+                    projection.add_out_of_(param, stand_in.data * factor, _bases(self.state[param]))
                 _release(stand_in)
 
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any]) -> None:
@@ -277,13 +268,13 @@ class GaLore(Optimizer):
             return
         if not grad_MN.any():
             if not old and not group["lr"]:  # torch.distributed.checkpoint asks what is to load
-                shapes = basis_shapes(matrix_shape(param), group["rank"], group["proj_type"])
+                shapes = projection.basis_shapes(param, group["rank"], group["proj_type"])
                 dtype = torch.promote_types(param.dtype, torch.float32)
                 for side, shape in shapes.items():
                     state[_OURS + side] = grad_MN.new_zeros(shape, dtype=dtype)
             return
         count += 1
-        bases = new_bases(grad_MN, group["rank"], group["proj_type"], steps)
+        bases = projection.new_bases(grad_MN, group["rank"], group["proj_type"], steps)
         state.update({_OURS + side: basis for side, basis in bases.items()})
 
     def _decayed(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
@@ -350,7 +341,7 @@ class GaLore(Optimizer):
                 if param in self._stand_ins:
                     projected.append(entries)
                     rank, proj_type = mine["rank"], mine["proj_type"]
-                    wanted = basis_shapes(matrix_shape(param), rank, proj_type)
+                    wanted = projection.basis_shapes(param, rank, proj_type)
                     here = f"at rank={rank}, proj_type={proj_type!r}, which needs {wanted}"
                 if found and found != wanted:
                     raise ValueError(
@@ -458,8 +449,8 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
         return own
     rank, settings = group["rank"], {**_DEFAULTS, **group}
     gap, scale, proj_type = (settings[key] for key in _DEFAULTS)
-    if proj_type not in PROJ_TYPES:
-        names = ", ".join(map(repr, PROJ_TYPES))
+    if proj_type not in projection.PROJ_TYPES:
+        names = ", ".join(map(repr, projection.PROJ_TYPES))
         raise ValueError(f"proj_type={proj_type!r} must be one of {names}")
     check_whole_numbers(1, rank=rank, update_proj_gap=gap)
     if not scale > 0:
@@ -472,11 +463,10 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
                 f"a parameter of shape {tuple(param.shape)} is in a group with rank={rank}: only "
                 "matrices and tensors of more dimensions are projected"
             )
-        shape = matrix_shape(param)
-        if rank >= min(shape):
+        if rank >= min(projection.matrix_shape(param)):
             return param
         wide = torch.promote_types(param.dtype, torch.float32)
-        size = low_shape(shape, rank, proj_type)
+        size = projection.low_shape(param, rank, proj_type)
         stand_ins[param] = nn.Parameter(torch.zeros(size, device=param.device, dtype=wide))
         _release(stand_ins[param])
         return stand_ins[param]

@@ -21,21 +21,20 @@ def matrix_shape(tensor: Tensor) -> tuple[int, int]:
     return rows, tensor.numel() // max(1, rows)
 
 
-def basis_shapes(
-    shape: tuple[int, int], rank: int, proj_type: ProjType
-) -> dict[str, tuple[int, int]]:
+def basis_shapes(tensor: Tensor, rank: int, proj_type: ProjType) -> dict[str, tuple[int, int]]:
     """Return the shapes of the bases: for the shorter side (``std``) or for both (``full``)."""
-    rows, columns = shape
+    rows, columns = matrix_shape(tensor)
     shapes = {"left": (rows, rank), "right": (rank, columns)}
     if proj_type == "std":
         del shapes["right" if rows < columns else "left"]
     return shapes
 
 
-def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[int, int]:
+def low_shape(tensor: Tensor, rank: int, proj_type: ProjType) -> tuple[int, int]:
     """Return the shape of a gradient projected into the subspace."""
-    bases = basis_shapes(shape, rank, proj_type)
-    return rank if "left" in bases else shape[0], rank if "right" in bases else shape[1]
+    rows, columns = matrix_shape(tensor)
+    bases = basis_shapes(tensor, rank, proj_type)
+    return rank if "left" in bases else rows, rank if "right" in bases else columns
 
 
 def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dict[str, Tensor]:
@@ -45,7 +44,7 @@ def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dic
     0909.4061, algorithm 4.4) is many times faster than a singular value decomposition. ``rank`` is
     below both sides of the matrix; ``seed`` is that of the sketch, not of torch's random state.
     """
-    shapes = basis_shapes(matrix_shape(grad_MN), rank, proj_type)
+    shapes = basis_shapes(grad_MN, rank, proj_type)
     grad_MN = _widened(grad_MN)
     if grad_MN.is_meta:  # no numbers, but the shapes are right for counting memory
         return {side: grad_MN.new_empty(shape) for side, shape in shapes.items()}

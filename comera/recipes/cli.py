@@ -21,9 +21,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+import docstring_parser
 import torch
 import yaml
-from docstring_parser import parse
 from rich.console import Console
 
 from comera import __version__
@@ -31,17 +31,7 @@ from comera._command import INTERRUPTED
 from comera.allocator import reuse_freed_memory
 from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError, check_known, did_you_mean, error_prefix, needed_by
-from comera.recipes.parse import (
-    converted,
-    file_of,
-    hints_of,
-    merged,
-    nested,
-    parse_settings,
-    read_yaml,
-    section_of,
-    wanted,
-)
+from comera.recipes import parse
 from comera.recipes.run_config import RunConfig
 from comera.train import processes
 from comera.train.processes import OtherProcessError
@@ -177,11 +167,21 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{self.prog}: {message}")
 
 
+def _summary(function: Callable[..., Any]) -> str:
+    return docstring_parser.parse(function.__doc__ or "").short_description or ""
+
+
+def _texts(*holders: Any) -> dict[str, str]:
+    """Return what docstrings say of each parameter; the last one that names it counts."""
+    params = [each for of in holders for each in docstring_parser.parse(of.__doc__ or "").params]
+    return {p.arg_name: " ".join((p.description or "").replace("``", "").split()) for p in params}
+
+
 def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
     """Add parameters of a function to a parser, as words without a default or before ``/``."""
-    texts = {p.arg_name: p.description or "" for p in parse(function.__doc__ or "").params}
+    texts = _texts(function)
     for each in _parameters(function):
-        text = " ".join(texts[each.name].split()).replace("``", "").replace("%", "%%")
+        text = texts[each.name].replace("%", "%%")
         if each.default is each.empty:
             parser.add_argument(each.name, help=text)
         elif each.kind is each.POSITIONAL_ONLY:
@@ -194,8 +194,7 @@ def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None
 
 def _options(command: str, function: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a command's function; options may have hyphens for underscores."""
-    text = parse(function.__doc__ or "").short_description
-    parser = _Parser(prog=f"comera {command}", description=text, allow_abbrev=False)
+    parser = _Parser(prog=f"comera {command}", description=_summary(function), allow_abbrev=False)
     _fill(parser, function)
     found, unknown = parser.parse_known_args(
         [with_underscores(word, parser._option_string_actions.__contains__) for word in words]
@@ -211,10 +210,11 @@ def _options(command: str, function: Callable[..., Any], words: Sequence[str]) -
         if isinstance(given, str):
             hint = hints[name]
             try:
-                setattr(found, name, converted(value_of(given, hint), hint))
+                setattr(found, name, parse.converted(value_of(given, hint), hint))
             except ValueError:
                 example = f": --{name}='[{given}]'" if typing.get_origin(hint) is list else ""
-                raise ValueError(f"--{name}={given} must be {wanted(hint)}{example}") from None
+                kind = parse.wanted(hint)
+                raise ValueError(f"--{name}={given} must be {kind}{example}") from None
     return vars(found)
 
 
@@ -242,8 +242,7 @@ def _help_of_commands(start: str) -> str:
     lines = [f"usage: comera {start}COMMAND ...", "", "Train models in compressed form.", ""]
     for name in COMMANDS:
         if name.startswith(start):
-            text = RUN_COMMANDS.get(name) or parse(_function(name).__doc__ or "").short_description
-            lines.append(row(name, text or ""))
+            lines.append(row(name, RUN_COMMANDS.get(name) or _summary(_function(name))))
     return "\n".join([*lines, "", "`comera COMMAND --help` shows the options of a command."])
 
 
@@ -315,12 +314,12 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
     path, of_file = (file, {}) if file is None else _of_file(file)
     settings = of_file
     for key, text in pairs:
-        settings = merged(settings, nested(_setting(key, text)))
+        settings = parse.merged(settings, parse.nested(_setting(key, text)))
     try:
-        return parse_settings(RunConfig, settings)
+        return parse.parse_settings(RunConfig, settings)
     except ValueError:
         with error_prefix(f"{path}: "):
-            parse_settings(RunConfig, of_file)
+            parse.parse_settings(RunConfig, of_file)
         raise
 
 
@@ -343,7 +342,7 @@ def changes_of(words: Sequence[str]) -> dict[str, Any]:
         key, equals, text = word.partition("=")
         if not equals:
             raise ValueError(f"--set={word} must be KEY=VALUE, such as nli.train=pairs.jsonl")
-        changes = merged(changes, _setting(key, text))
+        changes = parse.merged(changes, _setting(key, text))
     return changes
 
 
@@ -377,12 +376,12 @@ def _is_option(word: str) -> bool:
 def _of_file(word: str) -> tuple[Path, dict[str, Any]]:
     path = Path(word).expanduser() / "config.yaml"
     is_folder = path.is_file()
-    path = path if is_folder else file_of(word)
-    settings = read_yaml(path)
+    path = path if is_folder else parse.file_of(word)
+    settings = parse.read_yaml(path)
     if {"base", "variants"} & settings.keys():
         raise ValueError(f"{path} is no run but a sweep: comera sweep trains it")
     with error_prefix(f"{path}: "):
-        settings = nested(settings)
+        settings = parse.nested(settings)
     of_a_run = path.name == "config.yaml" and (path.parent / "metrics.jsonl").is_file()
     # A run does not write where it is, so that its folder can be moved.
     return path, {"out": str(path.parent), **settings} if is_folder or of_a_run else settings
@@ -406,9 +405,9 @@ def settings_by_name() -> dict[str, tuple[Any, type]]:
     found: dict[str, tuple[Any, type]] = {}
 
     def walk(kind: type, within: str) -> None:
-        for name, hint in hints_of(kind).items():
+        for name, hint in parse.hints_of(kind).items():
             found.setdefault(within + name, (hint, kind))
-            section, _ = section_of(hint)
+            section, _ = parse.section_of(hint)
             if section is not None:
                 walk(section, f"{within}{name}.")
         for each in vars(kind).get("choices", []):  # from which the section is chosen
@@ -433,7 +432,8 @@ def help_of(command: str, words: Sequence[str]) -> str | None:
     known = settings_by_name()
     for word in words:
         if word in ("-h", "--help"):
-            sections = [k for k, (hint, _) in known.items() if section_of(hint)[0] and "." not in k]
+            outer = [(key, hint) for key, (hint, _) in known.items() if "." not in key]
+            sections = [key for key, hint in outer if parse.section_of(hint)[0]]
             return _HELP.format(
                 command=command,
                 summary=RUN_COMMANDS[command],
@@ -464,22 +464,17 @@ sections of settings:
 def _entry(key: str, with_type: bool = True) -> str:
     """Return the text on a setting in a help, with its default in brackets."""
     hint, holder = settings_by_name()[key]
-    if section_of(hint)[0] is not None:
+    if parse.section_of(hint)[0] is not None:
         return f"\n{key}: {_text(key)}"
     value = getattr(holder(), key.rpartition(".")[2])
     value = str(value).lower() if isinstance(value, bool) else value
-    text = f"{_text(key)} ({wanted(hint)})" if with_type else _text(key)
+    text = f"{_text(key)} ({parse.wanted(hint)})" if with_type else _text(key)
     return row(f"--{key}=", text if value is None else f"{text} [{value}]")
 
 
 def _text(key: str) -> str:
     holder = settings_by_name()[key][1]
-    texts = {
-        param.arg_name: param.description or ""
-        for kind in reversed(holder.__mro__)
-        for param in parse(kind.__doc__ or "").params
-    }
-    return " ".join(texts[key.rpartition(".")[2]].replace("``", "").split())
+    return _texts(*reversed(holder.__mro__))[key.rpartition(".")[2]]
 
 
 def row(name: str, text: str) -> str:

@@ -199,15 +199,7 @@ def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tupl
         return "no run here decides", "–", "not run"
     figure, other = claim.figure, claim.beside or reference
     label, show = sweep_report.MEASURED.get(figure, (figure, partial(page.show_metric, figure)))
-    if claim.fewer is not None:
-        how = f"at least {claim.fewer:g}x less" if claim.fewer > 1 else "no more"
-        rule = f"{label} {how} than {other}"
-    elif claim.gains is not None:
-        rule = f"{label} better than {other} by {page.show_change(figure, claim.gains, sign='')}"
-    else:
-        rule = f"{label} worse than {other} by no more than its deviation over seeds"
-        if claim.loses:
-            rule += f" or {page.show_change(figure, claim.loses, sign='')}"
+    rule = _rule(claim, label, other)
     runs, failed = (comparison.runs, comparison.failed) if comparison else ((), ())
     tested = all(figure in run.test for run in runs if run.variant in (claim.variant, other))
     facts = [(run, vars(run) | (run.test if tested else run.metrics)) for run in runs]
@@ -219,23 +211,21 @@ def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tupl
     lost = any(each.variant == claim.variant for each in failed)
     if comparison is None or not seeds:
         return (rule, "failed", "does not hold") if lost and not mine else (rule, "–", "not run")
-    if claim.fewer is None:
-        sign = 1 if figure in HIGHER_IS_BETTER else -1
-        gains = [sign * (mine[seed] - theirs[seed]) for seed in seeds]
-        between = deviation([theirs[seed] for seed in seeds]) or 0.0
-        bound = -max(claim.loses or 0.0, between) if claim.gains is None else claim.gains
-    else:
-        gains = [math.log(theirs[seed] / mine[seed]) for seed in seeds]
-        bound = math.log(claim.fewer)
-    mean, spread = statistics.fmean(gains), deviation(gains)
-    error = None if spread is None else spread / math.sqrt(len(seeds))
     own, its = (show(statistics.fmean(each[seed] for seed in seeds)) for each in (mine, theirs))
     if claim.fewer is not None:
+        gains = [math.log(theirs[seed] / mine[seed]) for seed in seeds]
+        bound, mean = math.log(claim.fewer), statistics.fmean(gains)
         least, most = (f"{math.exp(end):.3g}" for end in (min(gains), max(gains)))
         span = f" ({least} to {most})" * (least != most)
         ours = f"{math.exp(mean):.3g}x less{span}: {own} against {its}"
     else:
+        sign = 1 if figure in HIGHER_IS_BETTER else -1
+        gains = [sign * (mine[seed] - theirs[seed]) for seed in seeds]
+        between = deviation([theirs[seed] for seed in seeds]) or 0.0
+        bound = -max(claim.loses or 0.0, between) if claim.gains is None else claim.gains
+        mean, spread, error = statistics.fmean(gains), deviation(gains), None
         if spread is not None:
+            error = spread / math.sqrt(len(seeds))
             own += f" ± {show(deviation([mine[seed] for seed in seeds]) or 0)}"
         change = page.show_change(figure, sign * mean, error)
         data = "test" if tested else "development"
@@ -244,6 +234,20 @@ def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tupl
     verdict = _VERDICTS[0 if all(reached) and not lost else 1 if reached[-1] else 2]
     wanted = len(comparison.seeds)
     return rule, ours, verdict + f" ({len(seeds)} of {wanted} seeds)" * (len(seeds) < wanted)
+
+
+def _rule(claim: Claim, label: str, other: str) -> str:
+    """Return the rule of a claim in words, given names of its figure and the variant beside it."""
+    if claim.fewer is not None:
+        how = f"at least {claim.fewer:g}x less" if claim.fewer > 1 else "no more"
+        return f"{label} {how} than {other}"
+    if claim.gains is not None:
+        gains = page.show_change(claim.figure, claim.gains, sign="")
+        return f"{label} better than {other} by {gains}"
+    rule = f"{label} worse than {other} by no more than its deviation over seeds"
+    if claim.loses:
+        rule += f" or {page.show_change(claim.figure, claim.loses, sign='')}"
+    return rule
 
 
 def _places(runs: Sequence[Trained]) -> str:

@@ -410,7 +410,7 @@ def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
         comparison = sweep_report.compare(
             runs, names, sweep.seeds, sweep.reference, sweep.metric, failed
         )
-        sweep_report.write_comparison(comparison, runs, sweep.out)
+        sweep_report.write_comparison(comparison, sweep.out)
         sweep_report.write_sweep_report(sweep.out)
         if runs:
             print_text(console, sweep_report.comparison_text(comparison))

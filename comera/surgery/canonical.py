@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from comera.nn.decompose import widened
 from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
 from comera.optim.state_layout import AnyOptimizer, unwrap_separable
 from comera.surgery.truncate import reset_state_
@@ -67,8 +68,6 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
         found = layer.canonical_cores(gated)
     if found is None:
         return False
-    from comera.nn.decompose import widened  # once in a run
-
     made, singular_values = found
     cores = [core.flatten(1, -2) for core in _scaled_as(gated, made)]  # already so of a chain
     # Narrower bonds are filled with closed ranks: parameters keep their shapes until truncate_.

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from comera.ops.kernels.nvrtc import checked
 
 
 @dataclass(frozen=True)
@@ -119,12 +122,7 @@ def _nodes(graph: int) -> tuple[dict[str, int], dict[str, int]]:
     """Count nodes by kind and kernels by name, with NVIDIA's cuda-bindings."""
     from cuda.bindings import driver, runtime
 
-    def value(answer: tuple[Any, ...]) -> Any:
-        error, *values = answer
-        if int(error) != 0:
-            raise RuntimeError(f"a CUDA graph cannot be read: {error}")
-        return values[0] if len(values) == 1 else values
-
+    value = functools.partial(checked, what="a CUDA graph cannot be read")
     _, count = value(runtime.cudaGraphGetNodes(graph, 0))
     nodes, _ = value(runtime.cudaGraphGetNodes(graph, count))
     kinds: collections.Counter[str] = collections.Counter()

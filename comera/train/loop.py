@@ -64,7 +64,7 @@ class RunUnderWay:
     ``log`` receives the figures; set it before training. ``watch`` measures the first steps.
     """
 
-    log: RunLog | SilentLog
+    log: SilentLog
     watch: MemoryWatch | None = None
 
     def __init__(
@@ -118,6 +118,16 @@ class RunUnderWay:
         """Record the peak memory of the steps so far, once, before anything else takes memory."""
         if self.watch is not None:
             self.result.peak_memory, self.watch = self.watch.peak(), None
+
+    def place(self, steps: int, seconds: float | None) -> float:
+        """Return the step at which the run stands, by the clock if its length is ``seconds``."""
+        step = self._step
+        if seconds is None:
+            return step.steps_done
+        used, usual = self._processes.from_first(self.clock.reading)
+        if usual and step.ranks is not None and step.ranks.forced is None:
+            step.ranks.pace = steps * usual / seconds
+        return steps * used / seconds
 
     def train_on(self, batch: Any) -> None:
         """Train for one step; on ``NonFiniteLossError``, save the unchanged state and raise it."""
@@ -290,23 +300,10 @@ def train(
         with on_stop_signals(stop) as give_back, progress_bar(quiet) as bar:
             step.model.train()
             step.counts = seconds is None
-
-            def place() -> float:
-                if seconds is None:
-                    return step.steps_done
-                used, usual = together.from_first(run.clock.reading)
-                if usual and step.ranks is not None and step.ranks.forced is None:
-                    step.ranks.pace = steps * usual / seconds
-                return steps * used / seconds
-
             title += "" if seconds is None else ", seconds"
-            total, at = steps if seconds is None else round(seconds), place()
-            if step.steps_done and isinstance(schedule := step.scheduler, LambdaLR):
-                # The checkpoint's rates are those of a run of its length, which may be another.
-                schedule.base_lrs = peaks
-                schedule.last_epoch = (schedule.last_epoch if step.counts else at) - 1  # type: ignore[assignment]
-                schedule._step_count -= 1  # a resumed run has the state of an uninterrupted one
-                schedule.step()
+            total, at = steps if seconds is None else round(seconds), run.place(steps, seconds)
+            if step.steps_done and isinstance(step.scheduler, LambdaLR):
+                _take_up_(step.scheduler, peaks, None if step.counts else at)
             task = bar.add_task(title, total=total, completed=round(at * total / steps), figures="")
             lines = PlainLines(bar, title, total)
             # A session whose time was up may have been broken off before its ranks were cut.
@@ -316,7 +313,7 @@ def train(
                 batch = get_batch(step.steps_done)
                 together.draw_(seed, step.steps_done)
                 run.train_on(batch)
-                done, at = step.steps_done, max(at, place())
+                done, at = step.steps_done, max(at, run.place(steps, seconds))
                 if seconds is not None:
                     step.stand_at_(at)
                 ended, shown = at >= steps, round(at * total / steps)
@@ -342,3 +339,14 @@ def train(
     run.result.steps, run.result.seconds = step.steps_done, run.clock.seconds()
     run.result.processor_seconds = run.clock.processor
     return run.result
+
+
+def _take_up_(schedule: LambdaLR, peaks: list[Any], at: float | None) -> None:
+    """Set rates after a resumption: the checkpoint has those of a run of its length, not of ours.
+
+    ``at`` is the step at which the run stands by the clock; None keeps the checkpoint's.
+    """
+    schedule.base_lrs = peaks
+    schedule.last_epoch = (schedule.last_epoch if at is None else at) - 1  # type: ignore[assignment]
+    schedule._step_count -= 1  # a resumed run has the state of an uninterrupted one
+    schedule.step()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import comera
 from comera import OptimizerInBackward
-from comera.optim import galore
+from comera.optim import projection
 from comera.optim.projection import new_bases
 from tests.peers import peer
 
@@ -58,7 +58,7 @@ def test_subspaces_are_found_in_the_same_steps_with_the_same_seeds(monkeypatch, 
         asked[-1].append((tuple(grad.shape), seed))
         return new_bases(grad, rank, proj_type, seed)
 
-    monkeypatch.setattr(galore, "new_bases", note)
+    monkeypatch.setattr(projection, "new_bases", note)
     logs = []
     for wrap in (lambda optimizer: optimizer, OptimizerInBackward):
         model = make_model()

@@ -202,7 +202,7 @@ def test_the_file_of_a_run_is_read_once(tmp_path, monkeypatch):
     path = tmp_path / "mine.yaml"
     path.write_text("masked_text: {}\ntrain: {steps: 3}\n")
     read = []
-    monkeypatch.setattr(cli, "read_yaml", lambda path: read.append(path) or read_yaml(path))
+    monkeypatch.setattr(cli.parse, "read_yaml", lambda path: read.append(path) or read_yaml(path))
     assert typed_settings([str(path), "--seed=2"]).train.steps == 3
     assert read == [path]
 

@@ -110,7 +110,7 @@ def run_page(folder: Path) -> str:
 
 def sweep_page(folder: Path) -> str:
     comparison = compare(RUNS, NAMES, [0, 1, 2, 7], "dense", "accuracy")
-    write_comparison(comparison, RUNS, folder)
+    write_comparison(comparison, folder)
     return write_sweep_report(folder).read_text(encoding="utf-8")
 
 

@@ -120,7 +120,7 @@ def test_what_is_finished_stands_beside_what_was_published(tmp_path):
     runs.append(Trained("target-0.2", 1, 25, metrics, 10, 2.0))
     names, seeds = ["dense", "target-0.2"], [0, 1, 2]
     failed = [Failed("target-0.5", 0, "the loss is nan")]
-    write_comparison(compare(runs, names, seeds, "dense", "accuracy", failed), runs, folder)
+    write_comparison(compare(runs, names, seeds, "dense", "accuracy", failed), folder)
     (folder / "command.txt").write_text("comera reproduce comera-nli --set='[train.steps=9]'")
     text = write_reproduction(tmp_path).read_text()
     assert "Published: CoMERA, arXiv 2405.14377." in text

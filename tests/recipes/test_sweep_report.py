@@ -1,6 +1,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_the_front_goes_down_where_less_is_better():
 
 def test_the_table_reads_as_it_should(comparison, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    write_comparison(comparison, RUNS, tmp_path)
+    write_comparison(comparison, tmp_path)
     table = (tmp_path / "results.md").read_text()
     assert "| dense | 3/4 | 1,000 | 1.00x | 74.00 ± 5.29 | – | 100 | 50.0 | 1.00x |" in table
     assert "| small | 2/4 | 120 | 8.33x | 71.00 ± 2.83 | +0.00 ± 1.00 |" in table
@@ -94,7 +95,7 @@ def test_the_table_reads_as_it_should(comparison, tmp_path, monkeypatch):
 
 def test_figures_that_are_not_finite_are_kept_and_not_drawn(tmp_path):
     runs = [trained("dense", 0, 0.7, 1000), trained("small", 0, math.nan, 100)]
-    write_comparison(compare(runs, NAMES, [0], "dense", "accuracy"), runs, tmp_path)
+    write_comparison(compare(runs, NAMES, [0], "dense", "accuracy"), tmp_path)
     text = (tmp_path / "results.json").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert math.isnan(read_comparison(tmp_path).rows[1].mean)
@@ -115,7 +116,7 @@ def test_damaged_results_are_named(tmp_path):
 def test_what_failed_is_listed_with_the_reason(tmp_path, runs):
     failed = [Failed("small", 1, "the loss is nan at step 3")]
     written = compare(runs, NAMES, [0, 1], "dense", "accuracy", failed)
-    write_comparison(written, runs, tmp_path)
+    write_comparison(written, tmp_path)
     assert read_comparison(tmp_path) == written
     assert "* small, seed 1: the loss is nan at step 3" in (tmp_path / "results.md").read_text()
     facts = json.loads((tmp_path / "results.json").read_text())
@@ -128,7 +129,7 @@ def test_what_failed_is_listed_with_the_reason(tmp_path, runs):
 
 def test_the_page_begins_with_all_figures_losses_over_seconds_and_a_line_completed(tmp_path):
     runs = [Trained(name, 0, 500 * k, {"loss": 3.0 - k}, 4, 7.6) for k, name in enumerate("ab", 1)]
-    write_comparison(compare(runs, ["a", "b"], [0], "a", "loss"), runs, tmp_path)
+    write_comparison(compare(runs, ["a", "b"], [0], "a", "loss"), tmp_path)
     pages = [write_sweep_report(tmp_path).read_text(encoding="utf-8")]  # of runs that have moved
     for name in "ab":
         write_lines(tmp_path / name / "seed-0", [{"step": 1, "loss": 9.0, "seconds": 2.0}])
@@ -151,7 +152,7 @@ def test_without_a_run_of_the_reference_nothing_is_compared(tmp_path):
     (row,) = comparison.rows
     assert (row.fewer, row.difference, row.speed) == (None, None, None)
     assert row.mean == pytest.approx(0.71)
-    write_comparison(comparison, RUNS[3:5], tmp_path)
+    write_comparison(comparison, tmp_path)
     assert "Paired differences" not in write_sweep_report(tmp_path).read_text(encoding="utf-8")
 
 
@@ -172,7 +173,7 @@ def test_figures_on_test_data_are_compared_where_all_runs_have_them(tmp_path):
     assert (dense.mean, dense.dev_mean) == (pytest.approx(0.69), pytest.approx(0.71))
     assert (small.mean, small.dev_mean) == (pytest.approx(0.69), pytest.approx(0.75))
     assert small.differences == pytest.approx({0: -0.01, 1: 0.01})
-    write_comparison(comparison, runs, tmp_path)
+    write_comparison(comparison, tmp_path)
     assert read_comparison(tmp_path) == comparison
     table = (tmp_path / "results.md").read_text()
     assert table.startswith("# accuracy on test data (higher is better), compared with dense\n")
@@ -192,7 +193,7 @@ def test_sizes_of_checkpoints_are_shown_where_they_differ(tmp_path):
 
     runs = [run("exact", 18 << 20), run("lossy", 512 << 10)]
     comparison = compare(runs, ["exact", "lossy"], [0], "exact", "loss")
-    write_comparison(comparison, runs, tmp_path)
+    write_comparison(comparison, tmp_path)
     assert read_comparison(tmp_path) == comparison
     table = (tmp_path / "results.md").read_text()
     assert "| a checkpoint |" in table
@@ -245,7 +246,7 @@ def test_the_page_compares_each_variant_with_the_reference(comparison):
 
 
 def test_the_command_writes_the_page_of_a_sweep_from_its_results(comparison, tmp_path, capsys):
-    write_comparison(comparison, RUNS, tmp_path)
+    write_comparison(comparison, tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     assert "wrote" in capsys.readouterr().out
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -270,7 +271,7 @@ def test_differences_in_words(metric, value, other, words):
 
 def test_a_sweep_is_a_data_frame(comparison, tmp_path):
     tested = Trained("once", 3, 500, {"accuracy": 0.7}, 200, 25.0, test={"accuracy": 0.6})
-    write_comparison(comparison, [*RUNS, tested], tmp_path)
+    write_comparison(replace(comparison, runs=(*RUNS, tested)), tmp_path)
     frame = comera.load_sweep(tmp_path)
     assert list(frame["variant"]) == [run.variant for run in (*RUNS, tested)]
     assert frame.groupby("variant")["accuracy"].mean()["dense"] == pytest.approx(0.74)
@@ -282,7 +283,7 @@ def test_a_sweep_is_a_data_frame(comparison, tmp_path):
 def test_what_is_no_sweep_is_named(comparison, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere holds no figures of a sweep: comera sw"):
         comera.load_sweep(tmp_path / "nowhere")
-    write_comparison(compare([], NAMES, [0], "dense", "accuracy"), [], tmp_path)
+    write_comparison(compare([], NAMES, [0], "dense", "accuracy"), tmp_path)
     assert list(comera.load_sweep(tmp_path)) == ["variant", "seed", "params", "steps", "seconds"]
     for damaged in ("{", "[]", '{"runs": [{"variant": "a"}]}'):
         (tmp_path / "results.json").write_text(damaged)

@@ -216,8 +216,9 @@ def test_nodes_are_counted_and_kernels_named(cuda, graphs, monkeypatch):
     assert contents.nodes == {"kernel": 3, "memcpy": 1}
     assert contents.kernels == {"gemm": 2, "merge": 1}
     assert (contents.pool_bytes, contents.peak_bytes) == (100, 2600)  # of this device
-    runtime.cudaGraphGetNodes = lambda *_: (1, None, None)
-    with pytest.raises(RuntimeError, match="a CUDA graph cannot be read: 1"):
+    failed = enum.IntEnum("Error", ["cudaErrorInvalidValue"]).cudaErrorInvalidValue
+    runtime.cudaGraphGetNodes = lambda *_: (failed, None, None)
+    with pytest.raises(RuntimeError, match="a CUDA graph cannot be read: cudaErrorInvalidValue"):
         recording.contents()
 
 

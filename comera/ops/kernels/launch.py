@@ -17,16 +17,7 @@ import torch
 from torch import Tensor
 
 from comera.files import cache_folder, replacing
-from comera.ops.kernels.nvrtc import (
-    EMULATION,
-    KernelError,
-    bindings,
-    checked,
-    cubin,
-    entries,
-    folder,
-    text,
-)
+from comera.ops.kernels.nvrtc import KernelError, bindings, checked, cubin, entries, folder, text
 
 Argument = Tensor | ctypes.Structure | int | float | None
 
@@ -199,7 +190,7 @@ def emulate(
 @functools.cache
 def emulated(source: str, names: tuple[str, ...]) -> ctypes.CDLL:
     """Compile a source for the CPU and return it as a loaded library."""
-    header = (folder() / EMULATION).read_text()
+    header = (folder() / "emulation.h").read_text()
     exports = "\n".join(f"EXPORT({name})" for name in names)
     whole = f"#define COMERA_EMULATION\n{source}\n{exports}\n"
     digest = hashlib.sha256("\n".join([whole, header, *_FLAGS]).encode()).hexdigest()[:20]

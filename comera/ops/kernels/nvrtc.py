@@ -93,7 +93,6 @@ def checked(answer: tuple[Any, ...], what: str) -> Any:
 
 
 COMMON = "common.cuh"
-EMULATION = "emulation.h"
 
 _INCLUDE = re.compile(r'#include "(\w+\.cuh)"\n')
 _ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')

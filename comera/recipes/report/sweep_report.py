@@ -257,7 +257,7 @@ def comparison_text(comparison: Comparison) -> str:
     return Table(comparison.title, header, rows, spare=[s for s in spare if s in header]).text()
 
 
-def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Path) -> None:
+def write_comparison(comparison: Comparison, folder: Path) -> None:
     """Write ``results.json`` and ``results.md`` into the folder of a sweep."""
     facts = {
         "metric": comparison.metric,
@@ -268,7 +268,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
         "summary": [asdict(row) for row in comparison.rows],
         "runs": [
             {key: value for key, value in (vars(run) | run.more).items() if key != "more"}
-            for run in runs
+            for run in comparison.runs
         ],
         "failed": [asdict(run) for run in comparison.failed],
     }
