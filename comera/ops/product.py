@@ -71,28 +71,17 @@ def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
         return False
     if is_concrete(a) and a.numel() * columns < fewest:
         return False
-    if not prefers_onednn():
-        return False
-    return not is_eager() or not is_concrete(a) or _has_room((*a.shape, columns))
+    values = is_eager() and is_concrete(a)
+    return prefers_onednn() and (not values or _has_room((*a.shape, columns)))
 
 
 def _has_room(shape: tuple[int, ...]) -> bool:
     """Return whether oneDNN multiplies a shape: one of the first that came."""
-    if shape in onednn_shapes:
-        return True
-    if len(onednn_shapes) < _MOST_SHAPES:
+    if shape not in onednn_shapes and len(onednn_shapes) < _MOST_SHAPES:
         onednn_shapes.add(shape)
-        return True
-    _log_full()
-    return False
-
-
-@functools.cache
-def _log_full() -> None:
-    log.info(
-        "oneDNN has multiplied %d shapes, for each of which it keeps 0.6 MiB; MKL multiplies the "
-        "others", _MOST_SHAPES
-    )  # fmt: skip
+        if len(onednn_shapes) == _MOST_SHAPES:
+            log.info("oneDNN multiplies these %d shapes, MKL all others", _MOST_SHAPES)
+    return shape in onednn_shapes
 
 
 def _is_onednns(a: Tensor, b: Tensor) -> bool:
