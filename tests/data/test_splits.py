@@ -23,6 +23,8 @@ def test_rows_of_a_log_are_in_one_part_each(tmp_path, split):
     assert sorted(int(row) for part in parts for row in part) == list(range(400))
     if split == "last":
         assert parts[2].min() > parts[1].max() > parts[0].max()
+    else:  # each is spread over the log
+        assert all(150 < part.mean() < 250 for part in parts)
     (batch,) = data.held_out("test", 40)
     assert torch.equal(batch["labels"], data._rows(data.splits["test"])["labels"])
 
