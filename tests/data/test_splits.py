@@ -5,7 +5,7 @@ import torch
 
 from comera.data.clicks import Clicks
 from comera.data.nli import NliPairs
-from comera.data.text import CausalText, MaskedText, TextData, TextStreams
+from comera.data.text import CausalText, MaskedText, TextData, TextStreams, _split
 from tests.texts import write_functions
 
 from .test_clicks import settings as click_settings
@@ -82,6 +82,16 @@ def test_text_is_in_one_part_each(tmp_path, files):
     seen = sum(batch["targets"].numel() for batch in CausalText(streams).held_out("test", 8))
     assert len(streams.test) - 16 <= seen < len(streams.test)
     assert not CausalText(whole).held_out("test", 8)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_no_text_is_in_two_parts(count):
+    texts = ["".join(f"{text} {line}\n" for line in range(50)) for text in range(count)]
+    parts = _split(texts, TextData(heldout=0.2, test=0.1))
+    if count == 1:  # the end of the text is kept, and what is before it for a test
+        assert ["".join("".join(parts[name]) for name in ("train", "test", "valid"))] == texts
+    else:  # the first texts
+        assert [*parts["valid"], *parts["test"], *parts["train"]] == texts
 
 
 @pytest.mark.parametrize("test", [0.8, -0.1])
