@@ -26,7 +26,7 @@ from comera.recipes.cli import main
 from comera.recipes.optimizers import OPTIMIZERS, MuonConfig
 from comera.recipes.parse import hints_of, read_yaml, section_of, wanted
 from comera.recipes.report.run_report import gather
-from comera.recipes.run import build_step, make_model, plan, planned_memory, run
+from comera.recipes.run import _rate, build_step, make_model, plan, planned_memory, run
 from comera.recipes.run_config import (
     DlrmConfig,
     ImportancePruningConfig,
@@ -560,6 +560,44 @@ def test_figures_of_pairs_are_those_of_their_predictions(config, tmp_path):
     assert outcome.metrics["accuracy"] == pytest.approx(sum(right) / 50)
     shares = [each["probabilities"][label] for each, label in zip(found, labels, strict=True)]
     assert outcome.metrics["loss"] == pytest.approx(-sum(map(math.log, shares)) / 50, abs=1e-4)
+
+
+@pytest.mark.parametrize("section", ["masked_text", "causal_text"])
+def test_settings_reach_the_model_and_its_step(config, section):
+    model = ModelConfig(
+        d_model=24, num_layers=2, num_heads=3, ffn_dim=40, dropout=0.3, qk_norm=True,
+        norm="post" if section == "masked_text" else "pre",
+    )  # fmt: skip
+    loop = TrainConfig(steps=4, batch_size=4, accumulate=2, clip_norm=0.7)
+    dense = {"tensorize": None, "two_stage": None, "twin": False}
+    data = {"masked_text": None, section: config.masked_text}
+    config = dataclasses.replace(config, model=model, train=loop, **dense, **data)
+    task = prepare_task(config, torch.device("cpu"))
+    made = make_model(config, task, torch.device("cpu"))
+    step = build_step(made, config, task)
+    assert (step.accumulate, step.clip_norm) == (2, 0.7)
+    if section == "masked_text":
+        found = [
+            (each.fc1.weight.shape, each.dropout, each.pre_norm, each.attention.query_norm.weight)
+            for each in made.encoder.blocks
+        ]
+        assert {each.attention.num_heads for each in made.encoder.blocks} == {3}
+    else:
+        found = [
+            (each.mlp.up_proj.weight.shape, each.dropout.p, False, each.self_attn.q_norm.weight)
+            for each in made.model.layers
+        ]
+    assert [(*each, len(norm)) for *each, norm in found] == 2 * [((40, 24), 0.3, False, 8)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at_8"), [("linear", 0.25), ("cosine", 0.146447), ("constant", 1.0)]
+)
+def test_rates_rise_and_fall_by_the_schedule(schedule, at_8):
+    settings = MuonConfig(schedule=schedule, warmup_share=0.2)
+    rates = [_rate(settings, 10, step) for step in (0, 1, 2, 8, 10)]
+    last = 1.0 if schedule == "constant" else 0.0
+    assert rates == pytest.approx([0.5, 1, 1, at_8, last], abs=1e-6)
 
 
 def test_words_for_every_type_of_a_setting():
