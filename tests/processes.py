@@ -116,7 +116,7 @@ def said(call):
     """The message of the error that a call raises: to be sent to the test."""
     try:
         call()
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, RuntimeError) as error:
         return str(error)
     return "nothing was raised"
 

@@ -43,9 +43,9 @@ class TTConfig:
         compression: How many times smaller each layer becomes; replaces ``rank``.
         tolerance: Relative Frobenius error of each weight, with ``init="svd"``; replaces ``rank``
             and ``compression``.
-        linear_format: ``"tt"`` makes linear layers tensor trains (:class:`~comera.TTLinear`), whose
+        linear_format: ``"tt"`` makes linear layers tensor trains (``comera.TTLinear``), whose
             weights have low rank; ``"btt"`` makes them block tensor trains
-            (:class:`~comera.BTTLinear`), whose blocks have low rank, 2 by default.
+            (``comera.BTTLinear``), whose blocks have low rank, 2 by default.
         order: How many modes each side of a linear layer is split into, with ``"tt"``.
         embedding_order: How many cores an embedding has.
         target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
@@ -60,8 +60,7 @@ class TTConfig:
         hot_pattern: Maps regular expressions over whole module names to ``[hot_rows, hot_rank]``,
             which replace both settings, like ``rank_pattern``; the rank may be null.
         scatter_rows: Whether embeddings put neighbouring indices far apart, see
-            :class:`~comera.TTEmbedding`; by default those without hot rows do, unless
-            ``init="svd"``.
+            ``comera.TTEmbedding``; by default those without hot rows do, unless ``init="svd"``.
         min_size: Layers whose weight has fewer entries stay dense.
         init: ``"orthogonal"`` draws cores that give the dense weight its present root mean square
             and equal singular values, ``"normal"`` draws independent normal entries of that root

@@ -178,16 +178,15 @@ def report(folder: str, /, *, console: Console) -> None:
     from comera.recipes.report.sweep_report import write_sweep_report
 
     path = Path(folder).expanduser()
-
-    def say(text: str) -> None:
-        print_text(console, f"in {path}, {text}")
-
     of_a_sweep, has_log = ((path / name).is_file() for name in ("results.json", "metrics.jsonl"))
     if not (of_a_sweep or has_log or is_run(path)) and path.is_dir() and any(_runs(path)):
         raise FileNotFoundError(
             f"{path} is not a run but holds some: give one of those that comera list {path} shows"
         )
-    written = write_sweep_report(path) if of_a_sweep else write_report(path, say)
+    if of_a_sweep:
+        written = write_sweep_report(path)
+    else:
+        written = write_report(path, lambda text: print_text(console, f"in {path}, {text}"))
     console.print(f"wrote {written}", markup=False)
 
 

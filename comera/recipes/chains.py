@@ -243,7 +243,8 @@ def evaluate(
         return [f"{noted:.4f}", f"{read:.4f}", f"{read / noted - 1:+.2%}"]
 
     with progress_bar(console=console) as bar:
-        progress = bar.add_task("evaluate", total=None, figures="")
+        total = sum(min(task.steps - number, train_on) + 1 for number in steps)
+        progress = bar.add_task("evaluate", total=total, figures="")
         for number in steps:
             with without_remarks():  # the run made them
                 step = build_step(make_model(config, task, device), config, task)

@@ -70,7 +70,6 @@ FIRST = (
 """Settings that ``--help`` shows."""
 
 _MINUTES = 60.0  # how long a process waits for the others, as while one reads the data
-_ALL_SETTINGS = "comera train --help_all"
 _COLUMN, _WIDEST = 26, 100
 
 
@@ -239,7 +238,8 @@ def _options_of_all(words: Sequence[str]) -> NoReturn:
 
 
 def _help_of_commands(start: str) -> str:
-    lines = [f"usage: comera {start}COMMAND ...", "", "Train models in compressed form.", ""]
+    lines = [f"usage: comera {start}COMMAND ...", ""]
+    lines += [] if start else ["Train models in compressed form.", ""]
     for name in COMMANDS:
         if name.startswith(start):
             lines.append(row(name, RUN_COMMANDS.get(name) or _summary(_function(name))))
@@ -329,7 +329,7 @@ def _near(key: str) -> str:
     outer, _, name = key.rpartition(".")
     if outer not in known:
         near = difflib.get_close_matches(key, known, n=1)
-        return f": did you mean --{near[0]}?" if near else f"; `{_ALL_SETTINGS}` lists them"
+        return f": did you mean --{near[0]}?" if near else "; `comera train --help_all` lists them"
     beside = [each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == outer]
     near = difflib.get_close_matches(name, beside, n=1)
     return f": did you mean --{outer}.{near[0]}?" if near else f"; {outer} has {', '.join(beside)}"
@@ -441,7 +441,8 @@ def help_of(command: str, words: Sequence[str]) -> str | None:
                 sections="\n".join(row(key, _text(key)) for key in sections),
             )
         if word in ("--help-all", "--help_all"):
-            return "\n".join(map(_entry, known))
+            outer = [key for key in known if "." not in key and not section_of(known[key][0])[0]]
+            return "\n".join(map(_entry, dict.fromkeys([*outer, *known])))
     return None
 
 
@@ -469,7 +470,7 @@ def _entry(key: str, with_type: bool = True) -> str:
     value = getattr(holder(), key.rpartition(".")[2])
     value = str(value).lower() if isinstance(value, bool) else value
     text = f"{_text(key)} ({parse.wanted(hint)})" if with_type else _text(key)
-    return row(f"--{key}=", text if value is None else f"{text} [{value}]")
+    return row(f"--{key}=", text if value in (None, "", [], {}) else f"{text} [{value}]")
 
 
 def _text(key: str) -> str:

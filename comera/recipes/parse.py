@@ -94,13 +94,14 @@ def check_least(settings: Any, within: str, **least: float) -> None:
             raise ValueError(f"{within}{name}={value} must be at least {bound}")
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merged(base: Mapping[str, Any], over: Mapping[str, Any], inner: bool = False) -> dict[str, Any]:
     """Return ``base`` with the values of ``over``: mappings key by key, all else replaced."""
     out = dict(base)
     for key, value in over.items():
         below = out.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            value = merged(below, value)
+        # An empty mapping changes no section, and empties a setting that is a mapping.
+        if isinstance(below, Mapping) and isinstance(value, Mapping) and (value or not inner):
+            value = merged(below, value, True)
         out[key] = value
     return out
 

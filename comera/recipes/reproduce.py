@@ -28,18 +28,16 @@ from comera.train.log import print_text
 
 Scale = Literal["small", "paper"]
 
-_FOLDER = "reproduce"
 _COMMAND = "command.txt"
 _ROWS, _STEPS = 2, 2
 _STEPPED_UP_TO = 1 << 29
 """Bytes of weights, gradients and optimizer state up to which a dry run does steps."""
-_WHERE_DATA_TELL = 1000  # steps of a run that is as long as its data, for schedules and stages
 
 
 def experiments() -> dict[str, dict[str, Path]]:
     """Return the files of the experiments by name and scale, in the order of their names."""
     found: dict[str, dict[str, Path]] = {}
-    for path in sorted((parse.folder() / _FOLDER).glob("*.yaml")):
+    for path in sorted((parse.folder() / "reproduce").glob("*.yaml")):
         name, _, scale = path.stem.rpartition("-")
         found.setdefault(name, {})[scale] = path
     return found
@@ -276,7 +274,11 @@ def try_out(
     sweep = read_sweep(file_of(name, scale), changes)
     for variant in dict.fromkeys(job.variant for job in unskipped(make_jobs(sweep), skip)):
         with error_prefix(f"{name}, {scale}, variant {variant}: "):
-            lines.append(f"{variant}: {dry_run(sweep.variants[variant], most)}")
+            try:
+                found = dry_run(sweep.variants[variant], most)
+            except FileNotFoundError as missing:
+                found = f"not tried, as its sizes are those of its data: {missing}"
+            lines.append(f"{variant}: {found}")
     return lines
 
 
@@ -288,7 +290,7 @@ def dry_run(config: RunConfig, most_bytes: int) -> str:
     if settings contradict each other.
     """
     needed = planned_memory(dataclasses.replace(config, twin=False))[0].total.total
-    steps = config.train.steps or _WHERE_DATA_TELL
+    steps = config.train.steps or 1000  # for schedules and stages, where the data tell
     train = dataclasses.replace(config.train, steps=steps, epochs=None, seconds=None, compile=False)
     train.batch_size, train.accumulate = _ROWS, 1
     small = dataclasses.replace(config, train=train, device="cpu", twin=False)

@@ -164,8 +164,7 @@ class Search:
     def summary(self) -> str:
         """Return a line with the best trial so far and the number of failed trials."""
         trials = self._study.trials
-        done = [trial for trial in trials if trial.state.name == "COMPLETE"]
-        failed = [trial for trial in trials if trial.state.name == "FAIL"]
+        done, failed = ([t for t in trials if t.state.name == s] for s in ("COMPLETE", "FAIL"))
         text = f"search: {len(done)} of {self._config.trials} trials finished"
         if failed:
             number = failed[-1].number

@@ -53,6 +53,20 @@ def chain_of(folder, count, **settings):
     return model, optimizer, saved
 
 
+def test_a_bare_state_of_other_parameters_has_no_names(tmp_path):
+    """Their number, or their shapes, are not those of the weights."""
+    model = make_model()
+    params = list(model.parameters())
+    for number, some in enumerate((params[:2], params[::-1])):
+        optimizer = torch.optim.AdamW(some, lr=1e-3)
+        train(model, optimizer, 3)
+        with CheckpointChain(tmp_path / str(number)) as chain:
+            chain.save(3, model.state_dict(), optimizer.state_dict())
+            saved = chain.load()
+        assert not saved.parameters
+        optimizer.load_state_dict(saved.optimizer)
+
+
 def distance(got, want):
     change = sum((a - want[n]).square().sum() for n, a in got.items())
     return float(change / sum(b.square().sum() for b in want.values())) ** 0.5

@@ -356,6 +356,12 @@ def test_a_share_may_be_a_number_of_numpy():
     assert parse_budget(np.float32(0.25)) == 0.25
 
 
-@pytest.mark.parametrize(("text", "size"), [("3kB", 3000), ("3KB", 3000), ("3 KiB", 3072)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("3kB", 3000), ("3KB", 3000), ("3 KiB", 3072), ("60MB", 60_000_000), ("0.5MiB", 1 << 19),
+        ("1.5 GB", 1_500_000_000), ("2GiB", 2 << 30),
+    ],
+)  # fmt: skip
 def test_bytes_are_read_as_people_write_them(text, size):
     assert parse_budget(text) == size

@@ -241,6 +241,7 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
         ({"fields": ["user", "rating"]}, "clicks.fields names 'rating', which is clicks.label"),
         ({"continuous": ["rating"]}, "clicks.continuous names 'rating', which is clicks.label"),
         ({"fields": ["user", "user"]}, "clicks.fields names 'user' more than once"),
+        ({"min_count": 0}, "clicks.min_count=0 must be at least 1"),
         ({"hash_rows": 1}, "clicks.hash_rows=1 must be at least 2"),
         ({"heldout": 0.0}, "clicks.heldout=0.0 and clicks.test=0.0 of 400 rows must be one"),
         ({"test": 0.001}, "clicks.test=0.001 of 400 rows must be one row at least"),

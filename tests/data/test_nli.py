@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from comera.data.nli import LABELS, NliData, NliPairs, read_pairs
+from comera.data.nli import LABELS, NliData, NliPairs, joined, read_pairs
 from comera.data.vocabulary import CLS, PAD, SEP, SPECIAL
 
 WORDS = (
@@ -238,3 +238,16 @@ def test_pairs_that_are_not_kept_apart_are_noticed(settings, tmp_path, caplog):
     test = str(tmp_path / "copy.jsonl.gz")
     NliPairs.prepare(dataclasses.replace(settings, test=test))
     assert f"nli.test={test} is what nli.dev={settings.dev[0]} is" in caplog.text
+
+
+@pytest.mark.parametrize("length", range(5, 14))
+def test_pairs_that_are_too_long_lose_the_ends_of_the_longer_sentence(length):
+    for left in range(1, 8):
+        for right in range(1, 8):
+            premise, hypothesis = np.arange(100, 100 + left), np.arange(200, 200 + right)
+            kept = [list(premise), list(hypothesis)]
+            while len(kept[0]) + len(kept[1]) + 3 > length:
+                kept[len(kept[0]) < len(kept[1])].pop()
+            tokens, start = joined(premise, hypothesis, length)
+            assert tokens.tolist() == [CLS, *kept[0], SEP, *kept[1], SEP]
+            assert start == len(kept[0]) + 2

@@ -5,7 +5,7 @@ import torch
 
 from comera.data.clicks import Clicks
 from comera.data.nli import NliPairs
-from comera.data.text import CausalText, MaskedText, TextData, TextStreams
+from comera.data.text import CausalText, MaskedText, TextData, TextStreams, _split
 from tests.texts import write_functions
 
 from .test_clicks import settings as click_settings
@@ -23,6 +23,8 @@ def test_rows_of_a_log_are_in_one_part_each(tmp_path, split):
     assert sorted(int(row) for part in parts for row in part) == list(range(400))
     if split == "last":
         assert parts[2].min() > parts[1].max() > parts[0].max()
+    else:  # each is spread over the log
+        assert all(150 < part.mean() < 250 for part in parts)
     (batch,) = data.held_out("test", 40)
     assert torch.equal(batch["labels"], data._rows(data.splits["test"])["labels"])
 
@@ -80,6 +82,16 @@ def test_text_is_in_one_part_each(tmp_path, files):
     seen = sum(batch["targets"].numel() for batch in CausalText(streams).held_out("test", 8))
     assert len(streams.test) - 16 <= seen < len(streams.test)
     assert not CausalText(whole).held_out("test", 8)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_no_text_is_in_two_parts(count):
+    texts = ["".join(f"{text} {line}\n" for line in range(50)) for text in range(count)]
+    parts = _split(texts, TextData(heldout=0.2, test=0.1))
+    if count == 1:  # the end of the text is kept, and what is before it for a test
+        assert ["".join("".join(parts[name]) for name in ("train", "test", "valid"))] == texts
+    else:  # the first texts
+        assert [*parts["valid"], *parts["test"], *parts["train"]] == texts
 
 
 @pytest.mark.parametrize("test", [0.8, -0.1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from comera.data.text import CausalText, MaskedText, TextData, TextStreams
-from comera.data.vocabulary import CLS, MASK, PAD
+from comera.data.vocabulary import CLS, MASK, PAD, train_byte_pairs, train_word_pieces
 from tests.texts import write_functions
 
 
@@ -93,6 +93,12 @@ def test_the_standard_library_is_the_default_corpus(tmp_path, monkeypatch):
     data = TextStreams.prepare(TextData(max_megabytes=0.3, vocab_size=400, length=16))
     assert int(data.train.max()) < 400
     assert len(data.train) > 50_000
+
+
+@pytest.mark.parametrize("train", [train_byte_pairs, train_word_pieces])
+def test_a_vocabulary_is_as_large_as_asked_for(train):
+    texts = [" ".join(str(k) for k in range(3000))]
+    assert train(texts, 300).get_vocab_size() == 300
 
 
 def test_too_little_or_no_text_is_named(tmp_path):

@@ -81,6 +81,8 @@ def test_tables_and_wide_layers_become_tensor_trains_and_learn():
 def test_hot_rows_that_are_no_pair_are_named():
     with pytest.raises(ValueError, match=r"hot_pattern\['user'\]=\[3\] must be two numbers"):
         comera.TTConfig(hot_pattern={"user": [3]})
+    with pytest.raises(ValueError, match=r"hot_pattern\['user'\]=\[None, 3\] must be two numbers"):
+        comera.TTConfig(hot_pattern={"user": [None, 3]})
     with pytest.raises(ValueError, match="hot_pattern 'nobody' matches none of the targeted"):
         comera.tensorize_(model(), comera.TTConfig(rank=2, hot_pattern={"nobody": [3, None]}))
 

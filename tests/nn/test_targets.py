@@ -101,3 +101,9 @@ def test_layers_that_are_tensor_trains_already_are_named():
 def test_things_of_another_type_are_shown(call):
     with pytest.raises(TypeError, match=r"rank.*: 4|Conv2d\(3, 4|Embedding\(30, 4|Linear\(in_feat"):
         call()
+
+
+def test_layers_of_fewer_entries_than_min_size_stay_dense():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 63))
+    comera.tensorize_(model, comera.TTConfig(rank=2, min_size=64 * 64))
+    assert [type(layer) for layer in model] == [comera.TTLinear, nn.Linear]

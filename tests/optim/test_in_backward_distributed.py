@@ -7,7 +7,7 @@ from torch import nn
 
 import comera
 from comera import OptimizerInBackward
-from tests.processes import in_two_processes
+from tests.processes import in_two_processes, said
 
 pytestmark = pytest.mark.slow  # two interpreters have to start
 
@@ -49,14 +49,6 @@ def train(model, optimizer, rank, parts=1, hold_back=None):
         optimizer.zero_grad()
 
 
-def error_of(call):
-    try:
-        call()
-    except (ValueError, RuntimeError) as problem:
-        return str(problem)
-    return "nothing was raised"
-
-
 def averaged(rank):
     """Against DistributedDataParallel."""
     found = {}
@@ -71,7 +63,7 @@ def averaged(rank):
             found[f"{make.__name__}, {parts} parts"] = all(same)
     model = make_model()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    found["wrapped"] = error_of(lambda: train(wrapped, OptimizerInBackward(adamw(model)), rank))
+    found["wrapped"] = said(lambda: train(wrapped, OptimizerInBackward(adamw(model)), rank))
     model = make_model()
     updates = OptimizerInBackward(adamw(model), process_group=dist.group.WORLD)
     with updates.accumulate():
@@ -87,7 +79,7 @@ def averaged(rank):
     train(model, late, rank)
     dist.all_gather(all_of, model[0].weight.detach())
     found["unfrozen later"] = torch.equal(*all_of)
-    found["closure"] = error_of(lambda: updates.step(lambda: None))
+    found["closure"] = said(lambda: updates.step(lambda: None))
     return found
 
 
@@ -132,7 +124,7 @@ def sharded(rank):
         ("came", lambda: came(model), {}),
         ("group", lambda: adamw(model), {"process_group": dist.group.WORLD}),
     ):
-        found[name] = error_of(lambda m=make, s=settings: OptimizerInBackward(m(), **s))
+        found[name] = said(lambda m=make, s=settings: OptimizerInBackward(m(), **s))
     return found
 
 

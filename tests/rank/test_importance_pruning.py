@@ -115,6 +115,16 @@ def test_of_equal_importance_ranks_that_cost_more_go_first():
     assert (cheap.live_ranks, costly.live_ranks) == ((8,), (5,))
 
 
+@pytest.mark.parametrize(("min_keep", "left"), [(0.0, (1, 7)), (0.5, (2, 6)), (1.0, (4, 4))])
+def test_a_layer_without_importance_keeps_its_share_of_an_equal_cut(min_keep, left):
+    layers = [comera.TTLinear(64, 64, rank=8, order=1) for _ in range(2)]
+    importance = {id(layers[0].gates[0]): torch.full((8,), 1e-9)}
+    importance[id(layers[1].gates[0])] = torch.ones(8)
+    named = tensor_trains(torch.nn.Sequential(*layers))
+    prune_to_(named, 8 * 128, importance=importance, min_keep=min_keep)
+    assert tuple(layer.live_ranks[0] for layer in layers) == left
+
+
 def test_a_rank_that_fits_to_the_entry_is_opened_again():
     cheap, costly = (comera.TTLinear(width, width, rank=8, order=1) for width in (16, 64))
     model = torch.nn.Sequential(cheap, costly)

@@ -64,10 +64,7 @@ def in_late_stage(model, target, goal, **settings):
 )
 def test_late_stage_serves_what_is_further_from_its_goal(model, goal, loss_weight, size_weight):
     ranks = in_late_stage(model, 0.5, goal, rho_loss=0.2)
-    loss = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    gate = next(iter(tensor_trains(model).values())).gates[0]
-    got = torch.autograd.grad(ranks.objective(loss), [loss, gate])
-    size = torch.autograd.grad(ranks.size.relaxed(), gate)[0]
+    got, size = gradients(ranks, model), size_gradient(ranks, model)
     torch.testing.assert_close(got[0], torch.tensor(loss_weight, dtype=torch.float64))
     torch.testing.assert_close(got[1], size_weight * 2.0 * size / ranks.start_size)
 
@@ -75,8 +72,15 @@ def test_late_stage_serves_what_is_further_from_its_goal(model, goal, loss_weigh
 def gradients(ranks, model, value=2.0):
     """Of the objective: by the loss and by the first gate."""
     loss = torch.tensor(value, dtype=torch.float64, requires_grad=True)
-    gate = next(iter(tensor_trains(model).values())).gates[0]
-    return torch.autograd.grad(ranks.objective(loss), [loss, gate])
+    return torch.autograd.grad(ranks.objective(loss), [loss, first_gate(model)])
+
+
+def size_gradient(ranks, model):
+    return torch.autograd.grad(ranks.size.relaxed(), first_gate(model))[0]
+
+
+def first_gate(model):
+    return next(iter(tensor_trains(model).values())).gates[0]
 
 
 def test_the_late_stage_measures_a_size_against_the_present_size(model):
@@ -87,10 +91,8 @@ def test_the_late_stage_measures_a_size_against_the_present_size(model):
             for gate in layer.gates[1:]:
                 gate[3:] = 0
     assert ranks.size.exact() < 0.75 * ranks.start_size
-    gate = next(iter(tensor_trains(model).values())).gates[0]
-    size = torch.autograd.grad(ranks.size.relaxed(), gate)[0]
     _, got = gradients(ranks, model)
-    torch.testing.assert_close(got, 2.0 * size / ranks.size.exact())
+    torch.testing.assert_close(got, 2.0 * size_gradient(ranks, model) / ranks.size.exact())
 
 
 @torch.no_grad()
@@ -137,10 +139,7 @@ def test_a_run_resumed_in_the_late_stage_keeps_its_goal(second, regularised):
 def test_a_loss_may_be_negative(model, value, goal, regularised):
     """As the logarithm of a density is: the size is regularised in any case, and never up."""
     ranks = in_late_stage(model, 0.5, goal)
-    loss = torch.tensor(value, dtype=torch.float64, requires_grad=True)
-    gate = next(iter(tensor_trains(model).values())).gates[0]
-    got = torch.autograd.grad(ranks.objective(loss), [loss, gate])
-    size = torch.autograd.grad(ranks.size.relaxed(), gate)[0]
+    got, size = gradients(ranks, model, value), size_gradient(ranks, model)
     torch.testing.assert_close(got[0], torch.tensor(2.0 - regularised, dtype=torch.float64))
     torch.testing.assert_close(got[1], regularised * 2.0 * size / ranks.start_size)
 

@@ -212,6 +212,7 @@ def test_evaluate_sets_what_is_read_beside_the_run(source, tmp_path, capsys):
     assert main(["checkpoint", "evaluate", str(out), "--train_on=4"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("+0.00%") == 6  # lossless: nothing differs, nor after four steps more
+    assert "/?" not in printed  # progress, of as many steps as there are
     chain = str(tmp_path / "lossy")
     assert main(["checkpoint", "compress", str(out), chain, "--key_every=3"]) == 0
     source_names = CheckpointChain(out / "checkpoints").load(8).parameters

@@ -264,6 +264,9 @@ def test_every_key_is_one_option_away(word, capsys):
     text = printed(capsys, "train", word)
     assert "--checkpoints.keep_last" in text
     assert all(f"--{name}" in text for name in RunConfig.__dataclass_fields__)
+    assert text.index("--overwrite=") < text.index("masked_text:")  # which it is no setting of
+    assert ":class:" not in text
+    assert "[]" not in text
 
 
 def test_shells_can_complete_the_commands(capsys):
@@ -289,3 +292,6 @@ def test_help_does_not_load_what_only_the_work_needs():
 def test_every_command_has_its_own_options(capsys):
     for words in (["calibrate"], ["checkpoint"], ["checkpoint", "inspect"]):
         assert "--help" in printed(capsys, *words, "--help")
+    assert printed(capsys, "checkpoint", "--help").startswith(
+        "usage: comera checkpoint COMMAND ...\n\n  checkpoint inspect "
+    )

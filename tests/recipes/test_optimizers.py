@@ -221,6 +221,9 @@ def test_defaults_are_those_of_the_optimizer():
     assert (galore.rank, galore.lr, galore.target_modules) == (64, 2e-3, "all-linear")
     came = optimizer_of({"name": "came", "betas": [0.8, 0.98]})
     assert came.betas == (0.8, 0.98, 0.9999)
+    for given in (came, *(kind(betas=(0.8, 0.98)) for kind in (AdamWConfig, MuonConfig))):
+        made = given.make([{"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.1}])
+        assert made.param_groups[0]["betas"] == given.betas
     assert optimizer_of({"lr": 0.1}) == AdamWConfig(name=None, lr=0.1)
     assert optimizer_of({"lr": 0.1}, tensorize={}) == MuonConfig(name=None, lr=0.1)
 

@@ -89,6 +89,13 @@ def test_a_dry_run_that_does_no_steps_names_the_limit_that_it_keeps():
     assert "no steps done, as a dry run does them up to 1 KiB; forward and backward fit" in line
 
 
+def test_a_dry_run_names_variants_that_are_as_large_as_data_that_are_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    others = ["dense", "tensor-trains", "tensor-trains-cut", "hashed"]
+    (line,) = try_out("comera-dlrm", "small", skip=others)
+    assert line.startswith("narrow: not tried, as its sizes are those of its data: no data file at")
+
+
 @pytest.mark.slow
 def test_small_scale_can_be_read_whole():
     for scales in experiments().values():

@@ -1,4 +1,5 @@
 import dataclasses
+import importlib
 import inspect
 import itertools
 import json
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 import comera
 from comera.data.clicks import ClickData
-from comera.data.nli import NliData
+from comera.data.nli import LABELS, NliData
 from comera.data.text import TextData
 from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
@@ -25,7 +26,7 @@ from comera.recipes.cli import main
 from comera.recipes.optimizers import OPTIMIZERS, MuonConfig
 from comera.recipes.parse import hints_of, read_yaml, section_of, wanted
 from comera.recipes.report.run_report import gather
-from comera.recipes.run import build_step, make_model, plan, planned_memory, run
+from comera.recipes.run import _rate, build_step, make_model, plan, planned_memory, run
 from comera.recipes.run_config import (
     DlrmConfig,
     ImportancePruningConfig,
@@ -36,8 +37,10 @@ from comera.recipes.run_config import (
     TwoStageConfig,
 )
 from comera.recipes.tasks.task import prepare_task, task_of
+from comera.recipes.trained import predictions
 from comera.train.log import read_metrics
 from comera.train.loop import SILENT
+from tests.data.test_nli import pairs, write_snli
 from tests.texts import write_functions
 
 _ONE_SECTION = "exactly one of the sections masked_text, causal_text, nli and clicks"
@@ -188,6 +191,24 @@ def test_starting_again_leaves_foreign_files_alone(config):
     quiet_run(config)
     quiet_run(dataclasses.replace(config, seed=3, overwrite=True))
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_the_seed_is_that_of_parameters_and_of_dropout_which_the_twin_shares(config, monkeypatch):
+    train = importlib.import_module("comera.recipes.run").train
+    begun = []
+
+    def begin(step, *args, **settings):
+        begun.append((next(step.model.parameters()).detach().clone(), torch.get_rng_state()))
+        return train(step, *args, **settings)
+
+    monkeypatch.setattr("comera.recipes.run.train", begin)
+    short = dataclasses.replace(config, two_stage=None, train=TrainConfig(steps=1, batch_size=2))
+    for seed in (1, 2):
+        quiet_run(dataclasses.replace(short, seed=seed, out=f"{config.out}-{seed}"))
+    (drawn, state), (_, state_of_twin), (others, other), _ = begun
+    assert not torch.equal(drawn, others)
+    assert not torch.equal(state, other)
+    assert torch.equal(state, state_of_twin)
 
 
 def test_a_dense_run_needs_no_other_section(config):
@@ -521,6 +542,62 @@ def test_a_trained_model_is_tested_once_on_data_of_its_own(config, section):
     assert not any("test" in key for line in lines for key in line)
     (again,) = quiet_run(config)
     assert again == outcome
+
+
+def test_figures_of_pairs_are_those_of_their_predictions(config, tmp_path):
+    rows = pairs(50, seed=1)
+    write_snli(tmp_path / "train.jsonl", pairs(60))
+    write_snli(tmp_path / "dev.jsonl", rows)
+    files = str(tmp_path / "train.jsonl"), str(tmp_path / "dev.jsonl")
+    (outcome,) = quiet_run(dataclasses.replace(
+        config, masked_text=None, nli=NliData(*files, vocab_size=120, length=16), twin=False,
+        two_stage=None, tensorize=None, train=TrainConfig(steps=20, batch_size=4),
+    ))  # fmt: skip
+    lines = [f"{premise}\t{hypothesis}" for premise, hypothesis, _ in rows]
+    found = list(predictions(comera.load_run(config.out), lines, 0))
+    labels = [LABELS[label] for *_, label in rows]
+    right = [each["label"] == label for each, label in zip(found, labels, strict=True)]
+    assert outcome.metrics["accuracy"] == pytest.approx(sum(right) / 50)
+    shares = [each["probabilities"][label] for each, label in zip(found, labels, strict=True)]
+    assert outcome.metrics["loss"] == pytest.approx(-sum(map(math.log, shares)) / 50, abs=1e-4)
+
+
+@pytest.mark.parametrize("section", ["masked_text", "causal_text"])
+def test_settings_reach_the_model_and_its_step(config, section):
+    model = ModelConfig(
+        d_model=24, num_layers=2, num_heads=3, ffn_dim=40, dropout=0.3, qk_norm=True,
+        norm="post" if section == "masked_text" else "pre",
+    )  # fmt: skip
+    loop = TrainConfig(steps=4, batch_size=4, accumulate=2, clip_norm=0.7)
+    dense = {"tensorize": None, "two_stage": None, "twin": False}
+    data = {"masked_text": None, section: config.masked_text}
+    config = dataclasses.replace(config, model=model, train=loop, **dense, **data)
+    task = prepare_task(config, torch.device("cpu"))
+    made = make_model(config, task, torch.device("cpu"))
+    step = build_step(made, config, task)
+    assert (step.accumulate, step.clip_norm) == (2, 0.7)
+    if section == "masked_text":
+        found = [
+            (each.fc1.weight.shape, each.dropout, each.pre_norm, each.attention.query_norm.weight)
+            for each in made.encoder.blocks
+        ]
+        assert {each.attention.num_heads for each in made.encoder.blocks} == {3}
+    else:
+        found = [
+            (each.mlp.up_proj.weight.shape, each.dropout.p, False, each.self_attn.q_norm.weight)
+            for each in made.model.layers
+        ]
+    assert [(*each, len(norm)) for *each, norm in found] == 2 * [((40, 24), 0.3, False, 8)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at_8"), [("linear", 0.25), ("cosine", 0.146447), ("constant", 1.0)]
+)
+def test_rates_rise_and_fall_by_the_schedule(schedule, at_8):
+    settings = MuonConfig(schedule=schedule, warmup_share=0.2)
+    rates = [_rate(settings, 10, step) for step in (0, 1, 2, 8, 10)]
+    last = 1.0 if schedule == "constant" else 0.0
+    assert rates == pytest.approx([0.5, 1, 1, at_8, last], abs=1e-6)
 
 
 def test_words_for_every_type_of_a_setting():

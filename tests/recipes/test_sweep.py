@@ -103,6 +103,8 @@ def test_merging_goes_deep_and_null_replaces():
     over = {"a": {"c": {"g": 4}}, "e": None, "h": {"i": 5}}
     assert merged(base, over) == {"a": {"b": 1, "c": {"d": 2, "g": 4}}, "e": None, "h": {"i": 5}}
     assert base == {"a": {"b": 1, "c": {"d": 2}}, "e": {"f": 3}}
+    assert merged(base, {"a": {}, "e": {}}) == base  # sections
+    assert merged(base, {"a": {"c": {}}})["a"] == {"b": 1, "c": {}}  # a setting that is a mapping
     dotted = nested(
         {"train.steps": 3, "train": {"batch_size": 2}, "tensorize.rank_pattern": {"a.b": 1}}
     )

@@ -52,6 +52,18 @@ def test_rows_that_enter_keep_their_values_and_the_others_stay(hot_rank):
     torch.testing.assert_close(table(torch.arange(ROWS)), table.weight)
 
 
+def test_gradients_of_rows_that_moved_are_dropped():
+    table = make()
+    table(torch.arange(ROWS)).sum().backward()
+    before = table.hot.grad.clone()
+    comera.update_hot_rows_(table, counts_of(1, 3, 17, 29))
+    entered = table.row_order[[17, 29]].long()
+    assert not table.hot.grad[entered].any()
+    others = [k for k in range(HOT) if k not in entered.tolist()]
+    assert torch.equal(table.hot.grad[others], before[others])
+    assert before.all()
+
+
 def test_nothing_moves_where_the_hot_rows_are_the_right_ones():
     table = make()
     assert comera.update_hot_rows_(table, counts_of(0, 4)) == 0

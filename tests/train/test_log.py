@@ -375,20 +375,21 @@ def test_a_log_that_is_removed_begins_anew_and_a_folder_that_is_gone_ends_the_ru
     ("width", "shown"), [(79, "573 tokens/s, -"), (99, "457 MiB, -"), (130, "457 MiB, -")]
 )
 def test_figures_that_have_no_room_are_left_out_whole(width, shown):
+    drawn = drawn_bar(width, "dense", total=60, completed=6)
+    assert shown in drawn
+    assert "…" not in drawn
+
+
+def test_where_there_is_little_room_steps_and_time_stay():
+    drawn = drawn_bar(60, "compressed", total=260, completed=140)
+    assert "140/260" in drawn
+    assert "left" in drawn
+
+
+def drawn_bar(width, title, **steps):
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
     with progress_bar(console=console) as bar:
         figures = "loss 8.3710, 8.96 steps/s, 573 tokens/s, peak 457 MiB,"
-        bar.add_task("dense", total=60, completed=6, figures=figures)
-    assert shown in out.getvalue()
-    assert "…" not in out.getvalue()
-
-
-def test_where_there_is_little_room_steps_and_time_stay():
-    out = io.StringIO()
-    console = Console(file=out, width=60, force_terminal=True, color_system=None)
-    with progress_bar(console=console) as bar:
-        figures = "loss 8.3710, 8.96 steps/s, 573 tokens/s, peak 457 MiB,"
-        bar.add_task("compressed", total=260, completed=140, figures=figures)
-    assert "140/260" in out.getvalue()
-    assert "left" in out.getvalue()
+        bar.add_task(title, **steps, figures=figures)
+    return out.getvalue()

@@ -94,8 +94,6 @@ class StreamTask(TextTask):
 
 _TESTED = 128  # batches that a test draws
 _EVALUATED = 32  # batches that an evaluation draws where the settings do not say
-_COMPLETED = 32  # most tokens that end a line
-_SHOWN = 5  # words that are shown for each masked one
 _DRAWN_EVERY = 7  # interval of masked words in a batch that is drawn without data
 
 
@@ -130,7 +128,7 @@ class MaskedTextTask(StreamTask):
             raise ValueError(f"{line!r} has no [MASK] in its first {len(row) - 1} tokens")
         inputs = (torch.from_numpy(part)[None] for part in (row, positions))
         logits = logits_of(model, *inputs, False)[0]
-        best = logits.softmax(-1).topk(min(_SHOWN, logits.shape[-1]))
+        best = logits.softmax(-1).topk(min(5, logits.shape[-1]))
         return {
             "masks": [
                 [
@@ -175,7 +173,7 @@ class CausalTextTask(StreamTask):
 
     def completion(self, model: nn.Module) -> list[str] | None:
         given = self._text(self._held_out)
-        text = self.predict(model, given, _COMPLETED)["text"]
+        text = self.predict(model, given, 32)["text"]  # the end of a line
         return [given.rpartition("\n")[2], text.removeprefix(given).partition("\n")[0]]
 
 
