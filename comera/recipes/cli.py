@@ -430,10 +430,10 @@ def _hint_of(key: str) -> Any:
 def help_of(command: str, words: Sequence[str]) -> str | None:
     """Return the help that a word, such as ``--help``, asks for; else None."""
     known = settings_by_name()
+    outer = [key for key in known if "." not in key]
+    sections = [key for key in outer if parse.section_of(known[key][0])[0]]
     for word in words:
         if word in ("-h", "--help"):
-            outer = [(key, hint) for key, (hint, _) in known.items() if "." not in key]
-            sections = [key for key, hint in outer if parse.section_of(hint)[0]]
             return _HELP.format(
                 command=command,
                 summary=RUN_COMMANDS[command],
@@ -441,8 +441,8 @@ def help_of(command: str, words: Sequence[str]) -> str | None:
                 sections="\n".join(row(key, _text(key)) for key in sections),
             )
         if word in ("--help-all", "--help_all"):
-            outer = [key for key in known if "." not in key and not section_of(known[key][0])[0]]
-            return "\n".join(map(_entry, dict.fromkeys([*outer, *known])))
+            first = [key for key in outer if key not in sections]
+            return "\n".join(map(_entry, dict.fromkeys([*first, *known])))
     return None
 
 
