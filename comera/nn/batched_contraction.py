@@ -27,10 +27,11 @@ class BatchedContraction:
     Raises ``ValueError`` if a tensor train is sharded, as by ``fully_shard``.
 
     Note:
-        Call ``backward`` once each time the context is entered; with activation checkpointing,
-        inside the context. If an optimizer or ``load_state_dict`` writes to a parameter inside, the
-        cores are contracted again, except in a compiled model. Leave the context to write through
-        ``.data``, replace a parameter, or change its dtype or device. If no gradient reaches a
+        Call ``backward`` once each time the context is entered; with activation checkpointing, of
+        ``use_reentrant=False``, inside the context. If an optimizer or ``load_state_dict`` writes
+        to a parameter inside, the cores are contracted again, except in a compiled model; a layer
+        whose parameters ``torch.func.functional_call`` replaces contracts them by itself. Leave the
+        context to write through ``.data``, or change the dtype or device. If no gradient reaches a
         layer, its gates get zeros instead of None; in a CUDA graph its cores do, too.
 
     Example::
@@ -47,7 +48,7 @@ class BatchedContraction:
         self._model, self._autocast = model, autocast
         self._trains = list(tensor_trains(model).values())
         self._key: object = None
-        self._params: list[tuple[Tensor, ...]] = []
+        self._params: list[list[Tensor]] = []
         self._calls: list[tuple[list[list[TTLinear]], list[Chains]]] = []
         self._blocks: list[list[BTTLinear]] = []
 
@@ -68,10 +69,7 @@ class BatchedContraction:
             chains = [of for of in alike.values() if of[0].is_chain]
             self._key, self._calls = key, _calls(chains, self._autocast)
             self._blocks = [of for of in alike.values() if not of[0].is_chain]
-            self._params = [
-                tuple(train.parameters() if isinstance(train, CompressedLinear) else train.gates)
-                for train in self._trains
-            ]
+            self._params = [train.shared_params() for train in self._trains]
         try:
             self._share()
         except BaseException:  # such as one of too little memory: nothing stays shared
@@ -139,9 +137,7 @@ def _calls(
 def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
     """Return all gates in one vector: the shared vector if it has just these gates."""
     gates = [gate for train in trains for gate in train.gates]
-    for train in trains:
-        train.renew_shared()
-    first = trains[0].shared_gates
+    first = trains[0].shared_gates if all(train.renew_shared() for train in trains) else None
     if first is None or not may_share(first.flat, gates[0]):
         return torch.cat(gates)
     own = [part for train in trains if train.shared_gates for part in train.shared_gates.own]
