@@ -368,6 +368,10 @@ class GaLore(Optimizer):
             )
         return params
 
+    def projects(self, param: Tensor) -> bool:
+        """Return whether gradients of a parameter are projected."""
+        return param in self._stand_ins
+
     def unpack_state_(self, param: Tensor) -> None:
         """Unpack the inner optimizer's state, for :func:`~comera.truncate_`."""
         self._lend([param])
