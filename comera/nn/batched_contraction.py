@@ -15,7 +15,7 @@ from comera.ops.contract_cores import contract_groups
 from comera.ops.cores import Chains
 from comera.ops.dispatch import is_eager, shapes_are_static
 from comera.ops.linear.blocks import block_factors
-from comera.params import may_share, params_of, versions_of
+from comera.params import may_share, params_of, versions_of, wrappers_of
 
 
 class BatchedContraction:
@@ -48,6 +48,7 @@ class BatchedContraction:
         self._model, self._autocast = model, autocast
         self._trains = list(tensor_trains(model).values())
         self._key: object = None
+        self._apart: bool | None = None  # if together, DistributedDataParallel finds all used
         self._params: list[list[Tensor]] = []
         self._calls: list[tuple[list[list[TTLinear]], list[Chains]]] = []
         self._blocks: list[list[BTTLinear]] = []
@@ -62,12 +63,16 @@ class BatchedContraction:
             key.append((*ids, kinds, cores[0].dtype, cores[0].device, layer.prune_below))
         if key != self._key:
             check_unsharded(self._model, "BatchedContraction")  # it may have been sharded since
+            if self._apart is None:  # asked once: it takes long
+                self._apart = any(each.find_unused_parameters for each in wrappers_of(self._trains))
             alike: dict[object, list[Any]] = {}
             for layer in layers:
                 if "bias" in layer._parameters:  # it is not computed, as by torch.nn.utils.prune
-                    alike.setdefault(layer.kind(), []).append(layer)
+                    alike.setdefault(layer if self._apart else layer.kind(), []).append(layer)
             chains = [of for of in alike.values() if of[0].is_chain]
-            self._key, self._calls = key, _calls(chains, self._autocast)
+            calls = [[of] for of in chains] if self._apart else [chains]
+            self._key = key
+            self._calls = [call for of in calls for call in _calls(of, self._autocast)]
             self._blocks = [of for of in alike.values() if not of[0].is_chain]
             self._params = [train.shared_params() for train in self._trains]
         try:
