@@ -131,6 +131,7 @@ class RankCallback(RankSteps, Callback):
         outcome = self.cut_if_due(trainer.optimizers[0])
         if outcome is not None:
             pl_module.log_dict({f"ranks_{key}": float(value) for key, value in outcome.items()})
+        if outcome is not None or self.ranks.turned:
             for each in trainer.callbacks:  # averages of weights begin again
                 if average := getattr(each, "_average_model", None):
                     getattr(average, "module", average).load_state_dict(pl_module.state_dict())

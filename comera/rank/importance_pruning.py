@@ -69,7 +69,8 @@ class ImportancePruning(RankLearning):
         min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish.
         process_group: As of :class:`~comera.TwoStage`.
 
-    Attributes and errors are those of :class:`~comera.TwoStage`.
+    Attributes and errors are those of :class:`~comera.TwoStage`; ``turned`` is whether the last
+    step has made ranks singular vectors, after which averages of weights begin again.
     """
 
     method: ClassVar[str] = "ImportancePruning"
@@ -132,7 +133,9 @@ class ImportancePruning(RankLearning):
     def count_(self, optimizer: AnyOptimizer | None = None, steps: float = 1) -> None:
         """Count a step on the host, see :meth:`~comera.rank.learning.RankLearning.count_`."""
         super().count_(optimizer, steps)
-        if self.settings.canonical and 0 <= self.steps_done - self._canonical_from < steps:
+        passed = self.steps_done - self._canonical_from
+        self.turned = self.settings.canonical and 0 <= passed < steps
+        if self.turned:
             group = self._processes(min_keep=self.settings.min_keep)
             canonicalize_(self.model, optimizer, process_group=group)
             if self._mean is not None:  # of ranks that are no more
