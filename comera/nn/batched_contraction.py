@@ -70,9 +70,7 @@ class BatchedContraction:
                 if "bias" in layer._parameters:  # it is not computed, as by torch.nn.utils.prune
                     alike.setdefault(layer if self._apart else layer.kind(), []).append(layer)
             chains = [of for of in alike.values() if of[0].is_chain]
-            calls = [[of] for of in chains] if self._apart else [chains]
-            self._key = key
-            self._calls = [call for of in calls for call in _calls(of, self._autocast)]
+            self._key, self._calls = key, _calls(chains, self._autocast, self._apart)
             self._blocks = [of for of in alike.values() if not of[0].is_chain]
             self._params = [train.shared_params() for train in self._trains]
         try:
@@ -115,9 +113,9 @@ class BatchedContraction:
 
 
 def _calls(
-    alike: Sequence[list[TTLinear]], autocast: torch.dtype | None
+    alike: Sequence[list[TTLinear]], autocast: torch.dtype | None, apart: bool
 ) -> list[tuple[list[list[TTLinear]], list[Chains]]]:
-    """Group groups of equal layers by call, so that frozen layers have calls of their own.
+    """Group groups of equal layers by call, so that frozen layers, or all, have their own.
 
     Returns for each call the groups, and the argument of ``contract_groups``, still without gates.
     """
@@ -125,7 +123,8 @@ def _calls(
     for group in alike:
         core = group[0].cores[0]
         trained = any(param.requires_grad for layer in group for param in layer.parameters())
-        together.setdefault((core.dtype, core.device, trained), []).append(group)
+        own = apart and len(together)
+        together.setdefault((core.dtype, core.device, trained, own), []).append(group)
     calls = []
     for groups in together.values():
         chains = []

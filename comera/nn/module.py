@@ -297,8 +297,7 @@ class TensorTrainModule(WeightByAssignment):
     def renew_shared(self) -> bool:
         """Renew the shared contraction if a parameter was written to, except in compiled code.
 
-        Returns whether it is of the present parameters, and not of those that others replace, as in
-        ``torch.func.functional_call``.
+        Returns False if others replace parameters, as in ``torch.func.functional_call``.
         """
         shared = self.shared
         if shared is None or any(map(is_not, shared.params, self.shared_params())):

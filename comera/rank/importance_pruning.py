@@ -20,11 +20,6 @@ from comera.surgery.canonical import canonicalize_
 
 log = logging.getLogger("comera")
 
-_NEW_SHARE = 0.02
-"""Share of the present step in the running mean, which so looks back some fifty steps."""
-_OBSERVED = 100
-"""Steps between canonical form and the cut: twice as many as the running mean looks back."""
-
 
 @dataclass
 class ImportanceSettings:
@@ -91,8 +86,9 @@ class ImportancePruning(RankLearning):
         self.settings = ImportanceSettings(min_keep, canonical, min_rank)
         self.settings.check()
         super().__init__(model, target, steps, min_rank, process_group)
-        # At the very start there is nothing to tell ranks apart.
-        self._canonical_from = steps - min(_OBSERVED, (steps + 1) // 2)
+        # Twice as many steps before the cut as the running mean looks back; not at the very start,
+        # when there is nothing to tell ranks apart.
+        self._canonical_from = steps - min(100, (steps + 1) // 2)
         self._mean: Tensor | None = None  # running mean, of all gates in turn
         self._lost: dict[int, Tensor] = {}  # gate times gradient since the last step
         self._observed: dict[int, tuple[Tensor, Any]] = {}  # gates with their hooks
@@ -163,7 +159,8 @@ class ImportancePruning(RankLearning):
         if self._mean is None or self._mean.shape != square.shape:
             self._mean = torch.zeros_like(square)
         self._mean = self._mean.to(square)
-        self._mean.lerp_(torch.where(torch.isfinite(square).all(), square, self._mean), _NEW_SHARE)
+        share = 0.02  # so it looks back some fifty steps
+        self._mean.lerp_(torch.where(torch.isfinite(square).all(), square, self._mean), share)
 
     def discard_(self) -> None:
         """Discard the gradients of a step that is not taken."""

@@ -232,15 +232,13 @@ def check_can_be_cut(
     unwrapped = state_layout.unwrap_separable(optimizer)
     if unwrapped is None:
         return None
-    projects = getattr(unwrapped, "projects", lambda param: False)
     inner = getattr(unwrapped, "inner", unwrapped)  # GaLore's, in whose way it keeps the state
     packs = hasattr(inner, "unpack_state_") or hasattr(inner, "_new_buffer")
     for param in _cores_and_gates(named):
-        if projects(param):
+        if param in getattr(unwrapped, "stand_ins", ()):
             raise ValueError(
-                f"{type(unwrapped).__name__} projects a core of shape {tuple(param.shape)}, and "
-                "subspaces cannot be cut along with ranks: give cores in a group without rank, as "
-                "comera.galore_param_groups(model, lr, rank) does"
+                f"{type(unwrapped).__name__} projects a core of shape {tuple(param.shape)}. It "
+                "cannot be cut: give cores in a group without rank, by comera.galore_param_groups"
             )
         for key, value in unwrapped.state.get(param, {}).items():
             if _is_cut(value, param) and not packs:
