@@ -21,8 +21,6 @@ log = logging.getLogger("comera")
 
 __all__ = ["RankCallback"]
 
-_SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
-
 
 class RankCallback(RankSteps, Callback):
     """Callback of Lightning that learns the ranks of a model.
@@ -75,7 +73,7 @@ class RankCallback(RankSteps, Callback):
         """Check the model, the trainer and the optimizer; restore the random state."""
         self.ranks.check_is_of(pl_module)
         kind = type(trainer.strategy).__name__
-        if kind in _SHARDED:
+        if kind in ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"):
             raise ValueError(
                 f"ranks are learned of whole parameters, and {kind} cuts them into shards: take "
                 'strategy="ddp" or one device'
@@ -131,6 +129,7 @@ class RankCallback(RankSteps, Callback):
         outcome = self.cut_if_due(trainer.optimizers[0])
         if outcome is not None:
             pl_module.log_dict({f"ranks_{key}": float(value) for key, value in outcome.items()})
+        if outcome is not None or self.ranks.turned:
             for each in trainer.callbacks:  # averages of weights begin again
                 if average := getattr(each, "_average_model", None):
                     getattr(average, "module", average).load_state_dict(pl_module.state_dict())

@@ -15,7 +15,7 @@ from comera.ops.contract_cores import contract_groups
 from comera.ops.cores import Chains
 from comera.ops.dispatch import is_eager, shapes_are_static
 from comera.ops.linear.blocks import block_factors
-from comera.params import may_share, params_of, versions_of
+from comera.params import may_share, params_of, versions_of, wrappers_of
 
 
 class BatchedContraction:
@@ -27,10 +27,11 @@ class BatchedContraction:
     Raises ``ValueError`` if a tensor train is sharded, as by ``fully_shard``.
 
     Note:
-        Call ``backward`` once each time the context is entered; with activation checkpointing,
-        inside the context. If an optimizer or ``load_state_dict`` writes to a parameter inside, the
-        cores are contracted again, except in a compiled model. Leave the context to write through
-        ``.data``, replace a parameter, or change its dtype or device. If no gradient reaches a
+        Call ``backward`` once each time the context is entered; with activation checkpointing, of
+        ``use_reentrant=False``, inside the context. If an optimizer or ``load_state_dict`` writes
+        to a parameter inside, the cores are contracted again, except in a compiled model; a layer
+        whose parameters ``torch.func.functional_call`` replaces contracts them by itself. Leave the
+        context to write through ``.data``, or change the dtype or device. If no gradient reaches a
         layer, its gates get zeros instead of None; in a CUDA graph its cores do, too.
 
     Example::
@@ -47,7 +48,8 @@ class BatchedContraction:
         self._model, self._autocast = model, autocast
         self._trains = list(tensor_trains(model).values())
         self._key: object = None
-        self._params: list[tuple[Tensor, ...]] = []
+        self._apart: bool | None = None  # if together, DistributedDataParallel finds all used
+        self._params: list[list[Tensor]] = []
         self._calls: list[tuple[list[list[TTLinear]], list[Chains]]] = []
         self._blocks: list[list[BTTLinear]] = []
 
@@ -61,17 +63,16 @@ class BatchedContraction:
             key.append((*ids, kinds, cores[0].dtype, cores[0].device, layer.prune_below))
         if key != self._key:
             check_unsharded(self._model, "BatchedContraction")  # it may have been sharded since
+            if self._apart is None:  # asked once: it takes long
+                self._apart = any(each.find_unused_parameters for each in wrappers_of(self._trains))
             alike: dict[object, list[Any]] = {}
             for layer in layers:
                 if "bias" in layer._parameters:  # it is not computed, as by torch.nn.utils.prune
-                    alike.setdefault(layer.kind(), []).append(layer)
+                    alike.setdefault(layer if self._apart else layer.kind(), []).append(layer)
             chains = [of for of in alike.values() if of[0].is_chain]
-            self._key, self._calls = key, _calls(chains, self._autocast)
+            self._key, self._calls = key, _calls(chains, self._autocast, self._apart)
             self._blocks = [of for of in alike.values() if not of[0].is_chain]
-            self._params = [
-                tuple(train.parameters() if isinstance(train, CompressedLinear) else train.gates)
-                for train in self._trains
-            ]
+            self._params = [train.shared_params() for train in self._trains]
         try:
             self._share()
         except BaseException:  # such as one of too little memory: nothing stays shared
@@ -112,9 +113,9 @@ class BatchedContraction:
 
 
 def _calls(
-    alike: Sequence[list[TTLinear]], autocast: torch.dtype | None
+    alike: Sequence[list[TTLinear]], autocast: torch.dtype | None, apart: bool
 ) -> list[tuple[list[list[TTLinear]], list[Chains]]]:
-    """Group groups of equal layers by call, so that frozen layers have calls of their own.
+    """Group groups of equal layers by call, so that frozen layers, or all, have their own.
 
     Returns for each call the groups, and the argument of ``contract_groups``, still without gates.
     """
@@ -122,7 +123,8 @@ def _calls(
     for group in alike:
         core = group[0].cores[0]
         trained = any(param.requires_grad for layer in group for param in layer.parameters())
-        together.setdefault((core.dtype, core.device, trained), []).append(group)
+        own = apart and len(together)
+        together.setdefault((core.dtype, core.device, trained, own), []).append(group)
     calls = []
     for groups in together.values():
         chains = []
@@ -139,9 +141,7 @@ def _calls(
 def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
     """Return all gates in one vector: the shared vector if it has just these gates."""
     gates = [gate for train in trains for gate in train.gates]
-    for train in trains:
-        train.renew_shared()
-    first = trains[0].shared_gates
+    first = trains[0].shared_gates if all(train.renew_shared() for train in trains) else None
     if first is None or not may_share(first.flat, gates[0]):
         return torch.cat(gates)
     own = [part for train in trains if train.shared_gates for part in train.shared_gates.own]

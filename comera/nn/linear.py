@@ -90,9 +90,8 @@ class CompressedLinear(TensorTrainModule):
 
     def _shared_factors(self) -> tuple[Tensor, Tensor] | None:
         """Return the factors that a BatchedContraction cached, if they fit the present use."""
-        if self.shared_factors is None:
+        if self.shared_factors is None or not self.renew_shared():
             return None
-        self.renew_shared()
         shared, core = self.shared_factors, self.cores[0]
         fits = shared[0].dtype in (core.dtype, autocast_dtype(core)) if shared else False
         return shared if shared and fits and may_share(shared[0], core) else None

@@ -6,6 +6,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import is_not
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -35,7 +36,7 @@ class SharedGates(NamedTuple):
 class Shared:
     """A layer's parameters in a :class:`~comera.BatchedContraction`; ``renew`` contracts again."""
 
-    params: tuple[Tensor, ...]
+    params: list[Tensor]
     versions: list[int] | None
     renew: Callable[[], None]
 
@@ -288,18 +289,27 @@ class TensorTrainModule(WeightByAssignment):
 
     def bond_gates(self) -> list[Tensor]:
         """Return the gate of each bond; views inside a :class:`~comera.BatchedContraction`."""
-        self.renew_shared()
-        shared = self.shared_gates
+        shared = self.shared_gates if self.renew_shared() else None
         if shared is not None and may_share(shared.flat, self.gates[0]):
             return list(shared.own)
         return list(self.gates)
 
-    def renew_shared(self) -> None:
-        """Renew the shared contraction if a parameter was written to, except in compiled code."""
-        if self.shared is None or self.shared.versions is None or not is_eager():
-            return
-        if self.shared.versions != versions_of(self.shared.params):
-            self.shared.renew()
+    def renew_shared(self) -> bool:
+        """Renew the shared contraction if a parameter was written to, except in compiled code.
+
+        Returns False if others replace parameters, as in ``torch.func.functional_call``.
+        """
+        shared = self.shared
+        if shared is None or any(map(is_not, shared.params, self.shared_params())):
+            return False
+        if is_eager() and shared.versions != versions_of(shared.params):
+            shared.renew()
+        return True
+
+    def shared_params(self) -> list[Tensor]:
+        """Return the module's own parameters, those that take the place of them included."""
+        of: Any = self, self._modules["cores"], self._modules["gates"]
+        return [param for each in of for param in each._parameters.values() if param is not None]
 
     def rank_norms(self) -> Tensor:
         """Return the squared norm of each rank's part of the weight, ``(R,)``; chains have none."""

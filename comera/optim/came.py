@@ -383,7 +383,7 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
     """Stack ``b`` tensors of equal shape to ``(b, n)``: a copy, or a view of a single tensor."""
     if len(tensors) == 1:
         return tensors[0].detach().reshape(1, -1)
-    return torch.stack([tensor.detach() for tensor in tensors]).view(len(tensors), -1)
+    return torch.stack([tensor.detach() for tensor in tensors]).reshape(len(tensors), -1)
 
 
 def _write(tensors: list[Tensor], stacked: Tensor) -> None:

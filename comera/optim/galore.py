@@ -29,9 +29,6 @@ _KEYS = {"rank", *_DEFAULTS}
 _OURS = "galore_"
 """Prefix of GaLore's own entries in the state of a parameter: ``step``, ``left``, ``right``."""
 
-_SCHEDULED = ("lr", "betas", "momentum")
-"""Settings that a scheduler may change within a step; a change of others is a counter."""
-
 _COUPLED = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -95,8 +92,8 @@ class GaLore(Optimizer):
             inner(given, **settings)  # raises
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
-        self._stand_ins: dict[Tensor, nn.Parameter] = {}
-        self.inner = inner([_for_inner(g, self._stand_ins) for g in groups], **settings)
+        self.stand_ins: dict[Tensor, nn.Parameter] = {}
+        self.inner = inner([_for_inner(g, self.stand_ins) for g in groups], **settings)
         # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
         self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self.inner.param_groups)
         super().__init__(groups, dict(self.inner.defaults))
@@ -129,7 +126,7 @@ class GaLore(Optimizer):
         except BaseException:
             del theirs[number:]
             raise
-        self._stand_ins |= stand_ins
+        self.stand_ins |= stand_ins
         self._take_back(self.param_groups[-1]["params"])  # what Adagrad has made at once
 
     def __repr__(self) -> str:
@@ -184,7 +181,8 @@ class GaLore(Optimizer):
         name = type(self.inner).__name__
         instead = f"use {name} without GaLore, or GaLore around torch.optim.AdamW"
         for old, new in zip(settings, self.inner.param_groups, strict=True):
-            state_layout.check_keeps_no_count(self.inner, old, new, instead, _SCHEDULED)
+            scheduled = "lr", "betas", "momentum"  # within a step; a change of others is a counter
+            state_layout.check_keeps_no_count(self.inner, old, new, instead, scheduled)
         self._end(begun)
 
     @torch.no_grad()
@@ -198,7 +196,7 @@ class GaLore(Optimizer):
             begun.append(self._begin(param, group))
         self._lend([param])
         try:
-            state_layout.step_param(self.inner, self._stand_ins.get(param, param), position)
+            state_layout.step_param(self.inner, self.stand_ins.get(param, param), position)
         finally:
             param.grad = grad
             self._take_back([param])
@@ -208,11 +206,11 @@ class GaLore(Optimizer):
         """Lend the state of parameters for one step to the inner optimizer, which keeps none."""
         for param in params:
             if theirs := _split(self.state.get(param, {}))[0]:
-                self.inner.state[self._stand_ins.get(param, param)] = theirs
+                self.inner.state[self.stand_ins.get(param, param)] = theirs
 
     def _take_back(self, params: Iterable[Tensor]) -> None:
         for param in params:
-            theirs = self.inner.state.pop(self._stand_ins.get(param, param), None)
+            theirs = self.inner.state.pop(self.stand_ins.get(param, param), None)
             if theirs is not None:
                 self.state[param] = theirs | _split(self.state[param])[1]
 
@@ -228,7 +226,7 @@ class GaLore(Optimizer):
         """Decay a parameter; give its stand-in, if any, the projected gradient."""
         grad = param.grad
         assert grad is not None
-        stand_in = self._stand_ins.get(param)
+        stand_in = self.stand_ins.get(param)
         factor: float | Tensor = group["scale"]
         if isinstance(self.inner, torch.optim.Adafactor) and stand_in is not None:
             # Its steps are relative to the size of the parameter: eps[1] for a stand-in of zeros.
@@ -338,7 +336,7 @@ class GaLore(Optimizer):
                 params[k], entries = param, state.get(k, {})
                 found = {side: tuple(basis.shape) for side, basis in _bases(entries).items()}
                 wanted, here = {}, "where it is not projected"
-                if param in self._stand_ins:
+                if param in self.stand_ins:
                     projected.append(entries)
                     rank, proj_type = mine["rank"], mine["proj_type"]
                     wanted = projection.basis_shapes(param, rank, proj_type)

@@ -12,8 +12,6 @@ from torch import Tensor
 ProjType = Literal["std", "full"]
 PROJ_TYPES = get_args(ProjType)
 
-_OVERSAMPLING = 8
-
 
 def matrix_shape(tensor: Tensor) -> tuple[int, int]:
     """Return the shape of a tensor taken as a matrix: its first dimension by all others."""
@@ -94,7 +92,7 @@ def _widened(x: Tensor) -> Tensor:
 
 def _range(grad_MN: Tensor, rank: int, generator: torch.Generator) -> Tensor:
     """Approximate the leading left singular vectors, ``(M, R)``."""
-    width = min(rank + _OVERSAMPLING, *grad_MN.shape)
+    width = min(rank + 8, *grad_MN.shape)  # some more than are kept
     sketch = torch.randn(grad_MN.shape[1], width, generator=generator, device=grad_MN.device)
     basis = torch.linalg.qr(grad_MN @ sketch.to(grad_MN.dtype)).Q
     basis = torch.linalg.qr(grad_MN.T @ basis).Q

@@ -141,11 +141,6 @@ def check_gradient(grad: Tensor, who: str) -> None:
         )
 
 
-def packs_state(optimizer: Optimizer) -> bool:
-    """Return whether :func:`unpack_state_` does anything for this optimizer."""
-    return hasattr(optimizer, "unpack_state_") or hasattr(optimizer, "_new_buffer")
-
-
 def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
     """Unpack a parameter's state to plain tensors that can be cut along with the parameter.
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.params import wrappers_of
 
-_SAME = 1e-3
-"""Tolerance of equal gates: machines of several kinds round differently."""
 _WAY_OUT = (
     "Nothing has been changed. Processes that train one model start with equal weights and average "
     "their gradients, as DistributedDataParallel does; where each trains a model of its own, give "
@@ -109,6 +107,7 @@ def _difference(one: tuple[Any, Any], other: tuple[Any, Any]) -> str | None:
         if ranks != other_ranks:
             return f"the ranks {where} are {ranks} and {other_ranks}"
         flat, other_flat = torch.cat(of_layer), torch.cat(other_gates[name])
-        if not torch.allclose(flat, other_flat, rtol=0, atol=_SAME, equal_nan=True):
+        # Machines of several kinds round differently.
+        if not torch.allclose(flat, other_flat, rtol=0, atol=1e-3, equal_nan=True):
             return f"gates {where} differ by up to {float((flat - other_flat).abs().max()):.2g}"
     return None

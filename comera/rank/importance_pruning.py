@@ -20,11 +20,6 @@ from comera.surgery.canonical import canonicalize_
 
 log = logging.getLogger("comera")
 
-_NEW_SHARE = 0.02
-"""Share of the present step in the running mean, which so looks back some fifty steps."""
-_OBSERVED = 100
-"""Steps between canonical form and the cut: twice as many as the running mean looks back."""
-
 
 @dataclass
 class ImportanceSettings:
@@ -69,7 +64,8 @@ class ImportancePruning(RankLearning):
         min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish.
         process_group: As of :class:`~comera.TwoStage`.
 
-    Attributes and errors are those of :class:`~comera.TwoStage`.
+    Attributes and errors are those of :class:`~comera.TwoStage`; ``turned`` is whether the last
+    step has made ranks singular vectors, after which averages of weights begin again.
     """
 
     method: ClassVar[str] = "ImportancePruning"
@@ -90,8 +86,9 @@ class ImportancePruning(RankLearning):
         self.settings = ImportanceSettings(min_keep, canonical, min_rank)
         self.settings.check()
         super().__init__(model, target, steps, min_rank, process_group)
-        # At the very start there is nothing to tell ranks apart.
-        self._canonical_from = steps - min(_OBSERVED, (steps + 1) // 2)
+        # Twice as many steps before the cut as the running mean looks back; not at the very start,
+        # when there is nothing to tell ranks apart.
+        self._canonical_from = steps - min(100, (steps + 1) // 2)
         self._mean: Tensor | None = None  # running mean, of all gates in turn
         self._lost: dict[int, Tensor] = {}  # gate times gradient since the last step
         self._observed: dict[int, tuple[Tensor, Any]] = {}  # gates with their hooks
@@ -132,7 +129,9 @@ class ImportancePruning(RankLearning):
     def count_(self, optimizer: AnyOptimizer | None = None, steps: float = 1) -> None:
         """Count a step on the host, see :meth:`~comera.rank.learning.RankLearning.count_`."""
         super().count_(optimizer, steps)
-        if self.settings.canonical and 0 <= self.steps_done - self._canonical_from < steps:
+        passed = self.steps_done - self._canonical_from
+        self.turned = self.settings.canonical and 0 <= passed < steps
+        if self.turned:
             group = self._processes(min_keep=self.settings.min_keep)
             canonicalize_(self.model, optimizer, process_group=group)
             if self._mean is not None:  # of ranks that are no more
@@ -160,7 +159,8 @@ class ImportancePruning(RankLearning):
         if self._mean is None or self._mean.shape != square.shape:
             self._mean = torch.zeros_like(square)
         self._mean = self._mean.to(square)
-        self._mean.lerp_(torch.where(torch.isfinite(square).all(), square, self._mean), _NEW_SHARE)
+        share = 0.02  # so it looks back some fifty steps
+        self._mean.lerp_(torch.where(torch.isfinite(square).all(), square, self._mean), share)
 
     def discard_(self) -> None:
         """Discard the gradients of a step that is not taken."""

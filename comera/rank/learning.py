@@ -212,6 +212,7 @@ class RankLearning(ABC):
     """Attributes, by name in states, of tensors that are None at the start."""
     gate_lr: float = 2e-3  # advised for the gates, under Adam
     pace: float = 1  # what a usual step counts for: not 1 in a run by the clock
+    turned: bool = False  # whether the last step has put other cores of the same weights
 
     def __init__(
         self,

@@ -28,10 +28,6 @@ from comera.shapes import check_min_rank, is_number
 
 log = logging.getLogger("comera")
 
-_SMALLEST_SHARE = 0.1
-"""A loss below this share of the goal counts as this much: when a model memorises, the size keeps
-its weight against the optimizer's memory of larger gradients."""
-
 _WORTH_SAYING = 0.02
 """Share of the live ranks that were closed while open above which a warning is logged."""
 
@@ -162,7 +158,9 @@ class TwoStage(RankLearning):
         if self._late_goal is None:  # the first loss is the goal if there was no early stage
             self._late_goal = (seen if self._running_loss is None else self._running_loss).clone()
         if self._least_loss is None:
-            self._least_loss = _SMALLEST_SHARE * self._late_goal.abs()
+            # When a model memorises, the size keeps its weight against the optimizer's memory of
+            # larger gradients.
+            self._least_loss = 0.1 * self._late_goal.abs()
         relaxed = self.size.relaxed(gates).to(loss.device)
         # Not in the dtype of the loss: in float16 a size may be infinite.
         exact = self.size.exact(gates).clamp_min(1).to(relaxed)

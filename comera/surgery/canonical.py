@@ -15,9 +15,6 @@ from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
 from comera.optim.state_layout import AnyOptimizer, unwrap_separable
 from comera.surgery.truncate import reset_state_
 
-_NOTHING = 1e-10
-"""Share of a bond's largest singular value below which another is a rounding error of float64."""
-
 
 @torch.no_grad()
 def canonicalize_(
@@ -75,7 +72,8 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
         mine.copy_(core.reshape(mine.shape))
     for gate, carried in zip(layer.gates, singular_values, strict=True):
         gate.zero_()
-        gate[: int((carried > _NOTHING * carried[0]).sum())] = 1
+        # Below this share of the largest, a singular value is a rounding error of float64.
+        gate[: int((carried > 1e-10 * carried[0]).sum())] = 1
     return True
 
 

@@ -230,11 +230,19 @@ def check_can_be_cut(
     in its own way is not checked.
     """
     unwrapped = state_layout.unwrap_separable(optimizer)
-    if unwrapped is not None and not state_layout.packs_state(unwrapped):
-        for param in _cores_and_gates(named):
-            for key, value in unwrapped.state.get(param, {}).items():
-                if _is_cut(value, param):
-                    _check_follows(_named(key, unwrapped), value, param.shape)
+    if unwrapped is None:
+        return None
+    inner = getattr(unwrapped, "inner", unwrapped)  # GaLore's, in whose way it keeps the state
+    packs = hasattr(inner, "unpack_state_") or hasattr(inner, "_new_buffer")
+    for param in _cores_and_gates(named):
+        if param in getattr(unwrapped, "stand_ins", ()):
+            raise ValueError(
+                f"{type(unwrapped).__name__} projects a core of shape {tuple(param.shape)}. It "
+                "cannot be cut: give cores in a group without rank, by comera.galore_param_groups"
+            )
+        for key, value in unwrapped.state.get(param, {}).items():
+            if _is_cut(value, param) and not packs:
+                _check_follows(_named(key, unwrapped), value, param.shape)
     return unwrapped
 
 

@@ -27,9 +27,6 @@ from comera.train.host_state import random_state, set_random_state
 from comera.train.sharded import shared_like, shared_optimizer_state, whole_state
 from comera.train.step import TrainStep
 
-_PLACES = ("row_order", "_extra_state")
-"""Keys of a table's state dict that place its rows."""
-
 
 def save_checkpoint(
     chain: CheckpointChain,
@@ -131,7 +128,8 @@ def _layout(model: nn.Module) -> dict[str, list[int]]:
         for part in ("cores", "gates")
         for k in range(len(getattr(module, part)))
     }
-    places = {f"{layer}.{key}".lstrip(".") for layer in layers for key in _PLACES}
+    order = "row_order", "_extra_state"  # of a table's rows
+    places = {f"{layer}.{key}".lstrip(".") for layer in layers for key in order}
     return {
         name: list(tensor.shape[1:-1]) if name in bonds else list(tensor.shape)
         for name, tensor in model.state_dict().items()

@@ -208,9 +208,12 @@ def test_averages_of_weights_have_the_ranks_of_the_small_model(kind, tmp_path):
     assert all(param.isfinite().all() for param in module.parameters())
 
 
-@pytest.mark.parametrize("by", ["steps", "epochs"])
+@pytest.mark.parametrize("by", ["steps", "epochs", "steps with other ranks"])
 def test_averages_of_weights_begin_again_after_the_cut(by, tmp_path):
-    """All weights since then count alike, and none from before; an epoch has two steps."""
+    """All weights since then count alike, and none from before; an epoch has two steps.
+
+    They do so as well when importance is to be observed on other ranks, here after nine steps.
+    """
     from pytorch_lightning import callbacks
 
     seen = []
@@ -222,9 +225,12 @@ def test_averages_of_weights_begin_again_after_the_cut(by, tmp_path):
     average = callbacks.WeightAveraging()
     if by == "epochs":
         average = callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=1)
-    module = Module(dropout=0.0)
-    fit(module, tmp_path, callbacks=[average, Recorder()], max_epochs=8)
+    module, ranks = Module(dropout=0.0), None
+    if by == "steps with other ranks":
+        ranks = comera.ImportancePruning(module.net, 0.5, 18)
+    fit(module, tmp_path, ranks, callbacks=[average, Recorder()], max_epochs=8)
     since = seen[5:] if by == "steps" else seen[5:-2:2]  # ranks are cut after six steps
+    since = since if ranks is None else seen[8:]
     want = [torch.stack(params).mean(0) for params in zip(*since, strict=True)]
     torch.testing.assert_close(list(module.parameters()), want, rtol=1e-5, atol=1e-6)
 

@@ -1,5 +1,6 @@
 """Layers contract their cores together in a context."""
 
+import contextlib
 import copy
 
 import pytest
@@ -209,6 +210,40 @@ def test_gradients_after_a_change_inside_are_those_of_the_new_parameters():
     twin(tokens).square().mean().backward()
     grads = [[p.grad for p in each.parameters()] for each in (model, twin)]
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("linear_format", ["tt", "btt"])
+@pytest.mark.parametrize(
+    "others", ["", "0.gates.0", "1.cores.1", "3.gates.0", "4.bias", "6.cores.0"], ids=str
+)
+def test_parameters_in_the_place_of_others_are_those_that_are_used(linear_format, others):
+    """Of ``functional_call``: a mean teacher, an inner step of meta-learning, an ensemble."""
+    model, tokens = make(linear_format=linear_format), torch.randint(0, 50, (3, 4))
+    model[0] = comera.TTEmbedding(50, 24, rank=4, dtype=torch.float64)
+    named = {name: p for name, p in model.named_parameters() if name.startswith(others)}
+    values = [(p + 0.1).detach().requires_grad_() for p in named.values()]
+    there, found = dict(zip(named, values, strict=True)), []
+    for context in (contextlib.nullcontext(), comera.BatchedContraction(model)):
+        with context:
+            made = torch.func.functional_call(model, there, (tokens,))
+            grads = torch.autograd.grad(made.square().mean(), values)
+            found.append((made, *grads, model(tokens)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(found[0][0], found[0][-1])
+
+
+@torch.no_grad()  # else the compiler warns that it looks at gradients of shared factors
+def test_a_compiled_step_reads_parameters_in_the_place_of_others():
+    model, tokens = make(), torch.randint(0, 50, (3, 4))
+    others = {name: p + 0.1 for name, p in model.named_parameters()}
+
+    def both(tokens):
+        return torch.func.functional_call(model, others, (tokens,)), model(tokens)
+
+    want = both(tokens)
+    with comera.BatchedContraction(model):
+        got = torch.compile(both, backend="eager", fullgraph=True)(tokens)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 def test_a_rank_objective_reads_gates_changed_inside():

@@ -138,9 +138,15 @@ def test_layouts_and_strides_change_nothing():
     strided = nn.Parameter(kernel.detach().clone(memory_format=torch.channels_last))
     transposed = nn.Parameter(kernel.detach().permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0))
     for param in (kernel, strided, transposed):
+        twins = [nn.Parameter(param.detach().clone()) for _ in range(2)]  # updated together
+        together = comera.CAME(twins, lr=1e-2, weight_decay=0.1)
+        for gradient in gradients(param, 3):
+            for twin in twins:
+                twin.grad = gradient.clone()
+            together.step()
         run(param, comera.CAME([param], lr=1e-2, weight_decay=0.1))
-    assert torch.equal(kernel, strided)
-    assert torch.equal(kernel, transposed)
+        for other in (param, *twins):
+            assert torch.equal(kernel, other)
 
 
 def test_state_is_about_half_of_adamw_s_and_an_eighth_in_eight_bits():

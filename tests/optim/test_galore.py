@@ -239,7 +239,7 @@ def test_state_of_the_paper():
     optimizer.step()
     entries = optimizer.state_dict()["state"][0]
     assert sum(v.numel() for v in entries.values() if v.dim()) == 64 * 16 + 2 * 16 * 256
-    stand_in = optimizer._stand_ins.get(param)
+    stand_in = optimizer.stand_ins.get(param)
     assert stand_in.untyped_storage().nbytes() == 4
     assert stand_in.grad is None
 

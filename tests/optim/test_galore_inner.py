@@ -97,7 +97,7 @@ def test_weight_decay_is_that_of_every_optimizer_of_torch(inner, maximize):
     optimizer = comera.GaLore([{"params": [layer.weight], "rank": 32}], kind, **settings)
     train(layer, optimizer, 0, 4)
     train(twin, plain, 0, 4)
-    assert optimizer._stand_ins.get(layer.weight) is None  # all of its directions are in the rank
+    assert optimizer.stand_ins.get(layer.weight) is None  # all of its directions are in the rank
     torch.testing.assert_close(layer.weight, twin.weight)
 
 
@@ -154,13 +154,13 @@ def test_a_group_that_is_refused_leaves_no_trace():
         with pytest.raises(ValueError, match=message):
             optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 1
-        assert optimizer._stand_ins.get(new) is None
+        assert optimizer.stand_ins.get(new) is None
     train(layer, optimizer, 0, 3)
     train(twin, other, 0, 3)
     assert torch.equal(layer.weight, twin.weight)
     assert_equal(optimizer.state_dict(), other.state_dict())
     optimizer.add_param_group({"params": [new], "rank": 4})
-    assert optimizer._stand_ins.get(new) is not None
+    assert optimizer.stand_ins.get(new) is not None
 
 
 @pytest.mark.parametrize("rank", [{}, {"rank": 4}], ids=str)

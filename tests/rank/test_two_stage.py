@@ -1,4 +1,5 @@
 import copy
+import functools
 import logging
 
 import pytest
@@ -448,16 +449,30 @@ def test_an_optimizer_built_before_the_conversion_is_refused(model, method):
         method(model).step(torch.ones(()), old)
 
 
+UNCUT = {
+    "a vector": lambda p: (KeepsItFlat(p, 1e-3), "state 'flat' of KeepsItFlat has shape"),
+    "it in GaLore": lambda p: (
+        comera.GaLore(p, KeepsItFlat, lr=1e-3), "state 'flat' of GaLore has shape"
+    ),
+    "projected cores": lambda p: (
+        comera.GaLoreAdamW([{"params": [each for each in p if each.dim() > 1], "rank": 2}]),
+        r"GaLoreAdamW projects a core of shape \(.*in a group without rank",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", UNCUT.values(), ids=UNCUT)
 @BOTH
-def test_state_that_cannot_be_cut_leaves_everything_as_it_was(method):
+def test_state_that_cannot_be_cut_leaves_everything_as_it_was(method, how):
     model = comera.tensorize_(nn.Sequential(nn.Linear(64, 64)), comera.TTConfig(rank=8))
     ranks = method(model)
-    optimizer = KeepsItFlat(model.parameters(), 1e-3)
+    optimizer, why = how(list(model.parameters()))
     model(torch.randn(2, 64)).sum().backward()
     optimizer.step()
     before = copy.deepcopy(model.state_dict())
-    for cut in (ranks.finish_, lambda o: comera.truncate_(model, o)):
-        with pytest.raises(ValueError, match="state 'flat' of KeepsItFlat has shape"):
+    truncate = functools.partial(comera.truncate_, model)
+    for cut in (ranks.finish_, truncate, functools.partial(ranks.step, 1.0)):
+        with pytest.raises(ValueError, match=why):
             cut(optimizer)
         assert_equal(model.state_dict(), before)
         assert ranks.forced is None

@@ -59,8 +59,8 @@ def held(optimizer, group):
     total = 0
     for param in group["params"]:
         states = [optimizer.state.get(param, {})]
-        if isinstance(optimizer, comera.GaLore) and optimizer._stand_ins.get(param) is not None:
-            states.append(optimizer.inner.state.get(optimizer._stand_ins.get(param), {}))
+        if isinstance(optimizer, comera.GaLore) and optimizer.stand_ins.get(param) is not None:
+            states.append(optimizer.inner.state.get(optimizer.stand_ins.get(param), {}))
         total += sum(stored_bytes(value) for state in states for value in state.values())
     return total
 

@@ -256,8 +256,9 @@ def test_when_ranks_are_turned(model, monkeypatch, settings, after):
     )
     optimizer = torch.optim.AdamW(model.parameters())
     ranks = comera.ImportancePruning(model, 0.5, **settings)
-    for _ in range(settings["steps"]):
+    for number in range(1, settings["steps"] + 1):
         ranks.step(torch.tensor(1.0), optimizer)
+        assert ranks.turned == (number == after)  # averages of weights begin again
     assert turned == ([] if after is None else [(after, optimizer)])
 
 

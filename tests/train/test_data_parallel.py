@@ -265,8 +265,38 @@ def break_off_together(step, rank, how, part):
     hook.remove()
 
 
+def a_layer_that_is_left_out(linear_format, wrap):
+    """Weights after steps of which only the first uses every layer; gates stay as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+    config = comera.TTConfig(rank=2, linear_format=linear_format, init="orthogonal")
+    comera.tensorize_(model, config)
+    params = [p for name, p in model.named_parameters() if "gates" not in name]
+    step = comera.TrainStep(
+        wrap(Cut(model)), lambda m, batch: m(*batch).square().mean(), torch.optim.AdamW(params, 0.1)
+    )
+    for both in (True, False, False):
+        step((torch.ones(4, 64), both))
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+class Cut(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x, both):
+        return self.layers(x) if both else self.layers[0](x)
+
+
+def left_out(rank):
+    wrap = functools.partial(nn.parallel.DistributedDataParallel, find_unused_parameters=True)
+    return {of: a_layer_that_is_left_out(of, wrap) for of in ("tt", "btt")}
+
+
 def _found(rank):
     return {
+        "left out": left_out(rank),
         "broken off": broken_off(rank),
         "stages": stages(rank),
         "before": a_failure(rank, "before"),
@@ -370,6 +400,14 @@ def test_processes_that_all_break_off_go_on_together(results):
             assert losses == want, case
             assert_equal(weights, wanted)
         assert_equal(mine[case][2], theirs[case][2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("linear_format", ["tt", "btt"])
+def test_a_layer_that_all_processes_leave_out_is_not_stepped(results, linear_format):
+    want = a_layer_that_is_left_out(linear_format, lambda model: model)
+    for result in results:
+        torch.testing.assert_close(result["left out"][linear_format], want)
 
 
 @pytest.mark.slow

@@ -20,8 +20,6 @@ from comera.ops.operator import operator
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _STEP = 16  # cuBLAS takes such matrices only with rows of a multiple of 16 bytes
 
-_FIRST_CARD = (8, 9)
-
 
 class Fp8Matrix(NamedTuple):
     """A matrix in eight bits: ``values (M, N)``, padded to multiples of 16, times a scalar."""
@@ -66,7 +64,7 @@ def why_not_fp8(device: torch.device) -> str | None:
     """Return why products in eight bits do not run on a device; None if they do."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        if capability < _FIRST_CARD:
+        if capability < (8, 9):
             return (
                 f"{torch.cuda.get_device_name(device)} has compute capability "
                 f"{'.'.join(map(str, capability))}, and 8.9 or newer multiplies in eight bits"
