@@ -63,9 +63,7 @@ def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
         return False
     if torch.compiler.is_exporting() or torch.jit.is_tracing():  # for other machines too
         return False
-    if is_concrete(a) and a.numel() * columns < fewest:
-        return False
-    return prefers_onednn()
+    return not (is_concrete(a) and a.numel() * columns < fewest) and prefers_onednn()
 
 
 def _is_onednns(a: Tensor, b: Tensor) -> bool:
