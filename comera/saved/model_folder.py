@@ -79,7 +79,7 @@ def save_state(
         if type(value) not in (Tensor, nn.Parameter):
             raise ValueError(
                 f"{name} is a {type(value).__qualname__}, and only plain tensors can be saved: "
-                "save a model before its weights are quantized or sharded"
+                "save before weights are quantized or sharded; extra state has to be a tensor"
             )
         if value.is_meta or value.layout != torch.strided:
             where = "on the meta device" if value.is_meta else "sparse"
