@@ -17,8 +17,7 @@ def is_command(words: list[str]) -> bool:
     """Return whether a command line, as in ``sys.orig_argv``, runs ``comera`` or its modules."""
     rest = iter(words[1:])
     for word in rest:
-        module = _MODULE.fullmatch(word)
-        if module:
+        if module := _MODULE.fullmatch(word):
             return (module[1] or next(rest, "")).split(".")[0] == "comera"
         if word in ("-W", "-X"):
             next(rest, None)

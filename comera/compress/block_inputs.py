@@ -179,14 +179,12 @@ class Filler:
         self._name_of: dict[Tensor, str] = {}
         missing = []
         for tensor, names in names_of.items():
-            there = [name for name in names if name in shards.file_of]
-            if there:
+            if there := [name for name in names if name in shards.file_of]:
                 self._name_of[tensor] = there[0]
                 self.unused -= set(names)
             else:
                 missing.append(names[0])
-        buffers = [name for name, _ in model.named_buffers() if name in missing]
-        if buffers:
+        if buffers := [name for name, _ in model.named_buffers() if name in missing]:
             raise ValueError(
                 f"{listed(buffers)}: buffers without numbers, which are in no file either: give a "
                 "function that makes the model, instead of a model on the meta device"

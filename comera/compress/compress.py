@@ -184,8 +184,7 @@ def check_unused(loss_fn: object, targets: object, exclude: object, keep: object
     """Raise ValueError for calibration settings, which a given ``Sensitivity`` leaves unused."""
     given = {"loss_fn": loss_fn, "exclude_modules": exclude, "keep": keep}
     given["target_modules"] = None if targets == "all-linear" else targets
-    wrong = [name for name, value in given.items() if value is not None]
-    if wrong:
+    if wrong := [name for name, value in given.items() if value is not None]:
         raise ValueError(
             f"{wrong[0]}={given[wrong[0]]!r}: with what sensitivity found there is no calibration "
             "left to do; say it to sensitivity"

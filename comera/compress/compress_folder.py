@@ -126,13 +126,11 @@ def compress_folder(
     targets = linear_targets(model, target_modules, exclude_modules, "compress_folder")
     where = find_blocks(model, blocks, targets)
     parts = dict(model.get_submodule(where).named_children())
-    bare = [name for name in targets if name.rpartition(".")[0] == where]
-    if bare:
+    if bare := [name for name in targets if name.rpartition(".")[0] == where]:
         raise ValueError(
             f"{bare[0]} is itself a linear layer: name with blocks= a list whose parts hold them"
         )
-    outside = [name for name in targets if not name.startswith(f"{where}.")]
-    if outside:
+    if outside := [name for name in targets if not name.startswith(f"{where}.")]:
         log.warning("compress_folder leaves %s dense: outside %s", listed(outside), where)
     inside = {part for block in parts.values() for part in block.modules()}
     with evaluation_mode(model, caches=False), every_layer_called():
@@ -182,8 +180,7 @@ def _on_meta(model: Any) -> nn.Module:
             model = model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"model made {model!r}, which is no nn.Module")
-    real = [name for name, param in model.named_parameters() if not param.is_meta]
-    if real:
+    if real := [name for name, param in model.named_parameters() if not param.is_meta]:
         raise ValueError(
             f"{listed(real)} of the model given have numbers already: give a function that makes "
             "it, or make it on the meta device; comera.compress_ takes models in memory"

@@ -186,8 +186,7 @@ def gather_moments(
                 saved = time.monotonic()
     if not seen:
         raise ValueError("calibration has no batch; some hundred sequences are enough")
-    idle = [name for name, moments in found.items() if not moments.grad_rows]
-    if idle:
+    if idle := [name for name, moments in found.items() if not moments.grad_rows]:
         raise ValueError(f"the loss depends on no output of {', '.join(idle)}: exclude them")
     whole = max(moments.grad_rows for moments in found.values())
     for moments in found.values():

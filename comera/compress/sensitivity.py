@@ -280,4 +280,13 @@ def look_at(
         # Moments are freed as the decompositions come, which are no larger.
         whitened = whitened_svd(weight, moments.pop(name))
         made.append(LayerSensitivity(name, whitened, checksum(weight)))
+    rise = sum(layer.whitened.loss(0) for layer in made)
+    if rise < 1e-10:  # gradients are rounding errors
+        layer_moments.log.warning(
+            "gradients of this loss say that without all %d layers it would rise by %.1g only: it "
+            "is at a minimum, as a distance from the model's own answers is, and tells no layers "
+            "apart. Take labels, or labels drawn from the model's answers, or "
+            "(outputs * torch.randn_like(outputs)).sum(-1).mean(); multiply a loss in small units",
+            len(made), rise,
+        )  # fmt: skip
     return Sensitivity(tuple(made), *model_size(model), rows)

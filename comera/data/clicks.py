@@ -178,8 +178,7 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
             path, "every" if labels[0] else "no", settings.positive, columns.label,
         )  # fmt: skip
     splits = _split(settings, len(labels))
-    skipped = sum(int(_load(chunk, "skipped")) for chunk in chunks)
-    if skipped:
+    if skipped := sum(int(_load(chunk, "skipped")) for chunk in chunks):
         log.warning("%s: %d malformed lines were left out", path, skipped)
     fields, sizes = np.empty((len(labels), len(columns.fields)), np.int32), []
     integers, known = _load(chunks[0], "integers"), []

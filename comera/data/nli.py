@@ -224,8 +224,7 @@ def read_pairs(source: str) -> Iterator[tuple[str, str, int]]:
             name: next((row[key] for key in keys if row.get(key) is not None), None)
             for name, keys in _FIELDS.items()
         }
-        lacking = [name for name, value in found.items() if value is None]
-        if lacking:
+        if lacking := [name for name, value in found.items() if value is None]:
             raise ValueError(
                 f"row {number} of {source} has no {' or '.join(lacking)} "
                 f"(its fields: {', '.join(map(str, row))}); {_EXPECTED}"

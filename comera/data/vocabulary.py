@@ -65,8 +65,7 @@ def load_word_pieces(path: str | Path) -> Tokenizer:
     path = find_vocabulary(path)
     with naming_what_is_no_text(path):
         tokens = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-    missing = [token for token in SPECIAL if token not in tokens]
-    if missing:
+    if missing := [token for token in SPECIAL if token not in tokens]:
         raise ValueError(f"{path} is not a BERT vocabulary: it lacks {', '.join(missing)}")
     vocab = {token: number for number, token in enumerate(tokens)}
     cased = any(re.search("[A-Z]", token) for token in tokens if not token.startswith("["))

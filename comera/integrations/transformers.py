@@ -46,8 +46,7 @@ def set_optimizer_groups_(trainer: Any, gate_lr: float = 1e-3) -> None:
         cores = {id(core) for layer in layers for core in layer.cores}
         for group in list(optimizer.param_groups):
             for kind, rate in ((gates, gate_lr), (cores, group["lr"])):
-                taken = [param for param in group["params"] if id(param) in kind]
-                if taken:
+                if taken := [param for param in group["params"] if id(param) in kind]:
                     group["params"] = [param for param in group["params"] if id(param) not in kind]
                     own = {"params": taken, "lr": rate, "weight_decay": 0.0}
                     optimizer.add_param_group({**group, **own})

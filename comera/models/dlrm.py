@@ -68,8 +68,7 @@ class DLRM(nn.Module):
         for name in table_sizes:
             plain = name.replace(".", "_")
             names[name] = f"{plain}_" if not plain or hasattr(own, plain) else plain
-        alike = [name for name in names if list(names.values()).count(names[name]) > 1]
-        if alike:
+        if alike := [name for name in names if list(names.values()).count(names[name]) > 1]:
             raise ValueError(f"table_sizes has {alike}, one name as modules: rename all but one")
         self.num_continuous, self.embedding_dim = num_continuous, embedding_dim
         bags = {

@@ -152,8 +152,7 @@ def _tensorized(
         )
     elif config.init == "svd":
         _warn_of_approximations(model, targets, made, calibration)
-    dense_now = [name for name, new in made.items() if getattr(new, "dense_sparse", False)]
-    if dense_now:
+    if dense_now := [name for name, new in made.items() if getattr(new, "dense_sparse", False)]:
         log.warning(
             "tensorize_: %s had sparse gradients (sparse=True); those of cores are dense, and "
             "small: train by AdamW or SGD, not SparseAdam",

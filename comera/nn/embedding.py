@@ -86,6 +86,7 @@ class TTEmbeddingBag(TTTable):
         ValueError: If offsets decrease, do not begin at 0 or pass the end of the input (on the
             CPU), weights do not fit the input, or there are entries and no bags.
         IndexError: If an index is no row (on the CPU).
+        TypeError: If indices or offsets are no whole numbers.
     """
 
     _dense_class = nn.EmbeddingBag
@@ -226,7 +227,9 @@ class TTEmbeddingBag(TTTable):
 
 
 def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
-    """Raise ``ValueError`` for invalid offsets; return whether values could be read."""
+    """Raise an error for invalid offsets; return whether values could be read."""
+    if offsets.dtype == torch.bool or offsets.is_floating_point() or offsets.is_complex():
+        raise TypeError(f"offsets are {offsets.dtype}; they must be whole numbers, such as int64")
     if offsets.dim() != 1:
         raise ValueError(f"offsets have shape {tuple(offsets.shape)}; they must be 1-d")
     if with_end and not offsets.shape[0]:

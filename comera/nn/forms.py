@@ -5,7 +5,7 @@ transformers 5 holds the experts of a mixture in ``gate_up_proj`` (or ``up_proj`
 define the computation. This file splits them into a linear layer for each expert and matrix.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -268,8 +268,7 @@ def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Itera
     again. An error fuses all experts again. Raises ``ValueError`` if a name has no fused experts.
     """
     found = {name: module for name, module in model.named_modules() if name and is_fused(module)}
-    lost = [name for name in names or () if name not in found]
-    if lost:
+    if lost := [name for name in names or () if name not in found]:
         raise ValueError(
             f"the saved model has experts at {lost[0]!r}, where the model given has none that are "
             "made as those of transformers 5: make it as the one that was saved"
@@ -368,7 +367,6 @@ def _turned(fused: Any, weight: Tensor) -> Tensor:
     return weight.T if fused.is_transposed else weight
 
 
-def _stacked(tensors: Iterable[Tensor]) -> nn.Parameter:
-    tensors = list(tensors)
+def _stacked(tensors: Sequence[Tensor]) -> nn.Parameter:
     whole = torch.stack([tensor.detach() for tensor in tensors])
     return nn.Parameter(whole, any(tensor.requires_grad for tensor in tensors))

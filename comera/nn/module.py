@@ -111,10 +111,10 @@ class TensorTrainModule(WeightByAssignment):
         """Raise if the input is no tensor, or if the cores are on ``meta`` and the input is not."""
         name = type(self).__name__
         if torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export():
-            raise TypeError(NOT_PLAIN.format("torch.onnx.export(dynamo=False)", name))
+            raise self._unread_by("torch.onnx.export(dynamo=False)")
         if type(input) is not Tensor:
             if isinstance(input, fx.Proxy):
-                raise TypeError(NOT_PLAIN.format("torch.fx.symbolic_trace", name))
+                raise self._unread_by("torch.fx.symbolic_trace")
             if not isinstance(input, Tensor):
                 raise TypeError(f"{name} takes a tensor, not {reprlib.repr(input)}")
         cores: Any = self._modules["cores"]
@@ -128,7 +128,11 @@ class TensorTrainModule(WeightByAssignment):
             )
 
     def __prepare_scriptable__(self) -> Any:
-        raise TypeError(NOT_PLAIN.format("torch.jit.script", type(self).__name__))
+        raise self._unread_by("torch.jit.script")
+
+    def _unread_by(self, reader: str) -> TypeError:
+        how = "to_plain_" if self.is_chain else "densify_"  # blocks stay in a plain model
+        return TypeError(NOT_PLAIN.format(reader, type(self).__name__, how))
 
     @property
     def parametrizations(self) -> Any:

@@ -32,8 +32,9 @@ def swap_layers_(
 
     That is hooks, attributes, buffers, and attributes of the weight. A patched forward method and
     hooks on a weight's gradient are lost, and the log says so. Layers inside lists, tuples, dicts,
-    sets and dataclasses that are attributes of modules are replaced too, and so are their bound
-    methods; other objects and closures keep the old layer. Registered feed-forward parts are fused.
+    sets, dataclasses and partials that are attributes of modules are replaced too, and so are their
+    bound methods; other objects and closures keep the old layer. Weights inside lists and the like
+    stay, which the log says. Registered feed-forward parts are fused.
 
     ``replacements`` has new layers by the ``id`` of the old; with ``biases`` a new layer gets the
     old one's bias. Models of transformers inside are prepared for ``save_pretrained``, see
@@ -47,8 +48,7 @@ def swap_layers_(
         is_ours = type(old).forward.__module__.startswith("comera.")
         return "forward" in vars(old) or (isinstance(old, TensorTrainModule) and not is_ours)
 
-    lost = [name for name, old, _ in pairs if has_own_forward(old)]
-    if lost:
+    if lost := [name for name, old, _ in pairs if has_own_forward(old)]:
         log.warning(
             "%s: the forward pass of its own, put on the layer or written in its class, is lost: "
             "what takes its place computes with the weight and the bias alone. Hooks are taken "
@@ -68,6 +68,13 @@ def swap_layers_(
     for parent in list(model.modules()):
         if id(parent) not in replacements:  # else it stays whole: it may be put back
             _swap_parts_(parent, replacements, biases, seen)
+    gone = seen - set(map(id, (None, *model.parameters())))
+    if stale := [name for name, old, _ in pairs if id(old._parameters.get("weight")) in gone]:
+        log.warning(
+            "the weight of %s is also in a list or another object of the model, where the old one "
+            "stays: nothing trains it any more, and it no longer follows the layer",
+            listed(stale),
+        )
     fuse_feed_forwards_(model)
     rename_tied_weights_(model)
     if "transformers.core_model_loading" in sys.modules:  # of transformers 5
@@ -111,6 +118,10 @@ def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) 
         return replacements[id(value)]
     if isinstance(value, MethodType) and id(value.__self__) in replacements:
         return getattr(replacements[id(value.__self__)], value.__name__, value)
+    if isinstance(value, functools.partial):
+        parts = value.func, value.args, value.keywords
+        func, args, keywords = new = _swapped(parts, replacements, seen)
+        return value if new is parts else type(value)(func, *args, **keywords)
     if isinstance(value, tuple):
         made = [_swapped(each, replacements, seen) for each in value]
         if all(new is old for new, old in zip(made, value, strict=True)):

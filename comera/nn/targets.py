@@ -358,8 +358,7 @@ def tied_groups(targets: Mapping[str, nn.Module]) -> list[tuple[list[str], list[
     """Group targets that hold the same weight; return names and modules of each group, in order."""
     groups: dict[int, tuple[list[str], list[nn.Module]]] = {}
     for name, module in targets.items():
-        weight: object = module.weight
-        names, modules = groups.setdefault(id(weight), ([], []))
+        names, modules = groups.setdefault(id(module.weight), ([], []))
         names.append(name)
         modules.append(module)
     return list(groups.values())

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 NOT_PLAIN = (
-    "{0} cannot read a {1}: comera.to_plain_(copy.deepcopy(model)) makes a model of torch's own "
+    "{0} cannot read a {1}: comera.{2}(copy.deepcopy(model)) makes a model of torch's own "
     "layers, which it can"
 )
 
@@ -38,7 +38,7 @@ class Operator:
         @functools.wraps(fake)
         def traced(*args: Any) -> Any:
             if torch.onnx.is_in_onnx_export():  # the exporter would find no function for the node
-                raise TypeError(NOT_PLAIN.format("torch.onnx.export", "tensor train"))
+                raise TypeError(NOT_PLAIN.format("torch.onnx.export", "tensor train", "to_plain_"))
             return fake(*args)
 
         self.custom_op.register_fake(traced)

@@ -113,8 +113,7 @@ class CAME(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; raises the errors of the class."""
-        unknown = sorted(set(param_group) - set(self.defaults) - state_layout.COMMON_KEYS)
-        if unknown:
+        if unknown := sorted(set(param_group) - set(self.defaults) - state_layout.COMMON_KEYS):
             raise TypeError(
                 f"CAME has no setting {', '.join(map(repr, unknown))}; a parameter group can have "
                 f"{', '.join(self.defaults)}{state_layout.made_for(unknown)}"

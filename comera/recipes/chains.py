@@ -153,8 +153,7 @@ def inspect(folder: str, console: Console) -> int:
     total = sum(after for _, _, after in streams)
     for kind, prefixes in _KINDS.items():
         packed = sum(size for name, size, _ in streams if name.startswith(prefixes))
-        coded = sum(size for name, _, size in streams if name.startswith(prefixes))
-        if coded:
+        if coded := sum(size for name, _, size in streams if name.startswith(prefixes)):
             ratio = f"{packed / coded:.2f}x"
             table.add_row(kind, f"{packed:,}", f"{coded:,}", ratio, f"{coded / total:.1%}")
     console.print(table)

@@ -79,7 +79,7 @@ def save_state(
         if type(value) not in (Tensor, nn.Parameter):
             raise ValueError(
                 f"{name} is a {type(value).__qualname__}, and only plain tensors can be saved: "
-                "save a model before its weights are quantized or sharded"
+                "save before weights are quantized or sharded; extra state has to be a tensor"
             )
         if value.is_meta or value.layout != torch.strided:
             where = "on the meta device" if value.is_meta else "sparse"
@@ -117,8 +117,7 @@ def write_folder(
 
 
 def _note_of(tensor: Tensor) -> dict[str, Any]:
-    facts = {"dtype": dtype_name(tensor), "shape": list(tensor.shape)}
-    return {**facts, "crc32": checksum(tensor)}
+    return {"dtype": dtype_name(tensor), "shape": list(tensor.shape), "crc32": checksum(tensor)}
 
 
 def load_model(
@@ -165,8 +164,7 @@ def load_model(
         )
     model = made
     tied, path = described["tied"], folder / WEIGHTS
-    lost = [first for first in tied.values() if first not in tensors]
-    if lost:
+    if lost := [first for first in tied.values() if first not in tensors]:
         raise ValueError(f"{path} is damaged: {lost[0]!r} is tied and not there")
     tensors |= {name: tensors[first] for name, first in tied.items()}
     for name, buffer in model.named_buffers():

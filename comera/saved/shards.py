@@ -49,8 +49,7 @@ class Shards:
         else:
             there = "holds neither" if self.folder.is_dir() else "is no folder with"
             raise FileNotFoundError(f"{self.folder} {there} {INDEX} nor {WEIGHTS}")
-        missing = [name for name in sorted(self.files) if not (self.folder / name).is_file()]
-        if missing:
+        if missing := [name for name in sorted(self.files) if not (self.folder / name).is_file()]:
             raise FileNotFoundError(
                 f"{self.folder}: {INDEX} names {listed(missing)}, which "
                 f"{'is' if len(missing) == 1 else 'are'} not there: fetch all shards"

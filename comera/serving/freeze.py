@@ -136,15 +136,13 @@ def to_plain_(model: nn.Module) -> nn.Module:
         torch.export.save(torch.export.export(model.eval(), (tokens,)), "model.pt2")
     """
     check_model(model)
-    apart = split_names(model)
-    if apart:
+    if apart := split_names(model):
         log.warning(
             "to_plain_: the layers of %s are torch's now, and what calls them is still of comera: "
             "a program exported from the model runs without it, the module itself does not",
             listed(apart),
         )
-    blocks = [name or "the model" for name, m in model.named_modules() if _is_uncontracted(m)]
-    if blocks:
+    if blocks := [name or "the model" for name, m in model.named_modules() if _is_uncontracted(m)]:
         log.warning(
             "to_plain_ leaves %s as block tensor trains, which torch has no layer for: a program "
             "exported from the model runs without comera, the module itself does not",

@@ -31,14 +31,22 @@ class PlainWhenPickled(nn.Module):
 
     is_plain: bool = False
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return the layer as one of torch's own, which torch.jit.script puts in its place."""
+        own = {key: value for key, value in vars(self).items() if key != "is_plain"}
+        new: nn.Module = nn.Sequential()
+        if not isinstance(self, nn.Sequential):
+            new = fx.GraphModule(self, fx.Tracer().trace(self), type(self).__name__)
+            own["_modules"] = new._modules
+        vars(new).update(own)
+        return new
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.is_plain:
             return super().__reduce_ex__(protocol)
-        own = {key: value for key, value in vars(self).items() if key != "is_plain"}
-        if isinstance(self, nn.Sequential):
-            return nn.Sequential, (), own
-        new = fx.GraphModule(self, fx.Tracer().trace(self), type(self).__name__)
-        vars(new).update({**own, "_modules": new._modules})
+        new = self.__prepare_scriptable__()
+        if isinstance(new, nn.Sequential):  # by itself it would name its class, not that of self
+            return nn.Sequential, (), vars(new)
         return new.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -187,7 +195,7 @@ class FactoredTable(PlainWhenPickled):
             mode = "max" if mode == "max" else "sum"
         with_end = self.include_last_offset and isinstance(offsets, Tensor)  # no proxy of a tracer
         bags = F.embedding_bag(
-            entries, rows, offsets, mode=mode, per_sample_weights=per_sample_weights,
+            entries, rows, offsets, None, 2.0, mode=mode, per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset and not with_end,
         )  # fmt: skip
         if with_end:  # torch may count entries after the last offset in the last bag
@@ -195,9 +203,7 @@ class FactoredTable(PlainWhenPickled):
         if self.padding_idx is None or self.mode == "sum":
             return bags[:, : self.embedding_dim]
         bags, count = bags[:, : self.embedding_dim], bags[:, self.embedding_dim :]
-        if self.mode == "mean":
-            return bags / count.clamp(min=1)
-        return torch.where(count > 0, bags, 0)
+        return bags / count.clamp(min=1) if self.mode == "mean" else torch.where(count > 0, bags, 0)
 
     def rows(self, indices: Tensor) -> Tensor:
         """Look up rows, ``(*indices.shape, embedding_dim)``; the padding row is not set to zero."""

@@ -76,8 +76,7 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     for wrapper in wrappers_of([table]):
         votes, group = wanted.int(), wrapper.process_group
         dist.all_reduce(votes, group=group)
-        disputed = int(((votes > 0) & (votes < dist.get_world_size(group))).sum())
-        if disputed:
+        if disputed := int(((votes > 0) & (votes < dist.get_world_size(group))).sum()):
             raise ValueError(
                 f"processes that train together would keep different rows hot, {disputed} in all: "
                 "give each of them the counts of all, added up by "

@@ -170,8 +170,7 @@ def truncate_(
     if unwrapped is not None:
         held = {id(param) for group in unwrapped.param_groups for param in group["params"]}
         training = [param for param in _cores_and_gates(trains) if param.requires_grad]
-        without = sum(id(param) not in held for param in training)
-        if without:
+        if without := sum(id(param) not in held for param in training):
             log.warning(
                 "the optimizer holds %d of %d cores and gates: if another one has stepped with the "
                 "rest, make it anew after this cut, since its state keeps the shapes of before",

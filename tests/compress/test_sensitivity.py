@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 from itertools import pairwise
 
@@ -38,6 +39,22 @@ def test_the_loss_by_rank_is_that_of_the_error_under_the_moments(seen):
     for (name, rank), loss in curve.items():
         if chosen[name].rank == rank:
             assert chosen[name].loss == loss
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_loss_at_its_minimum_is_named(seen, exact, caplog):
+    model, _ = seen
+    batches = [(x, model(x).detach() + (0 if exact else 1e-6)) for x in torch.randn(2, 64, 12)]
+    comera.compress_(copy.deepcopy(model), batches, budget=0.8, loss_fn=loss_fn)
+    assert "tells no layers apart. Take labels" in caplog.text
+    caplog.clear()
+
+    def projected(model, batch):
+        outputs = model(batch[0])
+        return (outputs * torch.randn_like(outputs)).sum(-1).mean()
+
+    comera.compress_(copy.deepcopy(model), batches, budget=0.8, loss_fn=projected)
+    assert not caplog.text
 
 
 def test_spectra_are_the_singular_values_of_the_weight_and_of_what_matters(seen):

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -242,6 +243,7 @@ class Held(nn.Module):
         self.kinds = {self.first, self.head}
         self.ends = Ends(self.first, (self.head,))
         self.project = self.head.forward
+        self.again = partial(self.second, input=partial(self.head))
         self.__dict__["unlisted"] = self.second
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -271,8 +273,24 @@ def test_lists_of_layers_hold_the_new_ones_there_and_back():
         assert model.kinds == {model.first, model.head}
         assert model.ends == Ends(model.first, (model.head,))
         assert model.project.__self__ is model.head
+        assert model.again.func is model.second
+        assert model.again.keywords["input"].func is model.head
         torch.testing.assert_close(model(x), want)
         comera.densify_(model)
+
+
+def test_weights_that_a_list_of_the_model_holds_are_named(caplog):
+    """As those that a penalty adds up: they would be the old ones for ever."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model.penalised = {"first": [model[0].weight, model[0].bias], "none": None}
+    comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal"))
+    assert "the weight of 0 is also in a list or another object of the model" in caplog.text
+    caplog.clear()
+    comera.densify_(model)
+    model[0].weight, model.penalised["first"] = model[1].weight, [model[1].weight]
+    untied = comera.TTConfig(rank=4, init="orthogonal", tied="untie", target_modules=["0"])
+    comera.tensorize_(model, untied)  # the other layer has that weight still
+    assert "is also in" not in caplog.text
 
 
 def test_frozen_embeddings_keep_their_numbers():

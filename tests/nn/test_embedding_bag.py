@@ -174,6 +174,13 @@ def test_bags_that_do_not_fit_the_input_are_named(input, offsets, message):
         make()(torch.tensor(input), offsets)
 
 
+@pytest.mark.parametrize("offsets", [[0.0, 1.5], [False, True]])
+def test_offsets_that_are_no_whole_numbers_are_refused(offsets):
+    offsets = torch.tensor(offsets)
+    with pytest.raises(TypeError, match=rf"offsets are {offsets.dtype}; they must be whole"):
+        make()(torch.tensor([1, 2, 3]), offsets)
+
+
 def test_weights_that_do_not_fit_are_named():
     bag, x = make(), torch.tensor([[1, 2]])
     with pytest.raises(

@@ -182,7 +182,14 @@ def test_any_byte_that_changed(folder, tmp_path):
                 assert torch.equal(value, reference.state_dict()[name]), (place, name)
 
 
+class Counting(nn.Module):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 3}
+
+
 def test_what_cannot_be_saved_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"_extra_state is a dict, .* has to be a tensor"):
+        save_model(Counting(), tmp_path)
     with torch.device("meta"):
         model = dense()
     with pytest.raises(ValueError, match=r"0\.weight is on the meta device"):

@@ -38,6 +38,12 @@ def check_plain(model: nn.Module) -> None:
         assert type(part).__module__.startswith(("torch.", "tests.")), name
 
 
+def scripted(plain: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said inside the compiler
+        return torch.jit.script(copy.deepcopy(plain))
+
+
 def check_same(model: nn.Module, plain: nn.Module, *inputs: torch.Tensor) -> None:
     before, after = model(*inputs), plain(*inputs)
     scale = before.detach().abs().max().clamp(min=1)
@@ -171,6 +177,7 @@ def test_bags_are_asked_as_those_of_torch(mode, padding_idx, include_last_offset
         offsets = torch.tensor(offsets if include_last_offset else offsets[:-1])
         torch.testing.assert_close(plain(flat, offsets), table(flat, offsets), **CLOSE)
     torch.testing.assert_close(plain(flat[None]), table(flat[None]), **CLOSE)
+    torch.testing.assert_close(scripted(plain)(flat[None]), table(flat[None]), **CLOSE)
     if include_last_offset:
         offsets = torch.tensor([0, 2, 5])
         torch.testing.assert_close(plain(flat, offsets), table(flat, offsets), **CLOSE)
@@ -196,6 +203,9 @@ def test_a_weight_can_be_read_and_lies_as_that_of_torch(convert):
     x = torch.randn(2, 48)
     found = nn.functional.linear(x, after.layers[0].weight, after.layers[0].bias)
     torch.testing.assert_close(found, before.layers[0](x), **CLOSE)
+    if convert is comera.to_plain_:
+        given = inputs()
+        torch.testing.assert_close(scripted(after)(*given), before(*given), **CLOSE)
 
 
 def test_encoder_layers_of_torch_call_their_layers():

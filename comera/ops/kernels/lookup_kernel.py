@@ -199,9 +199,7 @@ def warps_unfit(given: Lookup) -> str | None:
         return f"the bond between the factors is {R} wide, not 1 to {_MOST_RANK}"
     if any(size % _MULTIPLE for size in (Q, R, embedding_dim)):
         return f"sizes {Q}, {R} and {embedding_dim} are not all multiples of {_MULTIPLE}"
-    if V * W >= 1 << 31:
-        return f"{V * W:,} rows are more than 32 bits count"
-    return None
+    return f"{V * W:,} rows are more than 32 bits count" if V * W >= 1 << 31 else None
 
 
 def read_by_warps(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:

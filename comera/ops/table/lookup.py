@@ -69,9 +69,7 @@ def _rows_or_sums(given: Lookup) -> Tensor:
 
 def _refuses_recording(given: Lookup, checked: bool) -> str | None:
     """Return why one operator cannot stand for the lookup; or None."""
-    if is_eager() and is_traced():
-        return choose.RECORDED
-    return _refuses_distinct_rows(given)
+    return choose.RECORDED if is_eager() and is_traced() else _refuses_distinct_rows(given)
 
 
 def _each_by_itself(given: Lookup, checked: bool) -> Tensor:

@@ -116,8 +116,7 @@ def _result(folder: Path) -> dict[str, Any] | None:
     if not (folder / "result.json").is_file():
         return None
     result = read_result(folder)
-    lacking = [key for key in _IN_EVERY_RESULT if key not in result]
-    if lacking:
+    if lacking := [key for key in _IN_EVERY_RESULT if key not in result]:
         raise ValueError(f"{folder / 'result.json'} is damaged: it lacks {', '.join(lacking)}")
     return result
 
