@@ -72,13 +72,18 @@ def swap_layers_(
     if stale := [name for name, old, _ in pairs if id(old._parameters.get("weight")) in gone]:
         log.warning(
             "the weight of %s is also in a list or another object of the model, where the old one "
-            "stays: nothing trains it any more, and it no longer follows the layer",
-            listed(stale),
-        )
+            "stays, which nothing trains any more", listed(stale),
+        )  # fmt: skip
     fuse_feed_forwards_(model)
     rename_tied_weights_(model)
-    if "transformers.core_model_loading" in sys.modules:  # of transformers 5
-        _attach_(model)
+    there = "transformers.core_model_loading" in sys.modules  # of transformers 5
+    loaded: Any = sys.modules["transformers.modeling_utils"] if there else None
+    for part in model.modules() if there else ():
+        if isinstance(part, loaded.PreTrainedModel) and tensor_trains(part):
+            try:  # by its name, since that room lies above this one
+                import_module("comera.integrations.pretrained").attach_(part)
+            except ValueError as problem:
+                log.warning("save_pretrained cannot describe the new layers: %s", problem)
     return model
 
 
@@ -99,17 +104,6 @@ def _swap_parts_(
     for name, value in vars(parent).items():
         if name != "_modules":
             vars(parent)[name] = _swapped(value, replacements, seen)
-
-
-def _attach_(model: nn.Module) -> None:
-    """Prepare the models of transformers inside a model for ``save_pretrained``."""
-    loaded: Any = sys.modules["transformers.modeling_utils"]
-    for part in model.modules():
-        if isinstance(part, loaded.PreTrainedModel) and tensor_trains(part):
-            try:  # by its name, since that room lies above this one
-                import_module("comera.integrations.pretrained").attach_(part)
-            except ValueError as problem:
-                log.warning("save_pretrained cannot describe the new layers: %s", problem)
 
 
 def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) -> Any:

@@ -16,8 +16,6 @@ from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 log = logging.getLogger("comera")
 
-_CPU = torch.device("cpu")
-
 _MOST_SHAPES = 512
 """Shapes that oneDNN multiplies: for each it takes a millisecond once, and 0.6 MiB from then on.
 Batches of many lengths make thousands, after a cut of ranks above all."""
@@ -35,7 +33,7 @@ def prefers_onednn() -> bool:
     """Return whether float32 products on a CPU use oneDNN: by measurement, or else by CPU type."""
     if not has_onednn() or not torch.backends.mkldnn.enabled:
         return False
-    machine = machine_of(_CPU)
+    machine = machine_of(torch.device("cpu"))
     return machine.prefers_onednn if machine.measured else _mkl_leaves_avx512_unused()
 
 

@@ -302,8 +302,12 @@ def train(
             step.counts = seconds is None
             title += "" if seconds is None else ", seconds"
             total, at = steps if seconds is None else round(seconds), run.place(steps, seconds)
-            if step.steps_done and isinstance(step.scheduler, LambdaLR):
-                _take_up_(step.scheduler, peaks, None if step.counts else at)
+            if step.steps_done and isinstance(schedule := step.scheduler, LambdaLR):
+                # The checkpoint's rates are those of a run of its length, which may be another.
+                schedule.base_lrs = peaks
+                schedule.last_epoch = (schedule.last_epoch if step.counts else at) - 1  # type: ignore[assignment]
+                schedule._step_count -= 1  # a resumed run has the state of an uninterrupted one
+                schedule.step()
             task = bar.add_task(title, total=total, completed=round(at * total / steps), figures="")
             lines = PlainLines(bar, title, total)
             # A session whose time was up may have been broken off before its ranks were cut.
@@ -339,14 +343,3 @@ def train(
     run.result.steps, run.result.seconds = step.steps_done, run.clock.seconds()
     run.result.processor_seconds = run.clock.processor
     return run.result
-
-
-def _take_up_(schedule: LambdaLR, peaks: list[Any], at: float | None) -> None:
-    """Set rates after a resumption: the checkpoint has those of a run of its length, not of ours.
-
-    ``at`` is the step at which the run stands by the clock; None keeps the checkpoint's.
-    """
-    schedule.base_lrs = peaks
-    schedule.last_epoch = (schedule.last_epoch if at is None else at) - 1  # type: ignore[assignment]
-    schedule._step_count -= 1  # a resumed run has the state of an uninterrupted one
-    schedule.step()
