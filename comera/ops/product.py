@@ -24,7 +24,7 @@ onednn_shapes: set[tuple[int, ...]] = set()
 """Rows, depth and columns of the products by oneDNN since training began. Checkpoints hold them, so
 that a resumed run goes on with the same library."""
 
-NODE_FROM = 4 * ONEDNN_FROM
+NODE_FROM = 2 * ONEDNN_FROM
 """Multiply-adds from which oneDNN saves more than a node of autograd in Python takes: at widths 768
 and rank 30 from 512 rows on, measured on one thread of an EPYC."""
 

@@ -19,8 +19,8 @@ from comera.shapes import is_number
 
 log = logging.getLogger("comera.machine")
 
-ONEDNN_FROM = 1 << 22
-"""Multiply-adds from which oneDNN's 30 us a call, and 1 ms a new shape, are soon won back."""
+ONEDNN_FROM = 1 << 23
+"""Multiply-adds from which oneDNN's 30 us a call, and 1 ms and 0.6 MiB a shape, are won back."""
 
 _ABOVE_ZERO = ("bandwidth", "strided_bandwidth", "cache_bandwidth", "tile", "onednn")
 """Numbers of a machine that must not be zero, as others may."""
