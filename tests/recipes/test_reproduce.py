@@ -34,7 +34,7 @@ def test_every_paper_has_an_experiment_in_both_scales():
         "excp-pythia",
     ):
         assert scales[name] == {"small", "paper"}
-    assert scales["galore-llama"] == {"small"}
+    assert scales["galore-llama"] == scales["comera-batch1"] == {"small"}
     for size in ("60m", "130m", "350m", "1b"):
         assert scales[f"galore-llama-{size}"] == {"paper"}
     assert scales["together"] == scales["came-gpt2"] == {"small", "paper"}
