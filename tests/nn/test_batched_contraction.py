@@ -217,7 +217,7 @@ def test_gradients_after_a_change_inside_are_those_of_the_new_parameters():
     "others", ["", "0.gates.0", "1.cores.1", "3.gates.0", "4.bias", "6.cores.0"], ids=str
 )
 def test_parameters_in_the_place_of_others_are_those_that_are_used(linear_format, others):
-    """Of ``functional_call``: a mean teacher, an inner step of meta-learning, an ensemble."""
+    """Parameters given to ``functional_call`` are used, as in a mean teacher or meta-learning."""
     model, tokens = make(linear_format=linear_format), torch.randint(0, 50, (3, 4))
     model[0] = comera.TTEmbedding(50, 24, rank=4, dtype=torch.float64)
     named = {name: p for name, p in model.named_parameters() if name.startswith(others)}

@@ -280,7 +280,7 @@ def test_lists_of_layers_hold_the_new_ones_there_and_back():
 
 
 def test_weights_that_a_list_of_the_model_holds_are_named(caplog):
-    """As those that a penalty adds up: they would be the old ones for ever."""
+    """Weights in a list, as a penalty sums them, stay the dense ones, which a warning names."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     model.penalised = {"first": [model[0].weight, model[0].bias], "none": None}
     comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal"))
