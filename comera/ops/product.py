@@ -16,13 +16,16 @@ from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 log = logging.getLogger("comera")
 
-_MOST_SHAPES = 512
-"""Shapes that oneDNN multiplies: for each it takes a millisecond once, and 0.6 MiB from then on.
-Batches of many lengths make thousands, after a cut of ranks above all."""
+_MOST_SHAPES = 128
+"""Shapes that oneDNN multiplies whole: for each it takes a millisecond once, and 0.6 MiB from then
+on. Batches of many lengths make thousands, after a cut of ranks above all."""
+
+_PANEL = 512
+"""Rows, or depth, of the parts in which it multiplies others: a fifth slower, but of few shapes."""
 
 onednn_shapes: set[tuple[int, ...]] = set()
-"""Rows, depth and columns of the products by oneDNN since training began. Checkpoints hold them, so
-that a resumed run goes on with the same library."""
+"""Rows, depth and columns of the products whole by oneDNN since training began. Checkpoints hold
+them, so that a resumed run goes on in the same way."""
 
 NODE_FROM = 2 * ONEDNN_FROM
 """Multiply-adds from which oneDNN saves more than a node of autograd in Python takes: at widths 768
@@ -74,12 +77,15 @@ def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
 
 
 def _has_room(shape: tuple[int, ...]) -> bool:
-    """Return whether oneDNN multiplies a shape: one of the first that came."""
+    """Return whether oneDNN multiplies a shape: one of the first that came, or one in panels."""
     if shape not in onednn_shapes and len(onednn_shapes) < _MOST_SHAPES:
         onednn_shapes.add(shape)
-        if len(onednn_shapes) == _MOST_SHAPES:
-            log.info("oneDNN multiplies these %d shapes, MKL all others", _MOST_SHAPES)
-    return shape in onednn_shapes
+    return shape in onednn_shapes or max(shape[:2]) >= 2 * _PANEL
+
+
+def _fits(a: Tensor, b: Tensor) -> bool:
+    """Return whether a product by oneDNN is whole, as those of traced graphs are."""
+    return not is_eager() or (*a.shape, b.shape[1]) in onednn_shapes
 
 
 def _is_onednns(a: Tensor, b: Tensor) -> bool:
@@ -91,9 +97,28 @@ def _is_onednns(a: Tensor, b: Tensor) -> bool:
 
 def _onednn_product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` by oneDNN, possibly transposed in memory."""
+    return (_whole if _fits(a, b) else _in_panels)(a, b)
+
+
+def _whole(a: Tensor, b: Tensor) -> Tensor:
     if a.is_contiguous() or a.numel() <= b.numel():
         return by_onednn(a, b)
     return by_onednn(b.T, a.T).T  # it copies a left factor whose rows are not contiguous
+
+
+def _in_panels(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` as products of one shape."""
+    (rows, depth), columns = a.shape, b.shape[1]
+    if depth > rows:
+        total = a.new_zeros(rows, columns)
+        for part, other in zip(a.split(_PANEL, 1), b.split(_PANEL), strict=True):
+            total += _whole(part, other) if len(other) == _PANEL else part @ other
+        return total
+    out = a.new_empty(rows, columns)
+    for first in range(0, rows, _PANEL):
+        first = min(first, rows - _PANEL)  # the last panel overlaps the one before
+        out[first : first + _PANEL] = _whole(a[first : first + _PANEL], b)
+    return out
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -128,8 +153,12 @@ def _torch_affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Ten
 @operator("comera::affine")
 def _affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
     with without_autocast(x_BI):
-        run = by_onednn if _is_onednns(x_BI, weight_IO) else _torch_affine
-        return run(x_BI, weight_IO, bias_O)
+        if not _is_onednns(x_BI, weight_IO):
+            return _torch_affine(x_BI, weight_IO, bias_O)
+        if _fits(x_BI, weight_IO):
+            return by_onednn(x_BI, weight_IO, bias_O)
+        y_BO = _in_panels(x_BI, weight_IO)
+        return y_BO if bias_O is None else y_BO.add_(bias_O)
 
 
 _affine.register_fake(lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[1]))

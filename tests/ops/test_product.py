@@ -173,30 +173,59 @@ def test_a_product_without_values_is_a_node_of_a_graph(monkeypatch):
     assert nodes == [(4, 3)]
 
 
-@pytest.mark.skipif(not has_onednn(), reason="torch was built without oneDNN")
-def test_batches_of_many_lengths_fill_no_cache(monkeypatch, caplog):
-    monkeypatch.setattr(module, "ONEDNN_FROM", 1)
-    monkeypatch.setattr(module, "NODE_FROM", 1)
+@pytest.fixture
+def multiplied(monkeypatch):
+    """The products by oneDNN, as rows, depth and columns; it multiplies 12 shapes whole."""
+    if not has_onednn():
+        pytest.skip("torch was built without oneDNN")
+    for name, value in {"ONEDNN_FROM": 1, "NODE_FROM": 1, "_MOST_SHAPES": 12, "_PANEL": 16}.items():
+        monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(module, "_MOST_SHAPES", 12)
     monkeypatch.setattr(module, "onednn_shapes", set())
-    sizes = []
-    monkeypatch.setattr(
-        module, "by_onednn", lambda a, b, row=None: sizes.append(len(a)) or by_onednn(a, b, row)
-    )
+    calls = []
+
+    def record(a, b, row=None):
+        calls.append((*a.shape, b.shape[1]))
+        return by_onednn(a, b, row)
+
+    monkeypatch.setattr(module, "by_onednn", record)
+    return calls
+
+
+def test_batches_of_many_lengths_fill_no_cache(multiplied):
     x, weight = torch.randn(99, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    bias = torch.randn(5, requires_grad=True)
 
-    def train(lengths):
-        sizes.clear()
+    def shapes(lengths):
+        multiplied.clear()
         for rows in lengths:
-            affine(x[:rows], weight).sum().backward()
-        return len(sizes)
+            y = affine(x[:rows], weight, bias)
+            given = torch.randn(rows, 5)
+            grads = torch.autograd.grad(y, (x, weight, bias), given)
+            close = {"rtol": 1e-5, "atol": 1e-5}
+            torch.testing.assert_close(y, x[:rows] @ weight + bias, **close)
+            want = (given @ weight.T, x[:rows].T @ given, given.sum(0))
+            torch.testing.assert_close((grads[0][:rows], *grads[1:]), want, **close)
+        return set(multiplied)
 
-    with caplog.at_level("INFO", "comera"):
-        assert train([9, 10, 11, 12]) == 12  # three products each, as of evaluation too
-        assert train(range(20, 99)) == 0
-        assert train([9, 12, 50]) == 6
-    assert caplog.messages == ["oneDNN multiplies these 12 shapes, MKL all others"]
+    whole = {shape for rows in (9, 10, 11, 12)
+             for shape in ((rows, 4, 5), (rows, 5, 4), (5, rows, 5))}  # fmt: skip
+    assert shapes([9, 10, 11, 12]) == whole == module.onednn_shapes
+    assert shapes(range(32, 99)) == {(16, 4, 5), (16, 5, 4), (5, 16, 5)}  # in panels
+    assert not shapes(range(20, 32))  # too short for panels
+    assert shapes([9, 12]) < whole
+
+
+def test_panels_equal_float64_in_every_layout(multiplied, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_SHAPES", 0)
+    for rows, depth, columns in [(32, 3, 5), (47, 20, 4), (3, 33, 5), (20, 47, 60), (33, 33, 2)]:
+        for a in layouts(rows, depth):
+            for b in layouts(depth, columns):
+                multiplied.clear()
+                close = {"rtol": 1e-4, "atol": 1e-4}
+                torch.testing.assert_close(product(a, b).double(), a.double() @ b.double(), **close)
+                assert len(multiplied) >= 2
+                assert len(set(multiplied)) == 1
 
 
 @pytest.mark.skipif(not has_onednn(), reason="torch was built without oneDNN")
