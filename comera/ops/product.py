@@ -4,7 +4,6 @@ On a CPU with AVX-512 that is not Intel's, oneDNN takes half the time of torch's
 """
 
 import functools
-import logging
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ from comera.ops.context import autocast_together, machine_of, without_autocast
 from comera.ops.dispatch import is_eager, is_on_cpu
 from comera.ops.operator import is_concrete, is_traced, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
-
-log = logging.getLogger("comera")
 
 _MOST_SHAPES = 128
 """Shapes that oneDNN multiplies whole: for each it takes a millisecond once, and 0.6 MiB from then
