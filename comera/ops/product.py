@@ -69,15 +69,11 @@ def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
         return False
     if is_concrete(a) and a.numel() * columns < fewest:
         return False
-    values = is_eager() and is_concrete(a)
-    return prefers_onednn() and (not values or _has_room((*a.shape, columns)))
-
-
-def _has_room(shape: tuple[int, ...]) -> bool:
-    """Return whether oneDNN multiplies a shape: one of the first that came, or one in panels."""
-    if shape not in onednn_shapes and len(onednn_shapes) < _MOST_SHAPES:
-        onednn_shapes.add(shape)
-    return shape in onednn_shapes or max(shape[:2]) >= 2 * _PANEL
+    if not (prefers_onednn() and is_eager() and is_concrete(a)):
+        return prefers_onednn()
+    if len(onednn_shapes) < _MOST_SHAPES:
+        onednn_shapes.add((*a.shape, columns))
+    return (*a.shape, columns) in onednn_shapes or max(a.shape) >= 2 * _PANEL
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
