@@ -73,7 +73,7 @@ def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
         return prefers_onednn()
     if len(onednn_shapes) < _MOST_SHAPES:
         onednn_shapes.add((*a.shape, columns))
-    return (*a.shape, columns) in onednn_shapes or max(a.shape) >= 2 * _PANEL
+    return (*a.shape, columns) in onednn_shapes or max(a.shape) >= _PANEL
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
