@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from statistics import median
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from comera.calibrate.ways import Run, Say, check_choice, in_turn, measure_ways
 from comera.nn.linear import TTLinear
-from comera.ops.product import by_onednn, has_onednn
+from comera.ops.product import has_onednn, onednn
 from comera.planning.machine import Machine, default_machine, processor_name, save_machine
 from comera.planning.planner import plan_layer
 
@@ -113,9 +114,10 @@ def _onednn_gain(say: Say) -> float:
         return 1.0
     gains = []
     for width in (32, 768):
-        pair = torch.randn(4096, 768), torch.randn(768, width)
-        theirs, its = (_seconds(partial(run, *pair), "cpu") for run in (torch.mm, by_onednn))
-        gains.append(theirs / its)
+        multiply = partial(torch.mm, torch.randn(4096, 768), torch.randn(768, width))
+        theirs = _seconds(multiply, "cpu")
+        with onednn:
+            gains.append(theirs / _seconds(multiply, "cpu"))
     say(f"oneDNN: {gains[0]:.2f} times as fast at products of 32 columns, {gains[1]:.2f} of 768")
     return min(gains)
 
@@ -123,9 +125,10 @@ def _onednn_gain(say: Say) -> float:
 def _half_size(machine: Machine, say: Say, what: str, sizes: tuple[int, int, int]) -> float:
     """Estimate the size at half the peak rate: ``half``, given ``n / (n + half)`` at one n."""
     rows, depth, width = sizes
-    device, multiply = machine.kind, by_onednn if machine.prefers_onednn else torch.mm
+    device = machine.kind
     a, b = torch.randn(rows, depth, device=device), torch.randn(depth, width, device=device)
-    rate = 2 * rows * depth * width / _seconds(lambda: multiply(a, b), device)
+    with onednn if machine.prefers_onednn else nullcontext():
+        rate = 2 * rows * depth * width / _seconds(lambda: torch.mm(a, b), device)
     share = min(rate / machine.product_rate("float32", rows * depth * width), 1.0)
     narrow = min(depth, width)
     say(f"product of {what} {narrow}: {share:.0%} of the peak rate")

@@ -4,9 +4,13 @@ On a CPU with AVX-512 that is not Intel's, oneDNN takes half the time of torch's
 """
 
 import functools
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from comera.ops.context import autocast_together, machine_of, without_autocast
 from comera.ops.dispatch import is_eager, is_on_cpu
@@ -21,12 +25,46 @@ _PANEL = 512
 """Rows, or depth, of the parts in which it multiplies others: a fifth slower, but of few shapes."""
 
 onednn_shapes: set[tuple[int, ...]] = set()
-"""Rows, depth and columns of the products whole by oneDNN since training began. Checkpoints hold
-them, so that a resumed run goes on in the same way."""
+"""Sizes of the products whole by oneDNN since training began. Checkpoints hold them, so that a
+resumed run goes on in the same way."""
+
+BATCHED_FROM = 1 << 20
+"""Multiply-adds from which oneDNN is faster at batched products of contiguous matrices."""
 
 NODE_FROM = 2 * ONEDNN_FROM
 """Multiply-adds from which oneDNN saves more than a node of autograd in Python takes: at widths 768
 and rank 30 from 512 rows on, measured on one thread of an EPYC."""
+
+
+_MATMUL: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+class _OneDnn:
+    """Context in which oneDNN computes torch's float32 products on a CPU, in float32.
+
+    Torch gives it those that may be rounded to bfloat16, which it does with Intel's AMX alone;
+    :func:`has_onednn` checks that.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._before = threading.Lock(), 0, "none"
+
+    def __enter__(self) -> bool:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._before = _MATMUL.fp32_precision
+                _MATMUL.fp32_precision = "bf16"
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                _MATMUL.fp32_precision = self._before
+
+
+onednn = _OneDnn()
 
 
 def prefers_onednn() -> bool:
@@ -44,7 +82,13 @@ prefers_onednn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    """Return whether torch has oneDNN, and that computes in float32 as it is asked to here."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    with _disable_current_modes(), torch.no_grad(), onednn:
+        a = torch.linspace(1, 2, 64 * 64, dtype=torch.float32, device="cpu").view(64, 64)
+        error = (a @ a).double() - a.double() @ a.double()
+        return float(error.abs().max()) < 1e-3  # of numbers near 150
 
 
 @functools.cache
@@ -52,13 +96,6 @@ def _mkl_leaves_avx512_unused() -> bool:
     vendor = cpu_info("vendor_id")
     avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return avx512 and vendor is not None and vendor != "GenuineIntel"
-
-
-def by_onednn(a: Tensor, b: Tensor, row: Tensor | None = None) -> Tensor:
-    """Return ``a @ b + row`` of float32 matrices on a CPU, by oneDNN."""
-    if not b.is_contiguous() and not b.T.is_contiguous():
-        b = b.contiguous()  # at a slice or an expanded row oneDNN is a thousand times slower
-    return torch.ops.mkldnn._linear_pointwise(a, b.T, row, "none", [], "")
 
 
 def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
@@ -73,12 +110,7 @@ def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
         return prefers_onednn()
     if len(onednn_shapes) < _MOST_SHAPES:
         onednn_shapes.add((*a.shape, columns))
-    return (*a.shape, columns) in onednn_shapes or max(a.shape) >= _PANEL
-
-
-def _fits(a: Tensor, b: Tensor) -> bool:
-    """Return whether a product by oneDNN is whole, as those of traced graphs are."""
-    return not is_eager() or (*a.shape, b.shape[1]) in onednn_shapes
+    return (*a.shape, columns) in onednn_shapes or (a.dim() == 2 and max(a.shape) >= _PANEL)
 
 
 def _is_onednns(a: Tensor, b: Tensor) -> bool:
@@ -88,34 +120,26 @@ def _is_onednns(a: Tensor, b: Tensor) -> bool:
     return b.dtype == torch.float32 and _suits_onednn(a, b.shape[-1], ONEDNN_FROM)
 
 
-def _onednn_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` by oneDNN, possibly transposed in memory."""
-    return (_whole if _fits(a, b) else _in_panels)(a, b)
-
-
-def _whole(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_contiguous() or a.numel() <= b.numel():
-        return by_onednn(a, b)
-    return by_onednn(b.T, a.T).T  # it copies a left factor whose rows are not contiguous
-
-
-def _in_panels(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` as products of one shape."""
+def _onednn_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``a @ b`` by oneDNN: whole, or as products of one shape."""
     (rows, depth), columns = a.shape, b.shape[1]
-    if depth > rows:
-        total = a.new_zeros(rows, columns)
-        for part, other in zip(a.split(_PANEL, 1), b.split(_PANEL), strict=True):
-            total += _whole(part, other) if len(other) == _PANEL else part @ other
-        return total
-    out = a.new_empty(rows, columns)
-    for first in range(0, rows, _PANEL):
-        first = min(first, rows - _PANEL)  # the last panel overlaps the one before
-        out[first : first + _PANEL] = _whole(a[first : first + _PANEL], b)
-    return out
+    with onednn:
+        if not is_eager() or (rows, depth, columns) in onednn_shapes:
+            return torch.mm(a, b, out=out)
+        out = a.new_empty(rows, columns) if out is None else out
+        if depth <= rows:
+            for first in range(0, rows, _PANEL):
+                first = min(first, rows - _PANEL)  # the last panel overlaps the one before
+                torch.mm(a[first : first + _PANEL], b, out=out[first : first + _PANEL])
+            return out
+        rest, _ = depth % _PANEL, out.zero_()
+        for first in range(0, depth - rest, _PANEL):
+            out.addmm_(a[:, first : first + _PANEL], b[first : first + _PANEL])
+    return out.addmm_(a[:, depth - rest :], b[depth - rest :])
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` of two matrices, maybe transposed in memory; torch runs it for autograd."""
+    """Return ``a @ b`` of two matrices; torch runs it for autograd."""
     if not _is_onednns(a, b):
         return a @ b
     # The library depends on sizes, which a graph may find only when it runs.
@@ -124,7 +148,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.library.custom_op("comera::product", mutates_args=())
 def _product_in_a_graph(a: Tensor, b: Tensor) -> Tensor:
-    return product(a, b).contiguous()
+    return product(a, b)
 
 
 _product_in_a_graph.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
@@ -148,9 +172,7 @@ def _affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
     with without_autocast(x_BI):
         if not _is_onednns(x_BI, weight_IO):
             return _torch_affine(x_BI, weight_IO, bias_O)
-        if _fits(x_BI, weight_IO):
-            return by_onednn(x_BI, weight_IO, bias_O)
-        y_BO = _in_panels(x_BI, weight_IO)
+        y_BO = _onednn_product(x_BI, weight_IO)
         return y_BO if bias_O is None else y_BO.add_(bias_O)
 
 
@@ -187,6 +209,16 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
 
 def store_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
     if is_concrete(a) and _is_onednns(a, b):
-        out.copy_(_onednn_product(a, b))
+        _onednn_product(a, b, out)
     else:
         torch.mm(a, b, out=out)
+
+
+def computes_by_onednn(x: Tensor) -> bool:
+    """Return whether large products of a tensor's kind are faster by oneDNN."""
+    return x.dtype == torch.float32 and is_on_cpu(x) and prefers_onednn()
+
+
+def batched_by(one: Tensor, other: Tensor) -> AbstractContextManager[bool]:
+    """Return a context for a batched product without a gradient; it is True if oneDNN is faster."""
+    return onednn if _suits_onednn(one, other.shape[2], BATCHED_FROM) else nullcontext(False)

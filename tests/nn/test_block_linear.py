@@ -58,6 +58,36 @@ def test_pieces_of_rows_give_what_all_rows_give(up, monkeypatch):
     torch.testing.assert_close(run(), whole, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("up", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("hidden", [96, 40], ids=["equal blocks", "other blocks"])
+def test_contiguous_matrices_give_what_plain_strides_give(bias, up, hidden, monkeypatch):
+    """Where oneDNN multiplies, all matrices are contiguous."""
+    sizes = ((72, hidden), (72, hidden), (hidden, 72))
+    layers = [comera.BTTLinear(*n, rank=3, bias=bias) for n in sizes]
+    if hidden == 40:  # blocks of another size meet
+        shape = ((4, 10), (8, 9))
+        layers[2] = comera.BTTLinear(hidden, 72, rank=2, bias=bias, shape=shape)
+        assert layers[1].shape.out_modes != layers[2].shape.in_modes
+    x = torch.randn(2, 700, 72, requires_grad=True)
+    params = [param for layer in layers for param in layer.parameters()]
+
+    def run():
+        one = linears(x, layers[:2])
+        y = gated_feed_forward(x, *layers) if up else feed_forward(x, *layers[1:], "gelu")
+        loss = y.square().sum() + sum(each.sin().sum() for each in one)
+        return y, *one, *torch.autograd.grad(loss, (x, *params), materialize_grads=True)
+
+    monkeypatch.setattr(blocks, "computes_by_onednn", lambda x: False)
+    plain = run()
+    packed = []
+    monkeypatch.setattr(blocks, "BATCHED_FROM", 1)
+    monkeypatch.setattr(blocks, "_LEAST_WIDTH", 1)
+    monkeypatch.setattr(blocks, "computes_by_onednn", lambda x: packed.append(x) or True)
+    torch.testing.assert_close(run(), plain, rtol=1e-4, atol=1e-4)
+    assert packed
+
+
 def test_a_feed_forward_keeps_its_input_alone():
     layers = [comera.BTTLinear(*n) for n in ((16, 64), (16, 64), (64, 16))]
     x, kept = torch.randn(33, 16, requires_grad=True), []

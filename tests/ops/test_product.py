@@ -10,8 +10,8 @@ from comera.ops.product import (
     _affine,
     add_product,
     affine,
-    by_onednn,
     has_onednn,
+    onednn,
     product,
     store_product_,
 )
@@ -64,7 +64,6 @@ def test_no_layout_is_slow(kind):
     a, plain = torch.randn(256, 256), torch.randn(256, 256)
     b = layouts(256, 256)[kind]
     for left, right in ((a, b), (b, a)):
-        by_onednn(left, right)
         assert seconds(left, right) < 30 * seconds(a, plain)
 
 
@@ -74,9 +73,10 @@ def seconds(a, b):
     for k in range(40):
         if k % 10 == 9:
             time.sleep(0.005)
-        began = time.perf_counter()
-        by_onednn(a, b)
-        times.append(time.perf_counter() - began)
+        with onednn:
+            began = time.perf_counter()
+            torch.mm(a, b)
+            times.append(time.perf_counter() - began)
     return min(times)
 
 
@@ -184,11 +184,17 @@ def multiplied(monkeypatch):
     monkeypatch.setattr(module, "onednn_shapes", set())
     calls = []
 
-    def record(a, b, row=None):
-        calls.append((*a.shape, b.shape[1]))
-        return by_onednn(a, b, row)
+    def recorded(run, first):
+        def record(*given, **named):
+            a, b = given[first : first + 2]
+            if torch.backends.mkldnn.matmul.fp32_precision == "bf16":
+                calls.append((*a.shape, b.shape[1]))
+            return run(*given, **named)
 
-    monkeypatch.setattr(module, "by_onednn", record)
+        return record
+
+    monkeypatch.setattr(torch, "mm", recorded(torch.mm, 0))
+    monkeypatch.setattr(torch.Tensor, "addmm_", recorded(torch.Tensor.addmm_, 1))
     return calls
 
 
@@ -215,6 +221,16 @@ def test_batches_of_many_lengths_fill_no_cache(multiplied):
     assert shapes([16, 17, 31]) <= {(16, 4, 5), (16, 5, 4), (5, 16, 5)}
     assert not shapes([13, 15])  # too short for panels
     assert shapes([9, 12]) < whole
+
+
+def test_onednn_computes_in_float32_and_leaves_torch_as_it_was():
+    if not has_onednn():
+        pytest.skip("torch was built without oneDNN, or that rounds to bfloat16 here")
+    a, b = torch.randn(16, 200, 300), torch.randn(16, 300, 100)
+    with onednn, onednn:
+        product = torch.bmm(a, b).double()
+    torch.testing.assert_close(product, a.double() @ b.double(), rtol=0, atol=1e-3)
+    assert torch.backends.mkldnn.matmul.fp32_precision != "bf16"
 
 
 def test_panels_equal_float64_in_every_layout(multiplied, monkeypatch):

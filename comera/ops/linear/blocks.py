@@ -1,8 +1,9 @@
-"""Multiply by block tensor trains: two batched products, with nothing copied between them.
+"""Multiply by block tensor trains: two batched products.
 
-The rank is the slow index of the first product's output, so that both products and all gradients
-read and write plain strides. A bias is one more row of the right factor, which meets ones in the
-hidden tensor. On a CPU rows go in pieces, whose hidden tensor stays in the cache.
+The rank is the slow index of the first product's output, so that on a GPU both products and all
+gradients read and write plain strides. A bias is one more row of the right factor, which meets ones
+in the hidden tensor. On a CPU rows go in pieces, whose hidden tensor stays in the cache. oneDNN
+multiplies contiguous matrices twice as fast as others, so that it gets copies.
 
 Letters: T = tokens, a and b = blocks of the input and the numbers in each, c and d = those of the
 output, R = rank of the blocks, K = R c, S = a R, plus one with a bias, G = layers.
@@ -10,6 +11,7 @@ output, R = rank of the blocks, K = R c, S = a R, plus one with a bias, G = laye
 
 import functools
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +24,11 @@ from comera.ops.cores import open_gate
 from comera.ops.dispatch import is_eager, is_on_cpu
 from comera.ops.linear.feed_forward import ACTIVATIONS
 from comera.ops.operator import gradients_again, is_traced
+from comera.ops.product import BATCHED_FROM, batched_by, computes_by_onednn
 
 _LEAST_SHARE = 1e-2  # least share of a typical singular value in the left core
 _HIDDEN_NUMBERS = 1 << 19  # of a piece on a CPU: two megabytes, the size of a cache
+_LEAST_WIDTH = 32  # rank times b from which oneDNN gains more than copies of its matrices take
 
 
 class BlockFactors(NamedTuple):
@@ -149,65 +153,99 @@ def _multiply(x_TI: Tensor, left_aKb: Tensor, *rights: Tensor) -> list[Tensor]:
 class _Layers:
     """Layers that are multiplied as one, and sums of their gradients over pieces of rows."""
 
-    def __init__(self, left_aKb: Tensor, *rights: Tensor) -> None:
+    def __init__(self, rows: int, left_aKb: Tensor, *rights: Tensor) -> None:
         self.left_aKb, self.rights = left_aKb, rights
         self.grads: list[Tensor | None] = [None] * (1 + len(rights))
         self.a, self.hidden_blocks, self.b = left_aKb.shape
         self.blocks = [right.shape[0] for right in rights]
-        self.inner = self.a * self.hidden_blocks // sum(self.blocks)  # S without a bias
+        rank = self.hidden_blocks // sum(self.blocks)
+        self.inner = self.a * rank  # S without a bias
+        large = rank * self.b >= _LEAST_WIDTH and rows * left_aKb.numel() >= BATCHED_FROM
+        self.packed = large and computes_by_onednn(left_aKb)  # contiguous, as oneDNN wants all
 
-    def hidden(self, x_TI: Tensor) -> Tensor:
-        """Compute the hidden tensor ``(S, C, T)`` of all layers, C blocks of the output."""
-        rows, number = x_TI.shape[0], self.rights[0].shape[1]
-        hidden_SCT = x_TI.new_empty(number, sum(self.blocks), rows)
-        first_aKT = hidden_SCT[: self.inner].view(self.a, self.hidden_blocks, rows)
-        torch.bmm(self.left_aKb, x_TI.t().view(self.a, self.b, rows), out=first_aKT)
+    def by_block(self, x_Tn: Tensor, blocks: int) -> Tensor:
+        """Return ``(blocks, T, n / blocks)``, contiguous if that is faster here."""
+        parts = _split(x_Tn, blocks)
+        return parts.contiguous() if self.packed else parts
+
+    def regroup(self, x_cTd: Tensor, blocks: int) -> Tensor:
+        """Return the same in another number of blocks."""
+        if x_cTd.shape[0] == blocks:
+            return x_cTd
+        return self.by_block(x_cTd.transpose(0, 1).flatten(1), blocks)
+
+    def hidden(self, x_aTb: Tensor) -> Tensor:
+        """Compute the hidden tensor ``(C, S, T)`` of all layers, C blocks of the output."""
+        rows, number, wide = x_aTb.shape[1], self.rights[0].shape[1], sum(self.blocks)
+        if self.packed:
+            hidden_CST = x_aTb.new_empty(wide, number, rows)
+            first_SCT = self._product(self.left_aKb, x_aTb.mT).view(self.inner, wide, rows)
+            hidden_CST[:, : self.inner] = first_SCT.transpose(0, 1)
+        else:
+            hidden_CST = x_aTb.new_empty(number, wide, rows).transpose(0, 1)
+            first_SCT = hidden_CST.transpose(0, 1)[: self.inner]
+            self._product(self.left_aKb, x_aTb.mT, first_SCT.view(self.a, self.hidden_blocks, rows))
         if number > self.inner:
-            hidden_SCT[-1].fill_(1.0)
-        return hidden_SCT
+            hidden_CST[:, -1].fill_(1.0)
+        return hidden_CST
 
-    def _parts(self, hidden_SCT: Tensor) -> Sequence[Tensor]:
-        return [hidden_SCT] if len(self.blocks) == 1 else hidden_SCT.split(self.blocks, 1)
-
-    def new(self, x_TI: Tensor) -> list[Tensor]:
-        """Return memory for the products ``(T, c d)``."""
-        return [x_TI.new_empty(x_TI.shape[0], r.shape[0] * r.shape[2]) for r in self.rights]
-
-    def outputs(self, hidden_SCT: Tensor, ys: Sequence[Tensor]) -> Sequence[Tensor]:
-        for y, hidden_ScT, right in zip(ys, self._parts(hidden_SCT), self.rights, strict=True):
-            _product_into(_by_block(y, right.shape[0]), hidden_ScT.permute(1, 2, 0), right)
+    def outputs(self, hidden_CST: Tensor, ys: Sequence[Tensor] = ()) -> Sequence[Tensor]:
+        """Compute the products ``(c, T, d)``, in new memory or in ``ys``."""
+        rows, shapes = hidden_CST.shape[2], [right.shape[::2] for right in self.rights]
+        if not ys and self.packed:
+            ys = [hidden_CST.new_empty(c, rows, d) for c, d in shapes]
+        elif not ys:
+            ys = [_split(hidden_CST.new_empty(rows, c * d), c) for c, d in shapes]
+        parts = hidden_CST.split(self.blocks)
+        for y_cTd, hidden_cST, right_cSd in zip(ys, parts, self.rights, strict=True):
+            self._product(hidden_cST.mT, right_cSd, y_cTd)
         return ys
 
     def backward(
         self,
-        x_TI: Tensor,
-        hidden_SCT: Tensor,
+        x_aTb: Tensor,
+        hidden_CST: Tensor,
         grads: Sequence[Tensor],
         needs: Sequence[bool],
         grad_x: Tensor | None,
     ) -> None:
-        """Add to the gradients that are needed, and write that of x to ``grad_x``."""
+        """Add to the gradients that are needed, and write that of x to ``grad_x``, ``(a, T, b)``.
+
+        ``grads`` are those of the products, ``(c, T, d)``.
+        """
         inner = grad_x is not None or needs[0]
-        hidden = hidden_SCT[: self.inner]
-        grads_SCT = torch.empty_like(hidden) if inner else hidden
-        parts = zip(self._parts(hidden_SCT), self._parts(grads_SCT), strict=True)
-        for k, (hidden_ScT, grads_ScT) in enumerate(parts):
-            right, grad = self.rights[k], grads[k]
-            grad_cTd = _by_block(grad, right.shape[0])
+        grads_CST = torch.empty_like(hidden_CST[:, : self.inner]) if inner else hidden_CST
+        parts = zip(hidden_CST.split(self.blocks), grads_CST.split(self.blocks), strict=True)
+        for k, (hidden_cST, grads_cST) in enumerate(parts):
+            right, grad_cTd = self.rights[k], grads[k]
             if needs[1 + k]:
-                self._add(1 + k, hidden_ScT.transpose(0, 1), grad_cTd)
+                self._add(1 + k, hidden_cST, grad_cTd)
             if inner:
-                right = right[:, : self.inner]
-                _product_into(grads_ScT.transpose(0, 1), right, grad_cTd.transpose(1, 2))
-        first_aKT = grads_SCT.view(self.a, self.hidden_blocks, grads_SCT.shape[2])
+                self._product(right[:, : self.inner], grad_cTd.mT, grads_cST)
+        if not inner:
+            return
+        first_aKT = grads_CST.transpose(0, 1).reshape(self.a, self.hidden_blocks, x_aTb.shape[1])
         if needs[0]:
-            self._add(0, first_aKT, _by_block(x_TI, self.a))
+            self._add(0, first_aKT, x_aTb)
         if grad_x is not None:
-            _product_into(_by_block(grad_x, self.a), first_aKT.transpose(1, 2), self.left_aKb)
+            self._product(first_aKT.mT, self.left_aKb, grad_x)
+
+    def _product(self, one: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
+        with self._library(one, other) as by_onednn:
+            if out is None or out.is_cuda or out.is_contiguous() or by_onednn:
+                return torch.bmm(one, other, out=out)
+        return out.copy_(torch.bmm(one, other))  # MKL would take them one by one
 
     def _add(self, k: int, one: Tensor, other: Tensor) -> None:
         total = self.grads[k]
-        self.grads[k] = torch.bmm(one, other) if total is None else total.baddbmm_(one, other)
+        if total is None:
+            self.grads[k] = self._product(one, other)
+        else:
+            with self._library(one, other):
+                total.baddbmm_(one, other)
+
+    def _library(self, one: Tensor, other: Tensor) -> AbstractContextManager[bool]:
+        return batched_by(one, other) if self.packed else nullcontext(False)
 
 
 class _Multiply(torch.autograd.Function):
@@ -215,12 +253,12 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TI, *factors):  # type: ignore[override]
-        layers, saved = _Layers(*factors), []
-        ys = layers.new(x_TI)
-        ctx.rows = _rows(x_TI, layers.a * layers.hidden_blocks)
+        ctx.rows, saved = _rows(x_TI, factors[0].shape[0] * factors[0].shape[1]), []
+        layers = _Layers(ctx.rows, *factors)
+        ys = [x_TI.new_empty(len(x_TI), r.shape[0] * r.shape[2]) for r in layers.rights]
         for x, *outs in _each(ctx.rows, x_TI, *ys):
-            saved.append(layers.hidden(x))
-            layers.outputs(saved[-1], outs)
+            saved.append(layers.hidden(layers.by_block(x, layers.a)))
+            layers.outputs(saved[-1], list(map(_split, outs, layers.blocks)))
         ctx.save_for_backward(x_TI, *factors, *saved)
         return tuple(ys)
 
@@ -236,10 +274,13 @@ class _Multiply(torch.autograd.Function):
                     return torch.cat(_multiply(*given), 1)
 
                 return (*gradients_again(side_by_side, [x_TI, *factors], torch.cat(grads, 1)),)
-            layers, grad_x = _Layers(*factors), x_TI.new_empty(x_TI.shape) if needs_x else None
+            layers = _Layers(ctx.rows, *factors)
+            grad_x = x_TI.new_empty(x_TI.shape) if needs_x else None
             pieces = _each(ctx.rows, x_TI, grad_x, *grads)
-            for hidden, (x, into, *given) in zip(saved, pieces, strict=True):
-                layers.backward(x, hidden, given, needs, into)
+            for hidden, (x, grad, *given) in zip(saved, pieces, strict=True):
+                into = None if grad is None else _split(grad, layers.a)
+                of_ys = list(map(layers.by_block, given, layers.blocks))
+                layers.backward(layers.by_block(x, layers.a), hidden, of_ys, needs, into)
             return grad_x, *layers.grads
 
 
@@ -250,14 +291,14 @@ class _FeedForward(torch.autograd.Function):
     def forward(ctx: Any, activation: str, size: int, x_TI, *factors):  # type: ignore[override]
         ctx.activation, ctx.size = activation, size
         ctx.save_for_backward(x_TI, *factors)
-        first, second = _Layers(*factors[:size]), _Layers(*factors[size:])
-        (y_TO,) = second.new(x_TI)
-        ctx.rows = _rows(x_TI, second.a * second.b)
+        ctx.rows = _rows(x_TI, factors[size].shape[0] * factors[size].shape[2])
+        first, second = _Layers(ctx.rows, *factors[:size]), _Layers(ctx.rows, *factors[size:])
+        y_TO = x_TI.new_empty(len(x_TI), second.blocks[0] * second.rights[0].shape[2])
         for x, y in _each(ctx.rows, x_TI, y_TO):
-            inner, *up = first.outputs(first.hidden(x), first.new(x))
+            inner, *up = first.outputs(first.hidden(first.by_block(x, first.a)))
             active = ACTIVATIONS[activation][0](inner, out=inner)
-            active = active.mul_(up[0]) if up else active
-            second.outputs(second.hidden(active), [y])
+            active = second.regroup(active.mul_(up[0]) if up else active, second.a)
+            second.outputs(second.hidden(active), [_split(y, second.blocks[0])])
         return y_TO
 
     @staticmethod
@@ -268,20 +309,24 @@ class _FeedForward(torch.autograd.Function):
                 again = functools.partial(_feed_forward, ctx.activation, ctx.size)
                 return None, None, *gradients_again(again, [x_TI, *factors], grad_TO)
             _, _, needs_x, *needs = ctx.needs_input_grad
-            first, second = _Layers(*factors[: ctx.size]), _Layers(*factors[ctx.size :])
+            first = _Layers(ctx.rows, *factors[: ctx.size])
+            second = _Layers(ctx.rows, *factors[ctx.size :])
             value, grad_of = ACTIVATIONS[ctx.activation]
             grad_x = x_TI.new_empty(x_TI.shape) if needs_x else None
-            for x, into, grad_y in _each(ctx.rows, x_TI, grad_x, grad_TO):
-                hidden = first.hidden(x)
-                inner, *up = first.outputs(hidden, first.new(x))
+            for x, into, of_y in _each(ctx.rows, x_TI, grad_x, grad_TO):
+                x_aTb = first.by_block(x, first.a)
+                hidden = first.hidden(x_aTb)
+                inner, *up = first.outputs(hidden)
                 active = value(inner, out=torch.empty_like(inner))
-                made = active * up[0] if up else active
-                grad = torch.empty_like(made)
-                second.backward(made, second.hidden(made), [grad_y], needs[ctx.size :], grad)
+                made = second.regroup(active * up[0] if up else active, second.a)
+                grad, of_y = torch.empty_like(made), second.by_block(of_y, second.blocks[0])
+                second.backward(made, second.hidden(made), [of_y], needs[ctx.size :], grad)
+                grad = first.regroup(grad, first.blocks[0])
                 of_up = [active.mul_(grad)] if up else []
                 grad = grad.mul_(up[0]) if up else grad
                 grad = grad_of(grad, inner, grad_input=grad)
-                first.backward(x, hidden, [grad, *of_up], needs, into)
+                into = None if into is None else _split(into, first.a)
+                first.backward(x_aTb, hidden, [grad, *of_up], needs, into)
             return None, None, grad_x, *first.grads, *second.grads
 
 
@@ -292,29 +337,19 @@ def _feed_forward(activation: str, size: int, x_TI: Tensor, *factors: Tensor) ->
     return _multiply(active * up[0] if up else active, *factors[size:])[0]
 
 
-def _by_block(x_Tn: Tensor, blocks: int) -> Tensor:
-    rows, width = x_Tn.shape
-    return x_Tn.view(rows, blocks, width // blocks).transpose(0, 1)
-
-
-def _product_into(out: Tensor, one: Tensor, other: Tensor) -> None:
-    """Write batched products to matrices that are not contiguous."""
-    if out.is_cuda:
-        torch.bmm(one, other, out=out)
-    else:  # torch would take them one by one
-        out.copy_(torch.bmm(one, other))
+def _split(x_Tn: Tensor, blocks: int) -> Tensor:
+    return x_Tn.view(x_Tn.shape[0], blocks, x_Tn.shape[1] // blocks).transpose(0, 1)
 
 
 def _rows(x_TI: Tensor, hidden: int) -> int:
     """Return the rows of a piece: on a CPU so few that a hidden tensor fits the cache.
 
-    A multiple of 32, for fast products; narrow dtypes go as one: sums over pieces lose digits.
+    A power of two, so that batches of any length have the same pieces but for the last. Narrow
+    dtypes go as one: sums over pieces lose digits.
     """
-    rows = x_TI.shape[0]
     if x_TI.dtype.itemsize < 4 or not is_on_cpu(x_TI):
-        return rows
-    pieces = max(1, min(-(-rows * hidden // _HIDDEN_NUMBERS), rows // 256))
-    return -(-rows // pieces // 32) * 32
+        return x_TI.shape[0]
+    return min(x_TI.shape[0], 1 << max(8, (_HIDDEN_NUMBERS // max(1, hidden)).bit_length() - 1))
 
 
 def _each(rows: int, x_TI: Tensor, *others: Tensor | None) -> Iterable[Sequence[Any]]:
