@@ -50,14 +50,14 @@ def reuse_freed_memory(reuse: bool = True) -> bool:
     return _enabled
 
 
-def reuse_by_default() -> None:
-    """Enable the cache and log that, unless a call or the environment has decided already."""
+def reuse_by_default(silent: bool = False) -> None:
+    """Enable the cache, and log that, unless a call or the environment has decided already."""
     environ = os.environ
     own = "MALLOC_MMAP_THRESHOLD_" in environ or "MALLOC_TRIM_THRESHOLD_" in environ
     own = own or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
     if _chosen or own or environ.get("COMERA_REUSE_MEMORY", "1") == "0":
         return
-    if reuse_freed_memory():
+    if reuse_freed_memory() and not silent:
         log.info(
             "up to 2 GiB of freed memory stay with this process for the next tensors, which saves "
             "page faults; comera.reuse_freed_memory(False) or COMERA_REUSE_MEMORY=0 undoes that"
