@@ -23,9 +23,9 @@ def reuse_freed_memory(reuse: bool = True) -> bool:
 
     By default glibc returns every buffer above 32 MiB to the system; on a CPU the page faults of
     new ones can take longer than all products of a tensor-train layer. :class:`~comera.TrainStep`
-    on a CPU, trainers of transformers and the command line enable the cache; call this function in
-    a training loop of your own. The process keeps up to 2 GiB of freed memory. Works on Linux with
-    glibc, for CPU memory only.
+    on a CPU, ``learn_ranks_`` of transformers' trainers and the command line enable the cache; call
+    this in a training loop of your own. The process keeps up to 2 GiB of freed memory. Works on
+    Linux with glibc, for CPU memory only.
 
     Args:
         reuse: False disables the cache. If called before the first ``TrainStep``, the cache stays
