@@ -40,7 +40,7 @@ class TTConfig:
         embedding_rank: Bound on the bonds of embeddings, in place of ``compression`` and
             ``tolerance`` too; if None, ``rank`` if that is an int, but 32 with
             ``linear_format="btt"``.
-        compression: How many times smaller each layer becomes; replaces ``rank``.
+        compression: How many times smaller each layer becomes, besides hot rows; replaces ``rank``.
         tolerance: Relative Frobenius error of each weight, with ``init="svd"``; replaces ``rank``
             and ``compression``.
         linear_format: ``"tt"`` makes linear layers tensor trains (``comera.TTLinear``), whose
