@@ -1,7 +1,7 @@
 """Time one linear layer, forward and backward; or a curve of them.
 
-Beside dense stand a tensor train, blocks of no more parameters and tensorly-torch. A curve shows
-where dense or the tensor train wins, and what the planner predicted.
+Beside dense stand a tensor train, blocks of no more parameters (or of rank 1) and tensorly-torch.
+A curve shows where dense or the tensor train wins, and what the planner predicted.
 """
 
 import argparse

@@ -23,9 +23,9 @@ def reuse_freed_memory(reuse: bool = True) -> bool:
 
     By default glibc returns every buffer above 32 MiB to the system; on a CPU the page faults of
     new ones can take longer than all products of a tensor-train layer. :class:`~comera.TrainStep`
-    on a CPU, trainers of transformers and the command line enable the cache; call this function in
-    a training loop of your own. The process keeps up to 2 GiB of freed memory. Works on Linux with
-    glibc, for CPU memory only.
+    on a CPU, ``learn_ranks_`` of transformers' trainers and the command line enable the cache; call
+    this in a training loop of your own. The process keeps up to 2 GiB of freed memory. Works on
+    Linux with glibc, for CPU memory only.
 
     Args:
         reuse: False disables the cache. If called before the first ``TrainStep``, the cache stays
@@ -50,14 +50,14 @@ def reuse_freed_memory(reuse: bool = True) -> bool:
     return _enabled
 
 
-def reuse_by_default() -> None:
-    """Enable the cache and log that, unless a call or the environment has decided already."""
+def reuse_by_default(silent: bool = False) -> None:
+    """Enable the cache, and log that, unless a call or the environment has decided already."""
     environ = os.environ
     own = "MALLOC_MMAP_THRESHOLD_" in environ or "MALLOC_TRIM_THRESHOLD_" in environ
     own = own or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
     if _chosen or own or environ.get("COMERA_REUSE_MEMORY", "1") == "0":
         return
-    if reuse_freed_memory():
+    if reuse_freed_memory() and not silent:
         log.info(
             "up to 2 GiB of freed memory stay with this process for the next tensors, which saves "
             "page faults; comera.reuse_freed_memory(False) or COMERA_REUSE_MEMORY=0 undoes that"

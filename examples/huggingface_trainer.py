@@ -1,6 +1,6 @@
 """Fine-tuning under ``transformers.Trainer``, and the three lines that make the model small.
 
-    pip install 'comera[hf]'
+    pip install '.[hf]'
     python examples/huggingface_trainer.py
 
 The model has the shape of BERT, and rows are drawn here, so that nothing is downloaded: is the

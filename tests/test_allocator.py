@@ -11,6 +11,7 @@ import torch
 
 import comera
 from comera import allocator
+from comera.recipes import cli, run
 from tests.processes import in_a_process
 
 
@@ -97,3 +98,19 @@ def test_a_step_on_a_cpu_reuses_memory_and_says_so_once():
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
 def test_what_somebody_said_counts(said, environment, reused):
     assert in_a_process(_step, *said, **environment) == ("", reused)
+
+
+def _train() -> tuple[int, bool]:
+    """Give the command a run that trains nothing; its exit status, and whether memory is reused."""
+    run.run = lambda settings, console: ["trained"]
+    return cli.main(["train", "quickstart"]), allocator._enabled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "reused"),
+    [({}, True), ({"COMERA_REUSE_MEMORY": "0"}, False), ({"MALLOC_MMAP_THRESHOLD_": "9"}, False)],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+def test_the_environment_counts_for_the_command_too(environment, reused):
+    assert in_a_process(_train, **environment) == (0, reused)

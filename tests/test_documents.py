@@ -202,7 +202,7 @@ def exists(name: str) -> bool:
 
 @each_text
 def test_names_in_the_package_exist(path):
-    names = re.findall(r"\bcomera(?:\.[A-Za-z_]\w*)+(?!/)", code_of(text_of(path)))
+    names = re.findall(r"\bcomera(?!\.json\b)(?:\.[A-Za-z_]\w*)+(?!/)", code_of(text_of(path)))
     assert not [name for name in names if not exists(name)]
 
 

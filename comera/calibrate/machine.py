@@ -28,7 +28,7 @@ _DEEP = 8  # layers in a row: a pass through all of them begins and ends once
 def calibrate(device: str = "cpu", say: Say = print) -> Machine:
     """Measure this machine: a profile for ``comera.plan``, and the fastest way of each operator.
 
-    Takes about half a minute on a CPU and a minute on a GPU; other work on the machine distorts the
+    Takes about half a minute on a CPU, two minutes on a GPU; other work on the machine distorts the
     times. ``device`` is ``"cpu"``, at the present number of threads, or ``"cuda"``; ``say`` is
     called with a line after each measurement. Each result is saved at once, so an interrupt loses
     only the current measurement. Raises ``ValueError`` for another device, a missing GPU, or a

@@ -36,11 +36,11 @@ class TTConfig:
 
     Args:
         rank: Bound on the bonds of linear layers: one int, or a list of all inner bonds that every
-            targeted linear layer must fit. 32 if neither this nor ``compression`` is given.
+            targeted one must fit. 32 if neither this nor ``compression`` is given, of blocks 2.
         embedding_rank: Bound on the bonds of embeddings, in place of ``compression`` and
             ``tolerance`` too; if None, ``rank`` if that is an int, but 32 with
             ``linear_format="btt"``.
-        compression: How many times smaller each layer becomes; replaces ``rank``.
+        compression: How many times smaller each layer becomes, besides hot rows; replaces ``rank``.
         tolerance: Relative Frobenius error of each weight, with ``init="svd"``; replaces ``rank``
             and ``compression``.
         linear_format: ``"tt"`` makes linear layers tensor trains (``comera.TTLinear``), whose

@@ -2,7 +2,7 @@
 
 An operator lists its ways at the end of its file; the last one takes any arguments. A call runs the
 first way that does not refuse its arguments. On a GPU, the ways are tried fastest first, as
-``comera calibrate`` has timed them on this device. ``comera doctor`` prints the table of ways.
+``comera calibrate`` has timed them on this device. ``comera doctor --all`` prints a table of them.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ ORDERED = ("cuda",)
 
 
 class Way(NamedTuple):
-    """One implementation of an operator, with a few words for the table of ``comera doctor``.
+    """One implementation of an operator, with a few words for the table of ``comera doctor --all``.
 
     ``refuses`` returns why the way cannot take these arguments, or None if it can; it is itself
     None if the way takes any. ``kernel`` is the kernel's name, for the warning that it did not run,

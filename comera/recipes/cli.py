@@ -28,7 +28,7 @@ from rich.console import Console
 
 from comera import __version__
 from comera._command import INTERRUPTED
-from comera.allocator import reuse_freed_memory
+from comera.allocator import reuse_by_default
 from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError, check_known, did_you_mean, error_prefix, needed_by
 from comera.recipes import parse
@@ -273,7 +273,7 @@ def train_or_plan(command: str, settings: RunConfig, console: Console, count: in
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
         settings.overwrite = False  # torchrun has started the processes again: they resume
     processes.stop_with_parent()
-    reuse_freed_memory()
+    reuse_by_default(silent=True)
     if count == 1:
         return 0 if run(settings, console) else INTERRUPTED
     cuda = settings.device != "cpu" and torch.cuda.is_available()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from comera import __version__
-from comera.allocator import reuse_freed_memory
+from comera.allocator import reuse_by_default
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
 from comera.ops.kernels import choose, launch, nvrtc
@@ -48,7 +48,7 @@ def calibrate(
     """
     from comera.calibrate.machine import calibrate as measure  # not needed for the help
 
-    reuse_freed_memory()
+    reuse_by_default(silent=True)
     if threads is not None:
         check_whole_numbers(1, threads=threads)
         torch.set_num_threads(threads)

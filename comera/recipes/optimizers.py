@@ -42,9 +42,9 @@ class OptimizerConfig:
             runs: a model whose gates close faster than its cores learn answers nothing.
         scale_rates: contracted multiplies the rate of each linear layer's cores by a factor from
             its shape, see ``comera.param_groups``. By default all cores have one rate.
-        gate_lr: Constant rate of the rank gates; by default ``1.5 / target / steps`` of the late
-            stage, from 2e-3 to 0.02, or what lets a gate fall from one to zero in four fifths of
-            that stage, if that is more.
+        gate_lr: Constant rate of the rank gates; by default 2e-3, or ``1.5 / target / steps`` of a
+            late stage, from 2e-3 to 0.02, or what lets a gate fall from one to zero in four fifths
+            of that stage, if that is more.
         weight_decay: Decay of dense matrices only.
         in_backward: Step each parameter inside backward and free its gradient at once, see
             ``comera.OptimizerInBackward``. Needs ``train.clip_norm: null``.

@@ -72,7 +72,7 @@ def reproduce(
 
     Args:
         name: Name of the experiment; without it all are listed.
-        scale: small takes minutes on a few CPU cores, paper has the paper's shapes.
+        scale: small takes minutes a run on a CPU, paper has the paper's shapes.
         out: Folder of all experiments.
         set: Settings that every run gets, such as the paths of its data:
             --set='[nli.train=pairs.jsonl,nli.dev=dev.jsonl]'.

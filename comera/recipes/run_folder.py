@@ -210,7 +210,7 @@ WRITTEN_BY_A_RUN = {
     "config.yaml": "all settings; comera train takes it",
     NAME: "digests of the data that it was begun with",
     "metrics.jsonl": "what was logged, a line each",
-    "tensorboard": "the same for TensorBoard",
+    "tensorboard": "what was logged, as curves of TensorBoard",
     "checkpoints": "states to go on from; comera checkpoint looks into them",
     "result.json": "figures of the trained model",
     "model.safetensors": "its weights; comera.load_run(folder) makes the model",
