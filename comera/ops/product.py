@@ -172,8 +172,13 @@ def _affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
     with without_autocast(x_BI):
         if not _is_onednns(x_BI, weight_IO):
             return _torch_affine(x_BI, weight_IO, bias_O)
-        y_BO = _onednn_product(x_BI, weight_IO)
-        return y_BO if bias_O is None else y_BO.add_(bias_O)
+        whole = not is_eager() or (*x_BI.shape, weight_IO.shape[1]) in onednn_shapes
+        if bias_O is None or not whole:
+            y_BO = _onednn_product(x_BI, weight_IO)
+            return y_BO if bias_O is None else y_BO.add_(bias_O)
+        # It adds the bias as it writes, and is a thousand times slower at slices and expanded rows.
+        weight_OI = weight_IO.T if weight_IO.T.is_contiguous() else weight_IO.contiguous().T
+        return torch.ops.mkldnn._linear_pointwise(x_BI, weight_OI, bias_O, "none", [], "")
 
 
 _affine.register_fake(lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[1]))

@@ -21,7 +21,7 @@ from comera.planning.candidate import (
     product,
     product_seconds,
 )
-from comera.planning.machine import Machine, item_size
+from comera.planning.machine import PACKED_FROM, Machine, item_size
 from comera.shapes import BTTShape, LinearShape, check_whole_numbers, padded_rank
 
 Dims = tuple[int, int, int]
@@ -231,7 +231,8 @@ def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:
         gates(shape, 1 / layer.together, backward=True),
     ]
     parameters = layer.cores() | layer.biases
-    return candidate("blocks", layer, machine.without_onednn, dtype, forward, backward, parameters)
+    machine = machine if rank * b >= PACKED_FROM else machine.without_onednn
+    return candidate("blocks", layer, machine, dtype, forward, backward, parameters)
 
 
 _MOST_TOKENS = 1 << 24

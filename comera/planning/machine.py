@@ -22,6 +22,10 @@ log = logging.getLogger("comera.machine")
 ONEDNN_FROM = 1 << 23
 """Multiply-adds from which oneDNN's 30 us a call, and 1 ms and 0.6 MiB a shape, are won back."""
 
+PACKED_FROM = 32
+"""Rank times the numbers in a block of the input from which products of block tensor trains gain
+more by oneDNN than the copies of their matrices that it needs take."""
+
 _ABOVE_ZERO = ("bandwidth", "strided_bandwidth", "cache_bandwidth", "tile", "onednn")
 """Numbers of a machine that must not be zero, as others may."""
 _ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -82,7 +82,7 @@ def test_contiguous_matrices_give_what_plain_strides_give(bias, up, hidden, monk
     plain = run()
     packed = []
     monkeypatch.setattr(blocks, "BATCHED_FROM", 1)
-    monkeypatch.setattr(blocks, "_LEAST_WIDTH", 1)
+    monkeypatch.setattr(blocks, "PACKED_FROM", 1)
     monkeypatch.setattr(blocks, "computes_by_onednn", lambda x: packed.append(x) or True)
     torch.testing.assert_close(run(), plain, rtol=1e-4, atol=1e-4)
     assert packed

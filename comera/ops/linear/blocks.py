@@ -25,10 +25,10 @@ from comera.ops.dispatch import is_eager, is_on_cpu
 from comera.ops.linear.feed_forward import ACTIVATIONS
 from comera.ops.operator import gradients_again, is_traced
 from comera.ops.product import BATCHED_FROM, batched_by, computes_by_onednn
+from comera.planning.machine import PACKED_FROM
 
 _LEAST_SHARE = 1e-2  # least share of a typical singular value in the left core
 _HIDDEN_NUMBERS = 1 << 19  # of a piece on a CPU: two megabytes, the size of a cache
-_LEAST_WIDTH = 32  # rank times b from which oneDNN gains more than copies of its matrices take
 
 
 class BlockFactors(NamedTuple):
@@ -160,7 +160,7 @@ class _Layers:
         self.blocks = [right.shape[0] for right in rights]
         rank = self.hidden_blocks // sum(self.blocks)
         self.inner = self.a * rank  # S without a bias
-        large = rank * self.b >= _LEAST_WIDTH and rows * left_aKb.numel() >= BATCHED_FROM
+        large = rank * self.b >= PACKED_FROM and rows * left_aKb.numel() >= BATCHED_FROM
         self.packed = large and computes_by_onednn(left_aKb)  # contiguous, as oneDNN wants all
 
     def by_block(self, x_Tn: Tensor, blocks: int) -> Tensor:
