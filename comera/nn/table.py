@@ -21,6 +21,10 @@ from comera.planning.lookup_ways import Lookup
 from comera.shapes import TTMShape, TTShape, check_whole_numbers, only_one, whole_number
 
 
+_ROWS_IN_STATE = 64
+"""How often the rows are in the extra state: more than steps of neighbouring tables differ by."""
+
+
 class HotRows(TensorTrainModule):
     """The hot rows of a table as a ``(rows, width)`` matrix of low rank, with one gated bond.
 
@@ -271,22 +275,28 @@ class TTTable(TensorTrainModule):
         return self.num_embeddings, self.embedding_dim
 
     def get_extra_state(self) -> Tensor:
-        """Return the ``scatter_rows`` step, or 1 if rows are not scattered; int64, ``()``."""
-        return torch.tensor(self._step or 1)
+        """Return the ``scatter_rows`` step, or 1 if rows are not scattered; int64, ``()``.
+
+        A multiple of the rows is added, which changes no place, and no other table has.
+        """
+        rows = _ROWS_IN_STATE * self.num_embeddings
+        return torch.tensor(1 - rows if self._step is None else self._step + rows)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Set the ``scatter_rows`` step; raise ``ValueError`` for an impossible one."""
+        """Set the ``scatter_rows`` step; raise ``ValueError`` for that of another table."""
         if not isinstance(state, Tensor) or state.is_meta:  # torch's sign that a state has none
             return
-        golden = _golden_step(self.num_embeddings)
-        known = [step for step in (1, golden) if state == torch.tensor(step).to(state.dtype)]
+        golden, rows = _golden_step(self.num_embeddings), _ROWS_IN_STATE * self.num_embeddings
+        steps = {1: None, 1 - rows: None, golden: golden, golden + rows: golden}  # earlier ones, too
+        known = [kept for kept in steps if state == torch.tensor(kept).to(state.dtype)]
         if not known:
             raise ValueError(
                 f"the state dict keeps row i at i * {state.item()}, and a table of "
-                f"{self.num_embeddings} rows keeps it at i or at i * {golden}"
+                f"{self.num_embeddings} rows keeps it at i * {1 - rows} or at i * {golden + rows}: "
+                "it is of a table with another number of rows"
             )
-        self.scatter_rows = known[0] != 1
-        self._step = known[0] if self.scatter_rows else None
+        self._step = steps[known[0]]
+        self.scatter_rows = self._step is not None
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         saved = state_dict.get(f"{prefix}row_order")
