@@ -371,6 +371,18 @@ def test_ties_are_restored():
     torch.testing.assert_close(model(TOKENS), want)
 
 
+@pytest.mark.parametrize("padding", [(None, 3), (3, None), (3, 3)], ids=str)
+def test_tied_tables_of_other_padding_rows_compute_the_same_when_dense(padding):
+    tables = nn.ModuleList([nn.Embedding(60, 24, padding_idx=row) for row in padding])
+    tables[1].weight = tables[0].weight
+    convert(tables, tied="share")
+    tokens = torch.arange(60)
+    want = [table(tokens) for table in tables]
+    densify_(tables)
+    torch.testing.assert_close([table(tokens) for table in tables], want)
+    assert (tables[0].weight is tables[1].weight) == (padding == (3, 3))
+
+
 def test_a_tied_table_that_stays_dense_keeps_its_twin_dense(caplog):
     tables = nn.ModuleList([nn.Embedding(60, 24), nn.Embedding(60, 24, max_norm=1.0)])
     tables[1].weight = tables[0].weight
