@@ -45,6 +45,7 @@ class HotRows(TensorTrainModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_whole_numbers(hot_rank=rank)
         most = (rows * width - 1) // (rows + width)
         if not 1 <= rank <= most:
             raise ValueError(
