@@ -197,7 +197,7 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
 def _frozen_params(layer: TensorTrainModule, ranks: tuple[int, ...]) -> int:
     shape: Any = layer.shape
     if isinstance(layer, CompressedLinear) and not isinstance(layer, TTLinear):  # stays as it is
-        return shape.size_at(layer.ranks)
+        return layer.num_stored
     rank = max(1, ranks[shape.split - 1])
     if isinstance(layer, TTTable):
         sizes = shape.slice_sizes

@@ -45,7 +45,7 @@ def freeze_(
     one dense layer if that takes less memory. A linear layer also becomes dense if that measures
     over a tenth faster at ``batch``. All new layers have a ``weight``. A :class:`~comera.BTTLinear`
     stays. The model is then in evaluation mode, and training steps raise; save it first to train it
-    further.
+    further. ``torch.jit.script`` takes it after :func:`to_plain_`.
 
     Args:
         model: The model.
