@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -217,11 +217,6 @@ class TTEmbeddingBag(TTTable):
         return nn.functional.embedding_bag(
             entries, rows, starts.long(), mode="max", padding_idx=padding
         )
-
-    @classmethod
-    def from_embedding_bag(cls, embedding_bag: nn.EmbeddingBag, **settings: Any) -> Self:
-        """Approximate a dense table, see :meth:`TTEmbedding.from_embedding`; keep its mode."""
-        return cls.from_embedding(embedding_bag, **settings)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"

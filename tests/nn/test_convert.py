@@ -307,7 +307,7 @@ def test_a_padding_row_that_is_not_zero_is_read_as_torch_reads_it(caplog):
         torch.testing.assert_close(small(tokens), wanted, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(densify_(small)(tokens), wanted, atol=1e-4, rtol=1e-4)
     assert "row 2 of a table of 60 is its padding_idx and not zero" in caplog.text
-    small = comera.TTEmbeddingBag.from_embedding_bag(bag, tolerance=1e-5)
+    small = comera.TTEmbeddingBag.from_embedding(bag, tolerance=1e-5)
     torch.testing.assert_close(small(tokens.view(6, 10)), of_bags, atol=1e-4, rtol=1e-4)
     assert small.padding_idx == 2
 
