@@ -116,10 +116,6 @@ def step(model=None, loss=loss_fn, optimizer=None, ranks=None, **settings):
             ValueError, r"rank=2\.5 must be a whole number",
         ),
         (
-            lambda: comera.GaLore(Net().parameters(), "adamw"),
-            TypeError, r"inner='adamw' must be a class, such as torch\.optim\.AdamW",
-        ),
-        (
             lambda: TTEmbedding(100, 8, hot_rows=20, hot_rank="2"),
             ValueError, "hot_rank='2' must be a whole number",
         ),

@@ -71,7 +71,6 @@ class GaLore(Optimizer):
     Raises:
         ValueError: If a group has an unknown key or a setting out of range, if a projected group
             holds a vector, or if a parameter is given twice.
-        TypeError: If ``inner`` is no class.
 
     Example::
 
@@ -88,8 +87,6 @@ class GaLore(Optimizer):
         inner: Callable[..., Optimizer] = torch.optim.AdamW,
         **settings: Any,
     ) -> None:
-        if not callable(inner):
-            raise TypeError(f"inner={inner!r} must be a class, such as torch.optim.AdamW")
         given = params if isinstance(params, Tensor) else list(params)
         if isinstance(given, Tensor) or not given:
             inner(given, **settings)  # raises
