@@ -252,6 +252,9 @@ class Shape:
         return one, two
 
     def _check(self) -> None:
+        for name, given in list(vars(self).items()):
+            if not isinstance(given, tuple):  # a list has no hash, and shapes are keys of caches
+                object.__setattr__(self, name, tuple(given))
         want = len(self.core_modes) - 1
         if len(self.ranks) != want:
             raise ValueError(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from comera.shapes import DEFAULT_RANK, TTMShape, TTShape, balanced_modes, only_one
+from comera.shapes import DEFAULT_RANK, BTTShape, TTMShape, TTShape, balanced_modes, only_one
 
 widths = st.integers(1, 40_000)
 modes = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
@@ -110,6 +110,17 @@ def test_sizes_of_a_known_layer():
     assert shape.num_params == 144 + 2880 + 7200 + 7200 + 2880 + 144
     assert shape.num_dense == 768 * 768
     assert shape.split == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [(TTShape, (4, 4, 4)), (TTMShape, (4,)), (BTTShape, (4,))]
+)
+def test_lists_become_tuples(kind, ranks):
+    """Shapes are keys of caches, and lists have no hash."""
+    made, wanted = kind([8, 8], [8, 8], list(ranks)), kind((8, 8), (8, 8), ranks)
+    assert made == wanted
+    assert hash(made) == hash(wanted)
+    assert made.sides == ((8, 8), (8, 8))
 
 
 def test_a_shape_without_ranks_has_the_default_one():

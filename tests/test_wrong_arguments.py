@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
 
 import comera
 from comera import TrainStep, TTConfig, TTEmbedding, TTLinear, TwoStage
@@ -48,7 +49,9 @@ def compressed():
         comera.compression_report,
         comera.plan,
         comera.BatchedContraction,
+        lambda model: comera.plan(model, TTConfig(rank=2)),
         lambda model: comera.param_groups(model, 1e-3),
+        lambda model: comera.galore_param_groups(model, 1e-3, 4),
         lambda model: comera.memory_report(model, AdamW(Net().parameters())),
         lambda model: comera.save_model(model, "nowhere"),
         lambda model: comera.compress_(model, BATCHES, budget=0.5, loss_fn=loss_fn),
@@ -99,6 +102,28 @@ def step(model=None, loss=loss_fn, optimizer=None, ranks=None, **settings):
         (lambda: step(ranks=0.5), TypeError, "ranks=0.5 must be a comera.TwoStage or"),
         (lambda: step(accumulate="2"), ValueError, "accumulate='2' must be a whole number"),
         (lambda: step(clip_norm="1"), ValueError, "clip_norm='1' must be above 0"),
+        (lambda: step(scheduler=0.9), TypeError, "scheduler=0.9 must be a scheduler of torch"),
+        (
+            lambda: step(scheduler=StepLR(AdamW(Net().parameters()), 1)),
+            ValueError, "the StepLR sets the rates of another AdamW, not of the optimizer given",
+        ),
+        (
+            lambda: comera.param_groups(Net(), 1e-3, gate_lr=None),
+            ValueError, "gate_lr=None must be a number from 0",
+        ),
+        (
+            lambda: comera.galore_param_groups(Net(), 1e-3, 2.5),
+            ValueError, r"rank=2\.5 must be a whole number",
+        ),
+        (
+            lambda: TTEmbedding(100, 8, hot_rows=20, hot_rank="2"),
+            ValueError, "hot_rank='2' must be a whole number",
+        ),
+        (lambda: TTConfig(hot_rank=[2]), ValueError, r"hot_rank=\[2\] must be a whole number"),
+        (
+            lambda: TTConfig(hot_pattern={"a": 3}),
+            ValueError, r"hot_pattern\['a'\]=3 must be two numbers, hot_rows and hot_rank",
+        ),
         (
             lambda: TTConfig(target_modules=nn.Linear),
             ValueError, "target_modules=<class .*Linear'> must be a string or a list of names",

@@ -19,6 +19,7 @@ from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 from comera.nn.module import check_model
 from comera.nn.swap import evaluation_mode, swap_layers_
+from comera.nn.table import padding_to_keep
 from comera.params import checksum, model_size, renew_wrappers_
 from comera.planning.printing import Report, Table, show_bytes
 from comera.shapes import TTShape
@@ -263,7 +264,7 @@ def _low_rank(layer: Layer, left_OR: Tensor, right_RI: Tensor) -> TTLinear | TTE
     if isinstance(layer, nn.Embedding):
         rows, width = layer.weight.shape
         table = TTEmbedding(
-            rows, width, layer.padding_idx, device="meta", dtype=layer.weight.dtype,
+            rows, width, padding_to_keep(layer), device="meta", dtype=layer.weight.dtype,
             shape=((rows, 1), (1, width)), rank=rank, scatter_rows=False,
         ).to_empty(device=layer.weight.device)  # fmt: skip
         table.set_cores_([right_RI.T[None, :, None], left_OR.T[:, None, :, None]])

@@ -58,10 +58,10 @@ def heal_(
 ) -> Healing:
     """Distil the dense model into the tensor-train layers of a model, in place.
 
-    Both models get the same batches, which need no labels. Only cores and biases of tensor-train
-    layers are trained, with AdamW; gates and ranks stay as they are. The learning rate rises for
-    the first twentieth of the training and falls to zero at the end. Under ``torch.autocast`` both
-    models compute in its dtype; cores and optimizer state keep their dtype.
+    Both models get the same batches, which need no labels. Only cores, hot rows and biases of
+    tensor-train layers are trained, with AdamW; gates and ranks stay as they are. The learning rate
+    rises for the first twentieth of the training and falls to zero at the end. Under
+    ``torch.autocast`` both models compute in its dtype; cores and optimizer state keep theirs.
 
     Args:
         model: The compressed model; its dropout is off.

@@ -169,16 +169,19 @@ def _tensorized(
 def densify_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by the torch layer with the same weight, in place.
 
-    Layers that share cores share the dense weight. Returns the model or the layer that replaces it.
-    Raises ``TypeError`` if ``model`` is no module, ``ValueError`` if a tensor train is sharded.
+    Build the optimizer afterwards: the parameters are new. Layers that share cores share the dense
+    weight, unless their padding rows differ, which are zero in it. Returns the model or the layer
+    that replaces it. Raises ``TypeError`` if ``model`` is no module, ``ValueError`` if a tensor
+    train is sharded.
     """
     check_unsharded(model, "densify_")
     replacements: dict[int, nn.Module] = {}
-    weights: dict[int, Any] = {}
+    weights: dict[Any, Any] = {}
     for module in model.modules():
         if isinstance(module, (CompressedLinear, TTTable)):
             dense = module.to_dense()
-            dense.weight = weights.setdefault(id(module.cores), dense.weight)
+            key = id(module.cores), getattr(module, "padding_idx", None)
+            dense.weight = weights.setdefault(key, dense.weight)
             replacements[id(module)] = forms.from_torch(dense, module.dense_form)
     for head in model.modules():
         if isinstance(head, TiedTTLinear):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ class TTEmbedding(TTTable):
         shape: ``(row_modes, col_modes)``, e.g. ``((16, 20, 10, 10), (4, 4, 8, 6))`` for 30522 rows
             of 768, or a :class:`~comera.TTMShape`; if None, modes chosen for fast lookups.
         order: Number of cores if ``shape`` is None.
-        compression: How many times fewer parameters than the dense rows; replaces ``rank``.
+        compression: How many times fewer entries in the cores than in dense rows that are not hot;
+            replaces ``rank``.
         hot_rows: How many of the first rows, the most frequent ones, to keep densely beside the
             train.
         hot_rank: Hold each hot row as so many coordinates in a shared basis, instead of densely.
@@ -216,11 +217,6 @@ class TTEmbeddingBag(TTTable):
         return nn.functional.embedding_bag(
             entries, rows, starts.long(), mode="max", padding_idx=padding
         )
-
-    @classmethod
-    def from_embedding_bag(cls, embedding_bag: nn.EmbeddingBag, **settings: Any) -> Self:
-        """Approximate a dense table, see :meth:`TTEmbedding.from_embedding`; keep its mode."""
-        return cls.from_embedding(embedding_bag, **settings)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"

@@ -80,6 +80,11 @@ class Gates(Params):
 
         return super()._apply(wide, recurse)
 
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if any(gate.dtype.itemsize < 4 for gate in params_of(self)):  # by assign=True
+            self._apply(lambda gate: gate.to(torch.promote_types(gate.dtype, torch.float32)))
+
 
 class TensorTrainModule(WeightByAssignment):
     """Base of the tensor-train layers: a weight held as cores, with a gate vector on every bond.
@@ -151,8 +156,8 @@ class TensorTrainModule(WeightByAssignment):
         dtype: torch.dtype | None,
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
-        if not dtype.is_floating_point:
-            raise ValueError(f"dtype={dtype} is not a floating-point type")
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ValueError(f"dtype={dtype} must be a floating-point type of 16 bits or more")
         if not (is_number(prune_below) and 0 <= prune_below < 1):
             raise ValueError(f"prune_below={prune_below!r} must be in [0, 1): gates start at 1")
         wide = torch.promote_types(dtype, torch.float32)
@@ -249,10 +254,10 @@ class TensorTrainModule(WeightByAssignment):
         Raises:
             ValueError: If the shape differs, an entry is not finite, no rank was left to keep, or a
                 core or gate is sharded or computed from other tensors.
-            TypeError: If ``weight`` is no tensor.
+            TypeError: If ``weight`` is no tensor of real numbers.
         """
-        if not isinstance(weight, Tensor):
-            raise TypeError(f"weight={weight!r} must be a tensor")
+        if not isinstance(weight, Tensor) or weight.is_complex():
+            raise TypeError(f"weight={reprlib.repr(weight)} must be a tensor of real numbers")
         size = self._weight_size()
         if tuple(weight.shape) != size:
             raise ValueError(
@@ -406,6 +411,8 @@ class TensorTrainModule(WeightByAssignment):
         """Draw random cores of a weight with root mean square ``std``; set the gates to one."""
         if init not in ("orthogonal", "normal"):
             raise ValueError(f"init={init!r} must be 'orthogonal' or 'normal'")
+        if std < 0:
+            raise ValueError(f"std={std!r} must be at least 0: the weight's standard deviation")
         for gate in self.gates:
             gate.fill_(1)
         if self.cores[0].is_meta or 0 in self.ranks:

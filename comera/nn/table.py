@@ -1,6 +1,7 @@
 """Define the base of embeddings and bags: a table held as a tensor-train matrix."""
 
 import inspect
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,9 +10,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from comera.extras import say_once
 from comera.nn.decompose import decompose_matrix, decompose_table, widened
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, log
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_traced
@@ -19,6 +21,9 @@ from comera.ops.table.distinct_rows import check_range
 from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
 from comera.planning.lookup_ways import Lookup
 from comera.shapes import TTMShape, TTShape, check_whole_numbers, only_one, whole_number
+
+_ROWS_IN_STATE = 64
+"""How often the rows are in the extra state: more than steps of neighbouring tables differ by."""
 
 
 class HotRows(TensorTrainModule):
@@ -40,6 +45,7 @@ class HotRows(TensorTrainModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_whole_numbers(hot_rank=rank)
         most = (rows * width - 1) // (rows + width)
         if not 1 <= rank <= most:
             raise ValueError(
@@ -271,22 +277,29 @@ class TTTable(TensorTrainModule):
         return self.num_embeddings, self.embedding_dim
 
     def get_extra_state(self) -> Tensor:
-        """Return the ``scatter_rows`` step, or 1 if rows are not scattered; int64, ``()``."""
-        return torch.tensor(self._step or 1)
+        """Return the ``scatter_rows`` step, or 1 if rows are not scattered; int64, ``()``.
+
+        A multiple of the rows is added, which changes no place, and no other table has.
+        """
+        rows = _ROWS_IN_STATE * self.num_embeddings
+        return torch.tensor(1 - rows if self._step is None else self._step + rows)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Set the ``scatter_rows`` step; raise ``ValueError`` for an impossible one."""
+        """Set the ``scatter_rows`` step; raise ``ValueError`` for that of another table."""
         if not isinstance(state, Tensor) or state.is_meta:  # torch's sign that a state has none
             return
-        golden = _golden_step(self.num_embeddings)
-        known = [step for step in (1, golden) if state == torch.tensor(step).to(state.dtype)]
+        golden, rows = _golden_step(self.num_embeddings), _ROWS_IN_STATE * self.num_embeddings
+        # as it is written, or was before the rows were in it
+        steps = {1 - rows: None, 1: None, golden + rows: golden, golden: golden}
+        known = [kept for kept in steps if state == torch.tensor(kept).to(state.dtype)]
         if not known:
             raise ValueError(
                 f"the state dict keeps row i at i * {state.item()}, and a table of "
-                f"{self.num_embeddings} rows keeps it at i or at i * {golden}"
+                f"{self.num_embeddings} rows keeps it at i * {1 - rows} or at i * {golden + rows}: "
+                "it is of a table with another number of rows"
             )
-        self.scatter_rows = known[0] != 1
-        self._step = known[0] if self.scatter_rows else None
+        self._step = steps[known[0]]
+        self.scatter_rows = self._step is not None
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         saved = state_dict.get(f"{prefix}row_order")
@@ -338,11 +351,13 @@ class TTTable(TensorTrainModule):
         hot_rank: int | None = None,
         prune_below: float = PRUNE_BELOW,
     ) -> Self:
-        """Approximate a dense table by TT-SVD, without scattered rows; the padding row is zero.
+        """Approximate a dense table by TT-SVD, without scattered rows.
 
         Arguments are those of the constructor. ``tolerance``, a bound on the relative Frobenius
-        error of the rows that are not hot, can replace the rank. Raises the constructor's errors,
-        and ``TypeError`` if ``embedding`` is of another class, or has a forward pass of its own.
+        error of the rows that are not hot, can replace the rank. An ``nn.Embedding`` reads its
+        padding row, whatever it holds: if that is not zero, the result has no ``padding_idx``, and
+        a warning says so. Raises the constructor's errors, and ``TypeError`` if ``embedding`` is of
+        another class, or has a forward pass of its own.
         """
         only_one(rank=rank, compression=compression, tolerance=tolerance)
         if getattr(type(embedding), "forward", None) is not cls._dense_class.forward:
@@ -357,7 +372,7 @@ class TTTable(TensorTrainModule):
         layer = make(
             *weight.shape, max_norm=embedding.max_norm,
             scale_grad_by_freq=embedding.scale_grad_by_freq,
-            device="meta", dtype=weight.dtype, padding_idx=embedding.padding_idx,  # nothing drawn
+            device="meta", dtype=weight.dtype, padding_idx=padding_to_keep(embedding),  # not drawn
             shape=replace(fitted, ranks=tuple(core.shape[-1] for core in cores[:-1])),
             hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=False, prune_below=prune_below,
             **{name: getattr(embedding, name) for name in cls._own_settings},
@@ -403,6 +418,20 @@ class TTTable(TensorTrainModule):
         stored = sum(param.numel() for param in self.parameters())
         dense = self.num_embeddings * self.embedding_dim
         return ", ".join([*parts, self._describe_ranks(dense / max(1, stored))])
+
+
+def padding_to_keep(table: Any) -> int | None:
+    """Return the padding row of a dense table; None if torch reads it as other than zeros."""
+    row, weight = table.padding_idx, table.weight
+    if row is None or isinstance(table, nn.EmbeddingBag) or weight.is_meta or not weight[row].any():
+        return row
+    say_once(
+        log, logging.WARNING,
+        "row %d of a table of %d is its padding_idx and not zero: it keeps its numbers, is trained "
+        "like any other, and padding_idx is None now",
+        row, len(weight),
+    )  # fmt: skip
+    return None
 
 
 def _golden_step(rows: int) -> int:

@@ -25,7 +25,9 @@ _CHOICES = {
     "init": ("orthogonal", "normal", "svd"), "tied": ("skip", "share", "untie"),
     "linear_format": ("tt", "btt"),
 }  # fmt: skip
-_LEAST = {"order": 1, "embedding_order": 2, "hot_rows": 0, "min_size": 0, "tokens": 1}
+_LEAST = {
+    "order": 1, "embedding_order": 2, "hot_rows": 0, "hot_rank": 1, "min_size": 0, "tokens": 1,
+}  # fmt: skip
 """Whole numbers, and how small each may be."""
 
 
@@ -40,7 +42,8 @@ class TTConfig:
         embedding_rank: Bound on the bonds of embeddings, in place of ``compression`` and
             ``tolerance`` too; if None, ``rank`` if that is an int, but 32 with
             ``linear_format="btt"``.
-        compression: How many times smaller each layer becomes, besides hot rows; replaces ``rank``.
+        compression: How many times smaller each weight becomes, without gates and hot rows;
+            replaces ``rank``.
         tolerance: Relative Frobenius error of each weight, with ``init="svd"``; replaces ``rank``
             and ``compression``.
         linear_format: ``"tt"`` makes linear layers tensor trains (``comera.TTLinear``), whose
@@ -120,15 +123,15 @@ class TTConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be a dict of patterns; {{}} for none"
                 )
-        ranks = {name: getattr(self, name) for name in ("rank", "embedding_rank", "hot_rank")}
+        ranks = {name: getattr(self, name) for name in ("rank", "embedding_rank")}
         ranks |= {f"rank_pattern[{key!r}]": rank for key, rank in self.rank_pattern.items()}
         for name, rank in ranks.items():
             if rank is not None or name.startswith("rank_pattern"):
                 whole_ranks(name, rank)
         for pattern, hot in self.hot_pattern.items():
-            if len(hot) != 2 or hot[0] is None:
+            if not isinstance(hot, Sequence) or len(hot) != 2 or hot[0] is None:
                 raise ValueError(
-                    f"hot_pattern[{pattern!r}]={hot} must be two numbers, hot_rows and hot_rank"
+                    f"hot_pattern[{pattern!r}]={hot!r} must be two numbers, hot_rows and hot_rank"
                 )
         times, gate = self.compression, self.prune_below
         if times is not None and not (is_number(times) and times > 1):

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.linear import CompressedLinear
-from comera.nn.module import tensor_trains
+from comera.nn.module import check_model, tensor_trains
 from comera.nn.targets import matches
 from comera.optim.muon import STEP_SIZE, block_step, core_matrix
 from comera.optim.projection import matrix_shape
-from comera.shapes import is_number
+from comera.shapes import check_whole_numbers, is_number
 
 _TARGET, _OF_BLOCKS, _AT_WIDTH = 12.0, 6.0, 256
 """Spectral norm of a step of a square layer of this width, in learning rates, all cores together:
@@ -94,7 +94,7 @@ def param_groups(
         "weight_decay": weight_decay,
     }
     for name, number in given.items():  # optimizers do not check them in groups
-        if number is None and name != "lr":
+        if number is None and name not in ("lr", "gate_lr"):
             continue
         if not isinstance(number, Tensor) and not (is_number(number) and number >= 0):
             raise ValueError(f"{name}={number!r} must be a number from 0")
@@ -172,6 +172,8 @@ def galore_param_groups(
     Other arguments are those of :func:`param_groups`. Raises ``ValueError`` if no weight is left to
     project.
     """
+    check_model(model)
+    check_whole_numbers(1, rank=rank)
     projected = {
         id(weight): weight
         for weight in _dense_weights(model, target_modules)

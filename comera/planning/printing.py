@@ -5,6 +5,7 @@ import io
 import math
 import re
 import shutil
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -95,8 +96,12 @@ class Table:
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def text(self) -> str:
-        """Return text no wider than the terminal; headings break first, then names, then words."""
-        limit = max(_LEAST_WIDTH, shutil.get_terminal_size().columns)
+        """Return text no wider than the terminal; headings break first, then names, then words.
+
+        There is no limit in a file or a pipe, unless ``COLUMNS`` in the environment says one.
+        """
+        without_terminal = _LEAST_WIDTH if "ipykernel" in sys.modules else sys.maxsize
+        limit = max(_LEAST_WIDTH, shutil.get_terminal_size((without_terminal, 0)).columns)
         title = self.title
         cells = {k: [row[k] for row in self.rows] for k in range(len(self.header))}
         headings = {k: [name] for k, name in enumerate(self.header)}

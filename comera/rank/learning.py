@@ -345,8 +345,8 @@ class RankLearning(ABC):
         gates above 0.1 that were closed; ``reached``, the size before gates were closed.
 
         Raises ``ValueError`` if processes hold different gates or would cut different ranks (then
-        no process changes anything), cores are not finite or optimizer state cannot be cut, and
-        ``RuntimeError`` if another process cannot cut its ranks.
+        no process changes anything), cores are not finite, optimizer state cannot be cut, or layers
+        were replaced, as by ``densify_``; ``RuntimeError`` if another process cannot cut its ranks.
         """
 
     def check_schedule(self, optimizer: AnyOptimizer) -> None:  # noqa: B027  not all close gates
@@ -406,6 +406,13 @@ class RankLearning(ABC):
     def _processes(self, **settings: object) -> "dist.ProcessGroup | None":
         """Return the process group; ``ValueError`` if ranks, gates or settings differ in it."""
         check_unsharded(self.model, self.method, written=True)
+        there = set(self.model.modules())
+        if gone := [name for name, layer in self.size.layers.items() if layer not in there]:
+            raise ValueError(
+                f"{self.method} learns the ranks of {listed(gone)}, which the model no longer has, "
+                "as after densify_ or freeze_: call finish_ before layers are replaced, or make a "
+                f"new {self.method} of the model"
+            )
         given = self.process_group
         group = processes_of(self.model) if isinstance(given, str) else given
         layers = tensor_trains(self.model)

@@ -41,7 +41,7 @@ def prune_to_(
     remaining ranks. Every layer keeps at least the share ``min_keep``, in ``[0, 1]``, of what it
     would keep if all layers shrank alike, as far as whole ranks allow. Returns the values that
     these gates had. Raises ``ValueError`` if the smallest ranks allowed are still above the budget,
-    the importance of a gate is missing or not finite, or a core or gate is not finite.
+    or a core or gate is not finite.
     """
     check_min_rank(min_rank)
     check_min_keep(min_keep)
@@ -125,13 +125,7 @@ def _rank_bonds(
         if not all(of_bond.isfinite().all() for of_bond in values):
             raise not_finite(name, "cores")
     else:
-        values = []
-        for gate in layer.gates:
-            found = importance.get(id(gate))
-            if found is None or found.shape != gate.shape or not found.isfinite().all():
-                shown = "nothing" if found is None else str(found.tolist())
-                raise ValueError(f"the importance of a gate of {gate.numel()} ranks is {shown}")
-            values.append(found)
+        values = [importance[id(gate)] for gate in layer.gates]
     return [
         _Bond(number, k, sorted(zip(of_bond[alive].tolist(), alive.tolist(), strict=True)))
         for k, (of_bond, alive) in enumerate(zip(values, keeps, strict=True))

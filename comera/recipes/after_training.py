@@ -178,8 +178,10 @@ def report(folder: str, /, *, console: Console) -> None:
     from comera.recipes.report.sweep_report import write_sweep_report
 
     path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no folder {path}")
     of_a_sweep, has_log = ((path / name).is_file() for name in ("results.json", "metrics.jsonl"))
-    if not (of_a_sweep or has_log or is_run(path)) and path.is_dir() and any(_runs(path)):
+    if not (of_a_sweep or has_log or is_run(path)) and any(_runs(path)):
         raise FileNotFoundError(
             f"{path} is not a run but holds some: give one of those that comera list {path} shows"
         )

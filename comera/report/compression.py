@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from comera.nn.forms import expert_shares, rows_at
-from comera.nn.linear import CompressedLinear, TTLinear
+from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import TTTable
 from comera.params import model_size
@@ -196,8 +196,8 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
 
 def _frozen_params(layer: TensorTrainModule, ranks: tuple[int, ...]) -> int:
     shape: Any = layer.shape
-    if isinstance(layer, CompressedLinear) and not isinstance(layer, TTLinear):  # stays as it is
-        return shape.size_at(layer.ranks)
+    if not layer.is_chain:  # it stays as it is
+        return layer.num_stored
     rank = max(1, ranks[shape.split - 1])
     if isinstance(layer, TTTable):
         sizes = shape.slice_sizes

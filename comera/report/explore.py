@@ -31,6 +31,7 @@ from comera.params import checksum, model_size
 from comera.planning.printing import with_bar
 from comera.report.exploration import WHOLE, Exploration, Point
 from comera.report.model_plan import plan
+from comera.shapes import check_whole_numbers
 
 log = logging.getLogger("comera")
 
@@ -105,8 +106,8 @@ def explore(
         raise TypeError(
             f"evaluate={evaluate!r} must be a function of the model that gives its loss"
         )
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"tokens={tokens} must be at least 1")
+    if tokens is not None:
+        check_whole_numbers(1, tokens=tokens)
     if isinstance(budgets, str | Real):
         raise TypeError(f"budgets={budgets!r} must be a list of such, as [{budgets!r}]")
     if budgets is None:

@@ -4,6 +4,7 @@ To do so, the optimizer's own step runs on copies of the parameters on torch's m
 """
 
 import copy
+import logging
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from comera.nn.module import check_model
 from comera.optim.galore import GaLore
 from comera.optim.state_layout import AnyOptimizer, stored_bytes, unwrap, whole
 from comera.planning.printing import Report, Table, show_bytes
+
+log = logging.getLogger("comera")
 
 
 def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
@@ -145,8 +148,9 @@ def memory_report(
 
     Args:
         model: The model, on any device, even ``meta``.
-        optimizer: The optimizer of its parameters; state that exists already is counted. Groups of
-            one name share a line. With updates in backward, gradients never exist all at once.
+        optimizer: The optimizer of its parameters, counted too, and warned of, if they are not the
+            model's; state that exists already is counted. Groups of one name share a line. With
+            updates in backward, gradients never exist all at once.
         title: Title of the table.
 
     Raises:
@@ -161,6 +165,12 @@ def memory_report(
     check_model(model)
     optimizer = unwrap(optimizer)
     states = state_bytes(optimizer)
+    if foreign := len(states.keys() - set(model.parameters())):
+        log.warning(
+            "memory_report counts %d parameters of the optimizer that are none of the model's: "
+            "make the optimizer of this model, after tensorize_",
+            foreign,
+        )
     members: dict[str, list[Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         name = group.get("name", f"group {number}" if len(optimizer.param_groups) > 1 else "all")

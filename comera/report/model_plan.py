@@ -10,7 +10,7 @@ from torch import nn
 
 from comera.nn.convert import plans_of, tensorize_
 from comera.nn.forms import expert_shares
-from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.module import TensorTrainModule, check_model, tensor_trains
 from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of
 from comera.planning.linear_ways import Layer
@@ -166,7 +166,7 @@ def plan(
     Raises:
         ValueError: If ``tokens`` is below one, ``model`` holds no tensor-train layer, or ``config``
             does not fit it.
-        TypeError: If ``config`` is no :class:`~comera.TTConfig`.
+        TypeError: If ``model`` is no module, or ``config`` no :class:`~comera.TTConfig`.
 
     Example::
 
@@ -179,6 +179,7 @@ def plan(
             raise TypeError(
                 f"config={config!r} must be a comera.TTConfig; rows are said as tokens=..."
             )
+        check_model(model)
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         setting["machine"] = machine_of(device)
         model = tensorize_(_without_values(model), replace(config, tokens=tokens))

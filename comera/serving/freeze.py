@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from comera.extras import listed, needed_by
 from comera.nn.forms import from_torch, split_names
-from comera.nn.linear import CompressedLinear, TTLinear
+from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded, linear_of
 from comera.nn.swap import evaluation_mode, swap_layers_
 from comera.nn.table import HotRows, TTTable
@@ -45,7 +45,7 @@ def freeze_(
     one dense layer if that takes less memory. A linear layer also becomes dense if that measures
     over a tenth faster at ``batch``. All new layers have a ``weight``. A :class:`~comera.BTTLinear`
     stays. The model is then in evaluation mode, and training steps raise; save it first to train it
-    further.
+    further. ``torch.jit.script`` takes it after :func:`to_plain_`.
 
     Args:
         model: The model.
@@ -81,7 +81,8 @@ def freeze_(
         left = [
             name
             for name, layer in model.named_modules()
-            if _is_uncontracted(layer) or getattr(layer, "dense_form", None) is not None
+            if not getattr(layer, "is_chain", True)
+            or getattr(layer, "dense_form", None) is not None
         ]
         if left:
             log.warning(
@@ -142,11 +143,12 @@ def to_plain_(model: nn.Module) -> nn.Module:
             "a program exported from the model runs without it, the module itself does not",
             listed(apart),
         )
-    if blocks := [name or "the model" for name, m in model.named_modules() if _is_uncontracted(m)]:
+    of_blocks = [name for name, m in model.named_modules() if not getattr(m, "is_chain", True)]
+    if of_blocks:
         log.warning(
             "to_plain_ leaves %s as block tensor trains, which torch has no layer for: a program "
             "exported from the model runs without comera, the module itself does not",
-            listed(blocks),
+            listed(of_blocks),
         )
     plain = _contracted(model, None)
     for layer in list(model.modules()):
@@ -173,10 +175,6 @@ def to_plain_(model: nn.Module) -> nn.Module:
 def _part(name: str) -> str:
     """Return which part of a layer a parameter is of: bias, hot rows, or all else."""
     return "bias" if name.endswith("bias") else "hot" if "hot" in name or "basis" in name else ""
-
-
-def _is_uncontracted(layer: nn.Module) -> bool:
-    return isinstance(layer, CompressedLinear) and not isinstance(layer, TTLinear)
 
 
 def _refuse_training(model: nn.Module, _: Any) -> None:

@@ -128,6 +128,14 @@ class TrainStep:
                 "ReduceLROnPlateau is stepped by a metric, not by steps: leave scheduler out, and "
                 "call scheduler.step(metric) after each evaluation"
             )
+        if scheduler is not None and not hasattr(scheduler, "step"):
+            raise TypeError(f"scheduler={scheduler!r} must be a scheduler of torch.optim")
+        scheduled = getattr(scheduler, "optimizer", None)
+        if scheduled is not None and unwrap(scheduled) is not unwrap(optimizer):
+            raise ValueError(
+                f"the {type(scheduler).__name__} sets the rates of another "
+                f"{type(scheduled).__name__}, not of the optimizer given: make it of this one"
+            )
         # BatchedContraction checks this too, but its error would not name TrainStep.
         check_unsharded(model, "TrainStep")
         self.model, self.optimizer, self.ranks = model, optimizer, ranks

@@ -44,6 +44,16 @@ def trained():
     return model
 
 
+def test_a_padding_row_that_is_not_zero_keeps_its_numbers(trained):
+    model = copy.deepcopy(trained)
+    with torch.no_grad():
+        model.embed.weight[0] = model.embed.weight[1:].mean(0)
+    row = model.embed.weight[0].detach().clone()
+    comera.compress_(model, sentences(8, 2), budget=0.9, loss_fn=loss_fn, target_modules="all")
+    assert type(model.embed) is comera.TTEmbedding
+    assert (model.embed(torch.tensor(0)) - row).norm() < 0.3 * row.norm()
+
+
 def test_rows_that_are_read_most_are_kept_best(trained):
     words = sentences(40, 2)
     small, plain = copy.deepcopy(trained), copy.deepcopy(trained)

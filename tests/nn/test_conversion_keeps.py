@@ -71,7 +71,7 @@ def test_biases_stay_the_same_parameters():
 def test_layers_made_from_frozen_ones_are_frozen(hot):
     weight = torch.randn(200, 32)
     table = comera.TTEmbedding.from_embedding(nn.Embedding.from_pretrained(weight), rank=4, **hot)
-    bag = comera.TTEmbeddingBag.from_embedding_bag(
+    bag = comera.TTEmbeddingBag.from_embedding(
         nn.EmbeddingBag.from_pretrained(weight), rank=4, **hot
     )
     linear = comera.TTLinear.from_linear(nn.Linear(64, 64).requires_grad_(False), rank=4)

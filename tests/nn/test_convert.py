@@ -292,6 +292,26 @@ def test_types_and_training_mode_are_kept():
         assert {gate.dtype for gate in layer.gates} == {torch.float32}
 
 
+def test_a_padding_row_that_is_not_zero_is_read_as_torch_reads_it(caplog):
+    """As where the end of a text pads, too: torch's padding_idx only stops the gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(60, 12, padding_idx=2), nn.Linear(12, 12))
+    bag = nn.EmbeddingBag(60, 12, padding_idx=2)  # which leaves out such entries
+    with torch.no_grad():
+        model[0].weight[2], bag.weight[2] = 5.0, 5.0
+    tokens = torch.arange(60)
+    wanted, of_bags = model(tokens), bag(tokens.view(6, 10))
+    for hot in ({}, {"hot_rows": 4}):
+        config = TTConfig(init="svd", tolerance=1e-5, target_modules="all-embedding", **hot)
+        small = tensorize_(copy.deepcopy(model), config)
+        torch.testing.assert_close(small(tokens), wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(densify_(small)(tokens), wanted, atol=1e-4, rtol=1e-4)
+    assert "row 2 of a table of 60 is its padding_idx and not zero" in caplog.text
+    small = comera.TTEmbeddingBag.from_embedding(bag, tolerance=1e-5)
+    torch.testing.assert_close(small(tokens.view(6, 10)), of_bags, atol=1e-4, rtol=1e-4)
+    assert small.padding_idx == 2
+
+
 def test_densify_keeps_the_function():
     model = convert(Model())
     want = model(TOKENS)
@@ -349,6 +369,18 @@ def test_ties_are_restored():
     assert type(model.head) is nn.Linear
     assert model.head.weight is model.embedding.weight
     torch.testing.assert_close(model(TOKENS), want)
+
+
+@pytest.mark.parametrize("padding", [(None, 3), (3, None), (3, 3)], ids=str)
+def test_tied_tables_of_other_padding_rows_compute_the_same_when_dense(padding):
+    tables = nn.ModuleList([nn.Embedding(60, 24, padding_idx=row) for row in padding])
+    tables[1].weight = tables[0].weight
+    convert(tables, tied="share")
+    tokens = torch.arange(60)
+    want = [table(tokens) for table in tables]
+    densify_(tables)
+    torch.testing.assert_close([table(tokens) for table in tables], want)
+    assert (tables[0].weight is tables[1].weight) == (padding == (3, 3))
 
 
 def test_a_tied_table_that_stays_dense_keeps_its_twin_dense(caplog):

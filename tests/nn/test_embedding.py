@@ -292,6 +292,25 @@ def test_a_state_dict_of_rows_in_another_order_is_refused():
         layer.load_state_dict(state)
 
 
+@pytest.mark.parametrize("settings", [{}, {"scatter_rows": False}, {"hot_rows": 7}], ids=str)
+@pytest.mark.parametrize("rows", [1001, 999])
+def test_a_state_dict_of_another_number_of_rows_is_refused(rows, settings):
+    """Cores of neighbouring tables may have equal shapes, and steps may be equal, too."""
+    kept, other = (TTEmbedding(n, 16, rank=4, **settings) for n in (1000, rows))
+    assert [core.shape for core in other.cores] == [core.shape for core in kept.cores]
+    with pytest.raises(ValueError, match=f"a table of {rows} rows .* another number of rows"):
+        other.load_state_dict(kept.state_dict())
+
+
+def test_a_state_dict_from_before_rows_were_counted_in_it_still_loads():
+    for scattered in (True, False):
+        kept = TTEmbedding(1000, 16, rank=4, scatter_rows=scattered)
+        state = kept.state_dict() | {"_extra_state": torch.tensor(619 if scattered else 1)}
+        other = TTEmbedding(1000, 16, rank=4, scatter_rows=not scattered)
+        other.load_state_dict(state)
+        assert torch.equal(other(torch.arange(1000)), kept(torch.arange(1000)))
+
+
 def test_a_table_by_svd_loads_into_one_made_without_memory():
     config = comera.TTConfig(rank=8, init="svd")
     small = comera.tensorize_(nn.Embedding(300, 16), config)

@@ -119,7 +119,7 @@ def test_conversion_keeps_settings_and_the_random_state():
         ROWS, WIDTH, mode="max", sparse=False, include_last_offset=True, padding_idx=3
     ).eval()
     before = torch.get_rng_state()
-    bag = TTEmbeddingBag.from_embedding_bag(dense, tolerance=1e-6)
+    bag = TTEmbeddingBag.from_embedding(dense, tolerance=1e-6)
     assert torch.equal(torch.get_rng_state(), before)
     for twin in (bag, bag.to_dense()):
         assert (twin.mode, twin.include_last_offset, twin.padding_idx) == ("max", True, 3)

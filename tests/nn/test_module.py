@@ -176,9 +176,38 @@ def test_copies(make, twin):
     assert copied.bfloat16().gates[0].dtype == torch.float32
 
 
-def test_a_type_that_is_not_floating_is_refused(make):
-    with pytest.raises(ValueError, match=r"torch\.int8 is not a floating"):
-        make(dtype=torch.int8)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_a_type_that_is_not_floating_is_refused(make, dtype):
+    with pytest.raises(ValueError, match=rf"dtype={dtype} must be a floating-point type of 16"):
+        make(dtype=dtype)
+
+
+@pytest.mark.parametrize("init", ["orthogonal", "normal"])
+def test_a_deviation_below_zero_is_refused(make, init):
+    module = make()
+    before = module.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"std=-0\.5 must be at least 0"):
+        module.reset_parameters(-0.5, init)
+    assert torch.equal(module.weight, before)
+
+
+def test_a_weight_of_complex_numbers_is_refused(make):
+    module = make()
+    with pytest.raises(TypeError, match="must be a tensor of real numbers"):
+        module.weight = module.weight.detach().to(torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_gates_of_an_assigned_state_are_wide(make, dtype):
+    module, other = make(), make()
+    state = {key: value.to(dtype) for key, value in module.state_dict().items()}
+    other.load_state_dict(state, assign=True)
+    assert all(core.dtype == dtype for core in other.cores)
+    assert {gate.dtype for train in tensor_trains(other).values() for gate in train.gates} == {
+        torch.float32
+    }
+    assert all(param.requires_grad for param in other.parameters())
+    assert_same(module.to(dtype), other)
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.channels_last_3d], ids=str)

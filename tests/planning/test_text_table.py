@@ -1,5 +1,8 @@
 """Tables are as wide as the terminal at most; what is left out for that is said."""
 
+import io
+import sys
+
 import pytest
 
 from comera.planning.printing import Table, show_column
@@ -74,6 +77,19 @@ def test_columns_that_can_be_spared_go_only_where_they_must(table):
 
 def test_a_narrower_terminal_gets_80_columns(table):
     assert table(20) == table(80)
+
+
+def test_a_file_gets_all_and_a_notebook_80_columns(table, monkeypatch):
+    spare = ["bytes", "parameters / dense"]
+    whole, narrow = table(10_000, spare=spare), table(80, spare=spare)
+    assert width(narrow) <= 80 < width(whole)
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr(sys, "__stdout__", io.StringIO())  # no terminal
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    made = Table("layers", HEADER, ROWS, left=(0, 1), names=0, spare=spare)
+    assert made.text() == whole
+    monkeypatch.setitem(sys.modules, "ipykernel", None)
+    assert made.text() == narrow
 
 
 def test_names_without_a_beginning_in_common_stay_whole(table):

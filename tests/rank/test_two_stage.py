@@ -318,6 +318,16 @@ def test_ranks_of_another_model_are_refused(model):
         )
 
 
+@BOTH
+@pytest.mark.parametrize("replace", [comera.densify_, comera.freeze_, comera.to_plain_])
+def test_layers_that_were_replaced_have_no_ranks_to_cut(model, method, replace):
+    ranks = method(model)
+    replace(model)
+    with pytest.raises(ValueError, match=r"ranks of 0, 0\.hot, 1, 3, which the model no longer"):
+        ranks.finish_()
+    assert ranks.forced is None
+
+
 def test_groups_hold_every_parameter_once(model):
     groups = comera.param_groups(model, 1e-3, gate_lr=1e-2, core_lr=5e-4, weight_decay=0.1)
     held = [id(p) for group in groups for p in group["params"]]

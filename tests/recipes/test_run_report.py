@@ -381,6 +381,11 @@ def test_a_folder_of_several_runs_is_listed_instead(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {tmp_path} {said}"
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
+    assert main(["report", f"{tmp_path}/nothing"]) == 1
+    assert capsys.readouterr().err == f"error: there is no folder {tmp_path}/nothing\n"
+
+
 @pytest.mark.parametrize("folder", ["", "not there"])
 def test_folder_that_is_no_run(tmp_path, folder):
     with pytest.raises(FileNotFoundError, match="is not a run"):

@@ -61,6 +61,7 @@ def test_frozen_bytes_are_those_of_the_contracted_model(rank, dtype):
     model = nn.Sequential(
         TTEmbedding(60, 24, rank=rank, hot_rows=4), nn.Linear(24, 36),
         TTLinear(36, 48, rank=rank), TTLinear(48, 36, rank=rank, bias=False),
+        comera.BTTLinear(36, 36, rank=2),
     ).to(dtype)  # fmt: skip
     with torch.no_grad():
         model[2].gates[2][0] = 0.0

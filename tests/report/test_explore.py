@@ -282,6 +282,8 @@ def test_wrong_settings_are_named(trained, evaluate):
         comera.explore(model, evaluate, configs=[3])
     with pytest.raises(ValueError, match="tokens=0"):
         comera.explore(model, evaluate, batches, tokens=0)
+    with pytest.raises(ValueError, match=r"tokens=2\.5 must be a whole number"):
+        comera.explore(model, evaluate, batches, tokens=2.5)
 
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────

@@ -183,6 +183,16 @@ def test_a_model_without_memory_can_be_counted():
     assert report.total.state == 4 * (2 * 40_000 + 1 + 40_000 + 1)
 
 
+def test_an_optimizer_from_before_the_conversion_is_named(caplog):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    comera.memory_report(model, optimizer)
+    assert "none of the model's" not in caplog.text
+    comera.tensorize_(model, comera.TTConfig(rank=2, target_modules=["0"], init="orthogonal"))
+    comera.memory_report(model, optimizer)
+    assert "counts 1 parameters of the optimizer that are none of the model's" in caplog.text
+
+
 def test_an_optimizer_that_cannot_be_tried_is_named():
     model = nn.Linear(3, 4)
     optimizer = torch.optim.LBFGS(model.parameters())
