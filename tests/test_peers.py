@@ -1,6 +1,7 @@
 """The packages that comera is compared with: pinned, importable, not misled by its folders."""
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from benchmarks.peers import _load
 from tests.peers import PACKAGES, peer
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 PINNED = dict(
     line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
 )
@@ -26,6 +28,14 @@ def test_every_peer_is_in_the_extra_and_pinned():
     assert names <= set(PINNED)
     made = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "PEERS :=" in line)
     assert names == set(made.replace('"', "").split()[2:]) - {"--no-deps"}
+
+
+def test_a_package_has_one_lower_bound_in_all_extras():
+    bounds: dict[str, set[str]] = {}
+    for requirement in [*PROJECT["dependencies"], *itertools.chain(*EXTRAS.values())]:
+        name, _, bound = requirement.partition(">=")
+        bounds.setdefault(name, set()).add(bound)
+    assert {name: found for name, found in bounds.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize("module", PACKAGES)

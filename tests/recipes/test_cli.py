@@ -22,6 +22,11 @@ def test_what_is_merged_may_be_merged_again(tmp_path):
     assert read_yaml(tmp_path / "x.yaml")["e"] == {"x": 2, "y": 3}
 
 
+def test_of_several_that_are_merged_the_first_counts(tmp_path):
+    (tmp_path / "x.yaml").write_text("a: &a {lr: 1}\nb: &b {lr: 2, d: 3}\ne: {<<: [*a, *b]}\n")
+    assert read_yaml(tmp_path / "x.yaml")["e"] == {"lr": 1, "d": 3}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -135,11 +135,11 @@ def test_settings_that_do_not_go_together_are_a_failed_trial(tmp_path):
         (
             "search/over/optimizer.lr",
             {"low": 2, "high": 1},
-            r"lr=\{'low': 2, 'high': 1\}: `low <= high` must hold",
+            r"lr=\{'low': 2, 'high': 1\}: .*low.*high",  # Optuna's words differ by version
         ),
         ("search/over/optimizer.lr", {"low": "x", "high": 1}, "could not convert string to float"),
         ("search/over/optimizer.lr", {"low": "nan", "high": 1}, "low='nan' must be a number"),
-        ("search/over/optimizer.lr", {"low": 0, "high": 1.0, "log": True}, "`low > 0` must hold"),
+        ("search/over/optimizer.lr", {"low": 0, "high": 1.0, "log": True}, r"True\}: .*low.* 0"),
         ("search/over/model.d_model", {"low": 4, "high": 9, "step": 0.5}, "a whole number"),
         ("search/over/optimizer.rl", [1, 2], "over.optimizer.rl: optimizer.rl is no"),
         ("search/over/model.d_model", [16, 1.5], "d_model=1.5 must be a whole number"),

@@ -15,6 +15,7 @@ from torch import nn
 import comera
 from comera.extras import MissingPackageError
 from comera.nn.tied import TiedTTLinear
+from comera.saved.shards import _DTYPES
 from tests.mixtures import CONFIGS, DTYPES, ROWS, TIES, Mixture, draw_mixture
 
 
@@ -44,6 +45,18 @@ def ties_of(model: nn.Module) -> list[list[str]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_a_buffer_of_each_dtype_comes_back(dtype, tmp_path):
+    model = comera.tensorize_(nn.Sequential(nn.Linear(8, 8)), comera.TTConfig(rank=2))
+    model.register_buffer("other", torch.tensor([[0, 1], [3, 2]]).to(dtype))
+    comera.save_model(model, tmp_path)
+    given = nn.Sequential(nn.Linear(8, 8))
+    given.register_buffer("other", torch.zeros(2, 2).to(dtype))
+    loaded = comera.load_model(tmp_path, given).other
+    assert loaded.dtype == dtype
+    assert torch.equal(loaded.view(torch.uint8), model.other.view(torch.uint8))
 
 
 @settings(max_examples=40, deadline=None)
