@@ -173,7 +173,7 @@ def galore_param_groups(
     project.
     """
     check_model(model)
-    check_whole_numbers(1, rank=rank)
+    check_whole_numbers(rank=rank)
     projected = {
         id(weight): weight
         for weight in _dense_weights(model, target_modules)

@@ -230,6 +230,9 @@ def test_a_damaged_result_is_named_and_written_again(config, damaged, capsys):
 @pytest.mark.parametrize("name", ["[best] run", "[/x]"])
 def test_errors_repeat_what_was_typed(tmp_path, capsys, name):
     assert main(["report", str(tmp_path / name)]) == 1
+    assert f"there is no folder {tmp_path / name}" in capsys.readouterr().err
+    (tmp_path / name).mkdir(parents=True)
+    assert main(["report", str(tmp_path / name)]) == 1
     assert f"{name} is not a run" in capsys.readouterr().err
 
 
