@@ -18,8 +18,9 @@ from comera.ops.operator import is_concrete, is_traced, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _MOST_SHAPES = 128
-"""Shapes that oneDNN multiplies whole: for each it takes a millisecond once, and 0.6 MiB from then
-on. Batches of many lengths make thousands, after a cut of ranks above all."""
+"""Shapes that oneDNN multiplies whole, batched ones up to half of it: for each it takes a
+millisecond once, and 0.6 MiB from then on. Batches of many lengths make thousands, after a cut of
+ranks above all."""
 
 _PANEL = 512
 """Rows, or depth, of the parts in which it multiplies others: a fifth slower, but of few shapes."""
@@ -108,7 +109,7 @@ def _suits_onednn(a: Tensor, columns: int, fewest: int) -> bool:
         return False
     if not (prefers_onednn() and is_eager() and is_concrete(a)):
         return prefers_onednn()
-    if len(onednn_shapes) < _MOST_SHAPES:
+    if len(onednn_shapes) < _MOST_SHAPES // (a.dim() - 1):
         onednn_shapes.add((*a.shape, columns))
     return (*a.shape, columns) in onednn_shapes or (a.dim() == 2 and max(a.shape) >= _PANEL)
 
