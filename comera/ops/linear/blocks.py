@@ -11,7 +11,7 @@ output, R = rank of the blocks, K = R c, S = a R, plus one with a bias, G = laye
 
 import functools
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -231,9 +231,12 @@ class _Layers:
             self._product(first_aKT.mT, self.left_aKb, grad_x)
 
     def _product(self, one: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
-        with self._library(one, other) as by_onednn:
-            if out is None or out.is_cuda or out.is_contiguous() or by_onednn:
-                return torch.bmm(one, other, out=out)
+        if self.packed:
+            with batched_by(one, other) as by_onednn:
+                if by_onednn:
+                    return torch.bmm(one, other, out=out)
+        if out is None or out.is_cuda or out.is_contiguous():
+            return torch.bmm(one, other, out=out)
         return out.copy_(torch.bmm(one, other))  # MKL would take them one by one
 
     def _add(self, k: int, one: Tensor, other: Tensor) -> None:
@@ -241,11 +244,8 @@ class _Layers:
         if total is None:
             self.grads[k] = self._product(one, other)
         else:
-            with self._library(one, other):
+            with batched_by(one, other) if self.packed else nullcontext():
                 total.baddbmm_(one, other)
-
-    def _library(self, one: Tensor, other: Tensor) -> AbstractContextManager[bool]:
-        return batched_by(one, other) if self.packed else nullcontext(False)
 
 
 class _Multiply(torch.autograd.Function):
