@@ -189,6 +189,9 @@ class _Layers:
             hidden_CST[:, -1].fill_(1.0)
         return hidden_CST
 
+    def _parts(self, hidden_CST: Tensor) -> Sequence[Tensor]:
+        return [hidden_CST] if len(self.blocks) == 1 else hidden_CST.split(self.blocks)
+
     def outputs(self, hidden_CST: Tensor, ys: Sequence[Tensor] = ()) -> Sequence[Tensor]:
         """Compute the products ``(c, T, d)``, in new memory or in ``ys``."""
         rows, shapes = hidden_CST.shape[2], [right.shape[::2] for right in self.rights]
@@ -196,7 +199,7 @@ class _Layers:
             ys = [hidden_CST.new_empty(c, rows, d) for c, d in shapes]
         elif not ys:
             ys = [_split(hidden_CST.new_empty(rows, c * d), c) for c, d in shapes]
-        parts = hidden_CST.split(self.blocks)
+        parts = self._parts(hidden_CST)
         for y_cTd, hidden_cST, right_cSd in zip(ys, parts, self.rights, strict=True):
             self._product(hidden_cST.mT, right_cSd, y_cTd)
         return ys
@@ -215,7 +218,7 @@ class _Layers:
         """
         inner = grad_x is not None or needs[0]
         grads_CST = torch.empty_like(hidden_CST[:, : self.inner]) if inner else hidden_CST
-        parts = zip(hidden_CST.split(self.blocks), grads_CST.split(self.blocks), strict=True)
+        parts = zip(self._parts(hidden_CST), self._parts(grads_CST), strict=True)
         for k, (hidden_cST, grads_cST) in enumerate(parts):
             right, grad_cTd = self.rights[k], grads[k]
             if needs[1 + k]:
