@@ -101,7 +101,7 @@ def test_what_somebody_said_counts(said, environment, reused):
 
 
 def _train() -> tuple[int, bool]:
-    """Give the command a run that trains nothing; its exit status, and whether memory is reused."""
+    """Return the exit status of a run that trains nothing, and whether memory is reused."""
     run.run = lambda settings, console: ["trained"]
     return cli.main(["train", "quickstart"]), allocator._enabled
 

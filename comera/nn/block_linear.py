@@ -34,7 +34,7 @@ class BTTLinear(CompressedLinear):
             ``((24, 32), (48, 64))`` for 768 to 3072, or a :class:`~comera.BTTShape`. If None, a
             side has about as many blocks as the root of its width. Modes may multiply to more than
             the width.
-        compression: How many times fewer entries in the cores than in the dense weight; replaces
+        compression: Ratio of the dense weight's entries to those of the cores; replaces
             ``rank``. Few sizes are possible; fewer blocks make smaller layers.
 
     Other arguments are those of :class:`~comera.TTLinear`, except ``order``.

@@ -31,8 +31,8 @@ class TTEmbedding(TTTable):
         shape: ``(row_modes, col_modes)``, e.g. ``((16, 20, 10, 10), (4, 4, 8, 6))`` for 30522 rows
             of 768, or a :class:`~comera.TTMShape`; if None, modes chosen for fast lookups.
         order: Number of cores if ``shape`` is None.
-        compression: How many times fewer entries in the cores than in dense rows that are not hot;
-            replaces ``rank``.
+        compression: Ratio of the entries of dense rows, without the hot ones, to those of the
+            cores; replaces ``rank``.
         hot_rows: How many of the first rows, the most frequent ones, to keep densely beside the
             train.
         hot_rank: Hold each hot row as so many coordinates in a shared basis, instead of densely.

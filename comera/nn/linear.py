@@ -192,7 +192,7 @@ class TTLinear(CompressedLinear):
             :class:`~comera.TTShape`; balanced modes if None. Modes may multiply to more than the
             width; the rest is zero padding that is never stored or computed with.
         order: How many modes a side is split into if ``shape`` is None, 3 by default.
-        compression: How many times fewer entries in the cores than in the dense weight; replaces
+        compression: Ratio of the dense weight's entries to those of the cores; replaces
             ``rank``.
         prune_below: A gate at or below this is a pruned rank.
         device: Device of the parameters; ``"meta"`` allocates nothing.

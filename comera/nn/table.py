@@ -23,7 +23,7 @@ from comera.planning.lookup_ways import Lookup
 from comera.shapes import TTMShape, TTShape, check_whole_numbers, only_one, whole_number
 
 _ROWS_IN_STATE = 64
-"""How often the rows are in the extra state: more than steps of neighbouring tables differ by."""
+"""Multiple of the rows in the extra state: larger than steps of neighbouring tables differ by."""
 
 
 class HotRows(TensorTrainModule):

@@ -42,8 +42,8 @@ class TTConfig:
         embedding_rank: Bound on the bonds of embeddings, in place of ``compression`` and
             ``tolerance`` too; if None, ``rank`` if that is an int, but 32 with
             ``linear_format="btt"``.
-        compression: How many times smaller each weight becomes, without gates and hot rows;
-            replaces ``rank``.
+        compression: Ratio of each weight's entries to those of its cores, without gates and hot
+            rows; replaces ``rank``.
         tolerance: Relative Frobenius error of each weight, with ``init="svd"``; replaces ``rank``
             and ``compression``.
         linear_format: ``"tt"`` makes linear layers tensor trains (``comera.TTLinear``), whose

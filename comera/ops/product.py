@@ -36,7 +36,6 @@ NODE_FROM = 2 * ONEDNN_FROM
 """Multiply-adds from which oneDNN saves more than a node of autograd in Python takes: at widths 768
 and rank 30 from 512 rows on, measured on one thread of an EPYC."""
 
-
 _MATMUL: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
@@ -44,7 +43,7 @@ class _OneDnn:
     """Context in which oneDNN computes torch's float32 products on a CPU, in float32.
 
     Torch gives it those that may be rounded to bfloat16, which it does with Intel's AMX alone;
-    :func:`has_onednn` checks that.
+    :func:`has_onednn` checks that. The setting is the process's: other threads get oneDNN meanwhile.
     """
 
     def __init__(self) -> None:

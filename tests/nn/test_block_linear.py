@@ -62,7 +62,7 @@ def test_pieces_of_rows_give_what_all_rows_give(up, monkeypatch):
 @pytest.mark.parametrize("up", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("hidden", [96, 40], ids=["equal blocks", "other blocks"])
 def test_contiguous_matrices_give_what_plain_strides_give(bias, up, hidden, monkeypatch):
-    """Where oneDNN multiplies, all matrices are contiguous."""
+    """Matrices are contiguous where oneDNN multiplies, strided views elsewhere."""
     sizes = ((72, hidden), (72, hidden), (hidden, 72))
     layers = [comera.BTTLinear(*n, rank=3, bias=bias) for n in sizes]
     if hidden == 40:  # blocks of another size meet

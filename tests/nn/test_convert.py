@@ -293,7 +293,7 @@ def test_types_and_training_mode_are_kept():
 
 
 def test_a_padding_row_that_is_not_zero_is_read_as_torch_reads_it(caplog):
-    """As where the end of a text pads, too: torch's padding_idx only stops the gradient."""
+    """The padding token may also end a text: torch's padding_idx only stops its gradient."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(60, 12, padding_idx=2), nn.Linear(12, 12))
     bag = nn.EmbeddingBag(60, 12, padding_idx=2)  # which leaves out such entries
