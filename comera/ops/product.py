@@ -43,7 +43,7 @@ class _OneDnn:
     """Context in which oneDNN computes torch's float32 products on a CPU, in float32.
 
     Torch gives it those that may be rounded to bfloat16, which it does with Intel's AMX alone;
-    :func:`has_onednn` checks that. The setting is the process's: other threads get oneDNN meanwhile.
+    :func:`has_onednn` checks that. Other threads get oneDNN meanwhile, too.
     """
 
     def __init__(self) -> None:
