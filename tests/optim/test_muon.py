@@ -6,6 +6,7 @@ from torch import nn
 
 import comera
 from comera.nn.module import tensor_trains
+from comera.ops import product
 from comera.optim.muon import core_matrix, orthogonalize
 from tests.train.counting import Calls
 
@@ -43,6 +44,21 @@ def test_singular_values_become_one_and_vectors_stay(shape, device):
     assert ((diagonal > 0.5) & (diagonal < 1.25) | ~clear).all()
     close = 1e-10 if device == "cpu" else 0.05  # bfloat16 elsewhere
     torch.testing.assert_close(inside, torch.diag_embed(diagonal), atol=close, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)], ids=str)
+def test_large_matrices_are_multiplied_by_onednn(shape, monkeypatch):
+    if not product.has_onednn():
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(product, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(product, "onednn_shapes", shapes := set())
+    x = torch.randn(4, *shape)
+    want = orthogonalize(x.double(), 5).float()
+    torch.testing.assert_close(orthogonalize(x, 5), want, rtol=0, atol=1e-5)
+    assert len(shapes) == 1
+    torch.compiler.reset()
+    compiled = torch.compile(orthogonalize, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, 5), want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("power", [-13, -27, -40, -50])
