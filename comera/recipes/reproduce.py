@@ -196,14 +196,17 @@ def _judged(claim: Claim, reference: str, comparison: Comparison | None) -> tupl
     if claim.variant is None:
         return "no run here decides", "–", "not run"
     figure, other = claim.figure, claim.beside or reference
+    pair = (claim.variant, figure), (other, figure)
+    if figure == "layer_params":
+        pair, other = (pair[0], (claim.variant, "layer_dense_params")), "the dense ones"
     label, show = sweep_report.MEASURED.get(figure, (figure, partial(page.show_metric, figure)))
     rule = _rule(claim, label, other)
     runs, failed = (comparison.runs, comparison.failed) if comparison else ((), ())
     tested = all(figure in run.test for run in runs if run.variant in (claim.variant, other))
-    facts = [(run, vars(run) | (run.test if tested else run.metrics)) for run in runs]
+    facts = [(run, vars(run) | run.more | (run.test if tested else run.metrics)) for run in runs]
     mine, theirs = (
-        {run.seed: f[figure] for run, f in facts if run.variant == of and f.get(figure) is not None}
-        for of in (claim.variant, other)
+        {run.seed: f[key] for run, f in facts if run.variant == of and f.get(key) is not None}
+        for of, key in pair
     )
     seeds = [seed for seed in mine if seed in theirs]
     lost = any(each.variant == claim.variant for each in failed)

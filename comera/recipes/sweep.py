@@ -57,7 +57,8 @@ class Claim:
         says: The claim, in words.
         paper: The paper's own figures, and where they are.
         variant: The variant that it is about; without one no run here decides about it.
-        figure: The figure that decides: a metric, or one of ``MEASURED``.
+        figure: The figure that decides: a metric, or one of ``MEASURED``, where ``layer_params``
+            is compared with the dense layers in their place.
         beside: The variant beside it, by default the reference.
         loses: Largest amount by which the metric may be worse than the other's.
         gains: Least amount by which the metric has to be better than the other's.

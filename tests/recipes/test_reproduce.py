@@ -160,6 +160,8 @@ def test_what_is_finished_stands_beside_what_was_published(tmp_path):
         ({"figure": "params", "fewer": 4}, [(2.0, 250)], "holds (1 of 2 seeds)"),
         ({"figure": "params", "fewer": 4}, [(2.0, 240), (2.0, 260)], "in part"),
         ({"figure": "params", "fewer": 4}, [(2.0, 250), (2.0, 251)], "does not hold"),
+        ({"figure": "layer_params", "fewer": 4}, [(2.0, 250), (2.0, 250)], "holds"),
+        ({"figure": "layer_params", "fewer": 4}, [(2.0, 250), (2.0, 251)], "does not hold"),
         ({"figure": "peak_memory", "fewer": 4}, [(2.0, 1)] * 2, "not run"),
     ],
 )
@@ -170,7 +172,8 @@ def test_a_verdict_follows_from_the_figures(rule, of_came, verdict):
         runs.append(Trained("adamw", seed, 1000, dev, 1, 1.0, {"loss": 2.0}))
         runs.append(Trained("spread", seed, 1000, dev, 1, 1.0, {"loss": 1.9 + seed / 5}))
     for seed, (loss, params) in enumerate(of_came):
-        runs.append(Trained("came", seed, params, dev, 1, 1.0, {"loss": loss}))
+        layers = {"layer_params": params, "layer_dense_params": 1000}
+        runs.append(Trained("came", seed, params, dev, 1, 1.0, {"loss": loss}, more=layers))
     comparison = compare(runs, ["adamw", "spread", "came"], [0, 1], "adamw", "loss")
     claim = Claim("it", "figure 1", "came", **rule)
     *_, found = module._judged(claim, "adamw", comparison)

@@ -28,8 +28,11 @@ SIZES: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 """Figures of a run that has them: what a table calls them, and how it writes them."""
 MEASURED = {
-    "params": ("parameters", "{:,.0f}".format), "seconds": ("seconds", "{:,.1f}".format), **SIZES,
-}  # fmt: skip
+    "params": ("parameters", "{:,.0f}".format),
+    "layer_params": ("parameters of compressed layers", "{:,.0f}".format),
+    "seconds": ("seconds", "{:,.1f}".format),
+    **SIZES,
+}
 """All figures that are the better the smaller they are, which no task defines."""
 
 
