@@ -296,7 +296,7 @@ def _watched(
                 first.append(output.new_zeros((), requires_grad=True))
                 output.add_(first[-1])
             if output.requires_grad:  # else it is under no_grad, which gather_moments refuses
-                output.register_hook(take)
+                output.register_hook(lambda grad: None if grad is None else take(grad))
             return output
 
         return after

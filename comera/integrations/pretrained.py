@@ -7,6 +7,7 @@ quantizer builds the layers before the weights are loaded.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ class TensorTrainQuantizer(HfQuantizer):
         # also for those who load a tower, of which transformers reads the settings alone
         towers = (getattr(model.config, key, None) for key in model.config.sub_configs)
         for settings in (model.config, *filter(None, towers)):
-            if described["layers"]:
+            if described["layers"] or described["split_experts"]:
                 settings.quantization_config = self.quantization_config.to_dict()
             else:
                 vars(settings).pop("quantization_config", None)
@@ -227,20 +228,17 @@ def _tie_(model: Any, tied: Mapping[str, str]) -> None:
 
 def _keys_of(files: Sequence[str] | None) -> set[str]:
     """Return the names of the tensors in files, of those that are safetensors."""
-    keys = set[str]()
-    for path in files or ():
-        if str(path).endswith(".safetensors"):
-            with safe_open(path, "pt") as opened:
-                keys |= set(opened.keys())
-    return keys
+    paths = [path for path in files or () if str(path).endswith(".safetensors")]
+    return {key for path in paths for key in safe_open(path, "pt").keys()}  # noqa: SIM118
 
 
 def _is_dense(described: Mapping[str, Any], keys: set[str]) -> bool:
     """Return whether files with these tensors hold of all layers dense weights alone."""
-    layers, parts = described["layers"], {key: set(key.split(".")) for key in keys}
-    experts = {name.rpartition(".")[2] for name in described["split_experts"] if layers}
-    dense = any(key.removesuffix(".weight") in layers or parts[key] & experts for key in keys)
-    return dense and not any(map({"cores", "left", "right"}.intersection, parts.values()))
+    parts = [key.split(".") for key in keys]
+    experts = {name.rpartition(".")[2] for name in described["split_experts"]}
+    fused = {b for each in parts for a, b in pairwise(each) if a in experts} - {"up", "down"}
+    dense = fused or any(key.removesuffix(".weight") in described["layers"] for key in keys)
+    return bool(dense) and not any(map({"cores", "left", "right"}.intersection, parts))
 
 
 def _init_weights(model: Any, layer: nn.Module) -> None:
@@ -423,7 +421,6 @@ def _resized_head(
     more = old.embedding.num_embeddings - old.out_features
     old.out_features += more
     if old.bias is not None and more:
-        mean = old.bias.detach().mean()
-        bias = torch.cat([old.bias.detach(), mean.expand(more)])
+        bias = torch.cat([old.bias.detach(), old.bias.detach().mean().expand(more)])
         old.bias = nn.Parameter(bias, requires_grad=old.bias.requires_grad)
     return old

@@ -18,15 +18,7 @@ from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded
 from comera.nn.swap import call, evaluation_mode, every_layer_called, swap_layers_, uncompiled
 from comera.nn.table import TTTable
-from comera.nn.targets import (
-    TTConfig,
-    check_patterns,
-    find_targets,
-    matches,
-    other_holders,
-    say_dense,
-    tied_groups,
-)
+from comera.nn.targets import TTConfig, find_targets, matches, other_holders, say_dense, tied_groups
 from comera.nn.tied import TiedTTLinear
 from comera.params import is_sharded, renew_wrappers_
 from comera.planning.planner import Plan, plan_layer
@@ -115,7 +107,6 @@ def _tensorized(
     calibration: Iterable[Any] | None,
 ) -> Model:
     targets = find_targets(model, config, filter_fn, "tensorize_")
-    check_patterns(config, targets)
     replacements: dict[int, nn.Module] = {}
     skipped: dict[str, list[str]] = {}
     for names, modules in tied_groups(targets):
@@ -340,6 +331,8 @@ def _convert(
         return 'it is frozen, and new cores would be noise (init="svd" approximates its weight)'
     if not weight.is_floating_point() or weight.itemsize < 2:
         return f"its weight is {weight.dtype}, and cores are real numbers of 16 bits or more"
+    if not weight.numel():
+        return "its weight is empty"
     if getattr(module, "max_norm", None) is not None:
         return "max_norm scales single rows, and the rows of a tensor train share their cores"
     if getattr(module, "scale_grad_by_freq", False):

@@ -108,7 +108,8 @@ def from_torch(dense: nn.Module, name: str | None) -> nn.Module:
 def _form_named(name: str) -> Form | None:
     """Return the form of a class by its path; tables of transformers that only scale have one."""
     if name.startswith("transformers.models.") and name.endswith("ScaledWordEmbedding"):
-        _FORMS.setdefault(name, Form(name, _unscaled, partial(_scaled, name)))
+        form = Form(name, _unscaled, partial(_scaled, name), fits=lambda t: len(t._parameters) == 1)
+        _FORMS.setdefault(name, form)  # T5Gemma2's holds a second parameter, a row
     return _FORMS.get(name)
 
 

@@ -203,7 +203,7 @@ def find_targets(
     """Return the modules to convert by name, each once.
 
     The log names ``caller`` and selected layers that stay dense, unless ``caller`` is None. Raises
-    ``ValueError`` if there is no module to convert.
+    ``ValueError`` if there is no module to convert, or if ``caller``'s patterns match none.
     """
     wanted, excluded = config.target_modules, config.exclude_modules
     known: list[str] = []
@@ -254,6 +254,8 @@ def find_targets(
             f"the model's linear and embedding layers are {listed(known) or 'none at all'}"
             f"{f', and {listed(already)} are tensor trains already' if already else ''}"
         )
+    if caller:
+        check_patterns(config, chosen)
     return chosen
 
 

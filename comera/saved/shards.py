@@ -49,15 +49,12 @@ class Shards:
         else:
             there = "holds neither" if self.folder.is_dir() else "is no folder with"
             raise FileNotFoundError(f"{self.folder} {there} {INDEX} nor {WEIGHTS}")
+        self.files = set(self.file_of.values())
         if missing := [name for name in sorted(self.files) if not (self.folder / name).is_file()]:
             raise FileNotFoundError(
                 f"{self.folder}: {INDEX} names {listed(missing)}, which "
                 f"{'is' if len(missing) == 1 else 'are'} not there: fetch all shards"
             )
-
-    @property
-    def files(self) -> set[str]:
-        return set(self.file_of.values())
 
     def read(self, name: str) -> Tensor:
         return read_tensor(self.folder / self.file_of[name], name)

@@ -158,6 +158,9 @@ def to_plain_(model: nn.Module) -> nn.Module:
         new = plain.get(id(layer), layer)
         if new is not layer:
             trained = {_part(name) for name, p in layer.named_parameters() if p.requires_grad}
+            for part in new.modules():  # a bias may be another module's too
+                if part._parameters.get("bias") is not None and "bias" in layer._parameters:
+                    part.bias = layer.bias
             for name, param in new.named_parameters():
                 param.requires_grad_(_part(name) in trained)
         if isinstance(new, PlainWhenPickled):

@@ -219,6 +219,12 @@ def test_a_model_that_is_itself_a_layer_is_refused():
         comera.compress_(nn.Linear(4, 4), [], budget=0.5, loss_fn=loss_fn)
 
 
+def test_a_name_that_no_layer_has_is_refused(trained):
+    names = [next(name for name, m in trained.named_modules() if type(m) is nn.Linear), "nothing"]
+    with pytest.raises(ValueError, match="target_modules entry 'nothing' matches no layer"):
+        comera.sensitivity(trained, calibration(), loss_fn=loss_fn, target_modules=names)
+
+
 def test_a_budget_of_bytes_is_what_the_parameters_take(trained):
     model, half = copy.deepcopy(trained), copy.deepcopy(trained).half()
     whole = sum(p.nbytes for p in trained.parameters())

@@ -162,6 +162,22 @@ def test_what_is_wrong_is_named():
     with pytest.raises(ValueError, match="the loss depends on no output of spare"):
         gather_moments(net, spare, batches(), loss_fn)
 
+    class Step(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sign()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    stepped = nn.Sequential(nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 2))
+    stepped[1].forward = Step.apply
+    with pytest.raises(ValueError, match="the loss depends on no output of 0: exclude"):
+        gather_moments(
+            stepped, {"0": stepped[0], "2": stepped[2]}, [torch.ones(3, 2)], lambda m, b: m(b).sum()
+        )
+
 
 def test_an_interrupted_calibration_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr("comera.compress.layer_moments._SAVE_EVERY", 0.0)

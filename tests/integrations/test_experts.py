@@ -246,8 +246,11 @@ def test_a_frozen_model_computes_the_same_and_is_saved_too(tmp_path):
     comera.freeze_(model)
     comera.save_model(model, tmp_path)
     again = comera.load_model(tmp_path, mixtral).eval()
+    model.save_pretrained(tmp_path / "pretrained")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained").eval()
     with torch.inference_mode():
         assert torch.equal(again(WORDS).logits, model(WORDS).logits)
+        assert torch.equal(loaded(WORDS).logits, model(WORDS).logits)
 
 
 def test_experts_that_are_no_target_stay_one_parameter():

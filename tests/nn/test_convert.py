@@ -202,9 +202,11 @@ class Special(nn.Linear):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (lambda: nn.Linear(64, 0), "its weight is empty"),  # as in MobileBERT, of equal widths
         (lambda: nn.Linear(4, 4), "as a tensor train it would hold no fewer numbers"),
         (lambda: Special(64, 64), "a subclass"),
         (lambda: nn.LazyLinear(64), "a subclass"),  # it has no shape yet

@@ -143,3 +143,11 @@ def test_a_table_that_scales_its_output_scales_in_every_form(scale, tmp_path):
         comera.TTEmbedding.from_embedding(table, rank=4)
     with pytest.raises(ValueError, match="ScaledWordEmbedding is not among what it compresses"):
         comera.sensitivity(nn.Sequential(table, nn.Tanh()), [x], target_modules="all")
+
+
+def test_a_table_that_does_more_than_scale_stays_dense(caplog):
+    kind = peer("transformers.models.t5gemma2.modeling_t5gemma2").T5Gemma2TextScaledWordEmbedding
+    model = nn.Sequential(kind(60, 64, 0, 8.0, eoi_token_index=5), nn.Linear(64, 64))
+    comera.tensorize_(model, comera.TTConfig(rank=2, init="orthogonal"))
+    assert type(model[0]) is kind
+    assert "leaves 0 dense: a subclass of the torch layer may do more" in caplog.text

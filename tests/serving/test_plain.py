@@ -125,6 +125,14 @@ def test_ties_are_kept(more):
     check_plain(model)
 
 
+def test_a_bias_of_two_layers_stays_one():
+    model = nn.Sequential(comera.TTLinear(32, 48, rank=4), comera.TTLinear(48, 48, rank=4))
+    bias = model[1].bias = model[0].bias
+    plain = comera.to_plain_(model)
+    assert isinstance(plain[0], nn.Sequential)
+    assert plain[0].bias is plain[1].bias is bias
+
+
 @pytest.mark.parametrize("hot", [{}, {"hot_rows": 9}, {"hot_rows": 9, "hot_rank": 3}])
 def test_what_was_frozen_is_frozen(hot):
     table = comera.TTEmbedding(300, 32, rank=4, **hot)
