@@ -1,17 +1,5 @@
 """Train models in compressed form: tensor-train layers that learn their own ranks.
 
-A typical script uses the public names like this::
-
-    comera.tensorize_(model, comera.TTConfig(rank=30, target_modules=r"encoder\\..*"))
-    print(comera.compression_report(model), comera.plan(model, tokens=4096))
-    ranks = comera.TwoStage(model, target=0.2, early_steps=2000, late_steps=1000)
-    optimizer = comera.MuonAdamW(comera.param_groups(model, lr=7e-4, gate_lr=ranks.gate_lr))
-    step = comera.TrainStep(model, loss_fn, optimizer, ranks)
-    for batch in loader:
-        loss = step(batch)
-        if ranks.due:
-            ranks.finish_(optimizer)
-
 Importing this package registers the operators, which exported programs and compiled graphs find by
 name. Everything else is imported when it is first used.
 """

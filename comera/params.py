@@ -10,15 +10,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook as after_every_step
+from torch.optim.optimizer import register_optimizer_step_pre_hook as before_every_step
 
 from comera.extras import listed
 
 _fused_steps = 0
 """Steps of optimizers with ``fused=True``, whose writes no tensor's version counts."""
 
+_resized = 0
+"""Number of times that a parameter was given another shape."""
 
-@register_optimizer_step_post_hook
+
+def check_fused_state(optimizer: Optimizer, *_: Any) -> None:
+    """Raise ``ValueError`` if a fused step would read and write beyond the end of its state.
+
+    Shapes are compared in an optimizer's first step, and after any parameter was resized.
+    """
+    if torch.compiler.is_compiling() or vars(optimizer).get("_compared_at") == _resized:
+        return
+    fused = isinstance(optimizer, torch.optim.Adam | torch.optim.SGD | torch.optim.Adagrad)
+    groups = [group for group in optimizer.param_groups if fused and group.get("fused")]
+    for param in (param for group in groups for param in group["params"]):
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor) and key != "step" and value.shape != param.shape:
+                raise ValueError(
+                    f"state {key!r} of {type(optimizer).__name__} has shape {tuple(value.shape)}, "
+                    f"and its parameter {tuple(param.shape)}, as where the state dict of a model "
+                    "of other ranks was loaded: load the optimizer's state of the same step too, "
+                    "or make a new optimizer"
+                )
+    optimizer._compared_at = _resized  # type: ignore[attr-defined]
+
+
+before_every_step(check_fused_state)
+
+
+@after_every_step
 def _count_step(optimizer: Optimizer, *_: Any) -> None:
     global _fused_steps
     if not torch.compiler.is_compiling():  # a graph would be compiled for each count
@@ -167,6 +196,8 @@ def set_data_(param: Tensor, new: Tensor) -> None:
     The dtype changes for a moment, as torch then makes a new gradient accumulator: the old one,
     which a graph may keep alive, expects the old shape.
     """
+    global _resized
+    _resized += 1
     param.grad = None
     other = torch.float64 if new.dtype != torch.float64 else torch.float32
     param.data = torch.empty(0, dtype=other, device=new.device)

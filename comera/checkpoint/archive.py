@@ -1,10 +1,5 @@
 """Store a chain of checkpoints as folders, whole or absent, linked by checksums.
 
-::
-
-    folder/step-000001000/manifest.json        description, checksums, link to the one before
-                          tensors.safetensors  compressed streams of bytes
-
 A manifest holds checksums of the tensor file, of itself, and of the manifest that it builds on.
 """
 
@@ -253,14 +248,12 @@ def packed(streams: Mapping[str, bytes]) -> bytes:
 
 
 def _write_through(path: Path, raw: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(raw)
+    _sync(path)
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -17,13 +17,7 @@ def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, 
     """Gather the whole state of model and optimizer on the CPU of rank 0; every rank must call it.
 
     The model may use ``fully_shard`` or ``DistributedDataParallel``. Names are those of the model
-    without these wrappers, so that any number of processes can load the checkpoint::
-
-        parts = gathered(model, optimizer)
-        if parts is not None:
-            chain.save(step, **parts)
-
-    Returns None on the other ranks.
+    without these wrappers, for any number of processes to load. Returns None on the other ranks.
     """
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     parts: dict[str, Any] = {"model": state_dict.get_model_state_dict(model, options=options)}

@@ -85,16 +85,7 @@ class OptimizerInBackward:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Accumulate gradients without steps; run all parts of a batch but the last inside.
-
-        ::
-
-            with updates.accumulate():
-                for part in parts[:-1]:
-                    loss_fn(model, part).backward()
-            loss_fn(model, parts[-1]).backward()
-            updates.step()
-        """
+        """Accumulate gradients without steps; run all parts of a batch but the last inside."""
         before, self._accumulating = self._accumulating, True
         try:
             yield

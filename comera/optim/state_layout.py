@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.params import is_sharded
+from comera.params import check_fused_state, is_sharded
 
 
 class Wrapper(Protocol):
@@ -81,6 +81,7 @@ def step_param(optimizer: Optimizer, param: Tensor, position: int) -> None:
     if own is not None:
         own(param, position)
         return
+    check_fused_state(optimizer)
     groups = optimizer.param_groups
     group = groups[position]
     alone = {**group, "params": [param]}

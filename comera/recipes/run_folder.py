@@ -13,13 +13,14 @@ import yaml
 from filelock import FileLock
 
 from comera.checkpoint.archive import Archive, take
+from comera.checkpoint.chain import CheckpointChain
 from comera.data.click_files import CATEGORIES
 from comera.extras import check_known, listed
 from comera.files import write_text
 from comera.planning.printing import Table
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig, TrainConfig
-from comera.train.log import from_json, read_metrics
+from comera.train.log import from_json
 
 NAME = "data_digests.json"  # name of the record of a run's data
 
@@ -237,13 +238,13 @@ class Begun:
     others: list[str] = field(default_factory=list)  # those that make it another run
     rhythm: list[str] = field(default_factory=list)  # those without effect on the trained model
     longer: bool = False  # the new settings have more steps or epochs
-    late: bool = False  # the started run is in its late stage, whose length is fixed
+    why_not_longer: str = ""  # why the started run cannot have another length
     moved: bool = False  # the data are at another place now
 
     @property
     def difference(self) -> str | None:
         """Text on the first settings that make it another run; None if there are none."""
-        return listed(self.others, _SHOWN) + (_LET_IT_END if self.late else "") or None
+        return listed(self.others, _SHOWN) + self.why_not_longer or None
 
     def is_finished(self, folder: Path) -> bool:
         """Return whether the folder holds the result of a run with these settings."""
@@ -277,8 +278,8 @@ def begun_run(config: RunConfig) -> Begun | None:
     """Compare the run started in the folder with these settings; None if there is none.
 
     Fields of the dataclasses mark settings that may change in a run. More steps make another run
-    only in the late stage of rank learning, whose pace depends on them. A new path of moved data
-    does not make another run.
+    only in the late stage of rank learning, whose pace depends on them, and where checkpoints of a
+    trained model are gone. A new path of moved data does not make another run.
     """
     folder = Path(config.out)
     if not begun(folder) or not (folder / "config.yaml").is_file():
@@ -305,11 +306,11 @@ def begun_run(config: RunConfig) -> Begun | None:
     moved = {key for key, (old, new) in found.items() if key in paths and _has_moved(old, new)}
     lengths = {key for key in found if marks.get(key) == "length"}
     longer = any(old and new and new > old for old, new in (found[key] for key in lengths))
-    late = longer and _in_late_stage(folder)
-    same = rhythm | moved | (lengths if longer and not late else set())
+    why_not = _why_not_longer(folder) if longer else ""
+    same = rhythm | moved | (lengths if longer and not why_not else set())
     others = [shown[key] for key in shown if key not in same]
     harmless = [shown[key] for key in shown if key in rhythm]
-    return Begun(others, harmless, longer, late, bool(moved))
+    return Begun(others, harmless, longer, why_not, bool(moved))
 
 
 def _has_moved(old: Any, new: Any) -> bool:
@@ -436,11 +437,16 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
-def _in_late_stage(folder: Path) -> bool:
-    saved = max(Archive(folder / "checkpoints").steps(), default=0)
-    lines = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
-    stages = [line["stage"] for line in lines if line["step"] <= saved and "stage" in line]
-    return stages[-1:] == ["late"]
+def _why_not_longer(folder: Path) -> str:
+    """Return why the run started in a folder cannot have another length; empty if it can."""
+    for place in (folder, folder / "dense"):
+        if (place / "result.json").exists() and not Archive(place / "checkpoints").steps():
+            return ": its checkpoints, from which it would go on, are gone"
+    with contextlib.suppress(OSError, ValueError):  # the run says so when it reads its checkpoint
+        ranks = CheckpointChain(folder / "checkpoints").load().extra.get("ranks") or {}
+        if ranks.get("late_goal") is not None and ranks["forced"] is None:
+            return _LET_IT_END
+    return ""
 
 
 def _differences(there: Any, here: Any, within: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:

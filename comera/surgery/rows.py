@@ -136,10 +136,6 @@ def append_rows_(table: TTTable, rows: Tensor) -> None:
     earlier rows are read as before, bit for bit. A ``row_order``, four bytes for each row, is
     stored with the table. Raises ``ValueError`` if the rows have another width, or all ranks of the
     table's basis were cut.
-
-    Example::
-
-        append_rows_(table, table.weight.mean(0, keepdim=True))
     """
     if rows.dim() != 2 or rows.shape[1] != table.embedding_dim:
         raise ValueError(

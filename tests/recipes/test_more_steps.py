@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from comera.recipes.run_folder import begun_run
 from comera.train.log import last_logged, read_metrics
 from comera.train.step import NonFiniteLossError, TrainStep
 from tests.recipes.conftest import wait_for
+from tests.recipes.test_folder import contents
 from tests.recipes.test_sweep import interrupted_at
 from tests.texts import write_functions
 
@@ -64,6 +66,26 @@ def test_before_the_late_stage_and_after_it_there_may_be_more_steps(config):
     assert outcome.ranks["size"] <= outcome.ranks["target_size"]
     lines = [line for line in read_metrics(Path(config.out)) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 33))
+
+
+def test_the_late_stage_is_known_though_no_line_of_the_log_is_of_it(config):
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, log_every=100))
+    assert not interrupted_at(11, config)  # its late stage is from 8 to 16
+    with pytest.raises(ValueError, match="it was interrupted in the late stage"):
+        run(longer(config, 40))
+
+
+@pytest.mark.parametrize("removed", ["checkpoints", "checkpoints/step-000000020"])
+@pytest.mark.parametrize("model", ["", "dense"])
+def test_a_trained_run_without_checkpoints_is_not_begun_anew_by_more_steps(config, removed, model):
+    config = dataclasses.replace(config, twin=True)
+    run(config, Console(quiet=True), quiet=True)
+    shutil.rmtree(Path(config.out) / model / removed)
+    before = contents(Path(config.out))
+    with pytest.raises(ValueError, match=r"steps: 20 -> 30: its checkpoints, .* are gone\)"):
+        run(longer(config, 30), Console(quiet=True), quiet=True)
+    assert contents(Path(config.out)) == before
+    assert len(run(config, Console(quiet=True), quiet=True)) == 2  # as it was
 
 
 @pytest.mark.parametrize("length", ["steps", "seconds"])

@@ -19,6 +19,7 @@ from torch.optim import (
     Rprop,
 )
 
+import comera
 from comera.surgery.truncate import slice_state_
 
 
@@ -250,3 +251,42 @@ def test_state_that_does_not_follow_the_parameter_is_refused():
         slice_state_(param, {1: torch.tensor([0])}, None, optimizer)
     assert torch.equal(param, before)
     assert param.grad.shape == (3, 5)
+
+
+FUSED = {
+    "adamw": lambda p: AdamW(p, 0.1, fused=True),
+    "muon": lambda p: comera.MuonAdamW(p, 0.1, fused=True),
+    "sgd": lambda p: SGD(p, 0.1, momentum=0.9, fused=True),
+    "adagrad": lambda p: Adagrad(p, 0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("build", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize(("before", "after"), [(2, 8), (8, 2)])
+def test_a_fused_step_does_not_leave_state_of_other_ranks(build, before, after, in_backward):
+    def step(model, optimizer):
+        model(torch.ones(3, 36)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def of_rank(rank):
+        model = comera.TTLinear(36, 36, rank=rank)
+        optimizer = build(model.parameters())
+        optimizer = comera.OptimizerInBackward(optimizer) if in_backward else optimizer
+        step(model, optimizer)
+        return model, optimizer
+
+    model, optimizer = of_rank(before)
+    other, its_optimizer = of_rank(after)
+    model.load_state_dict(other.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    said = r"has shape \(.*\), and its parameter \(.*\), as where .* load the optimizer's state"
+    with pytest.raises(ValueError, match=said):
+        step(model, optimizer)
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    optimizer.discard_() if in_backward else optimizer.zero_grad()
+    optimizer.load_state_dict(copy.deepcopy(its_optimizer.state_dict()))
+    step(model, optimizer)
+    step(other, its_optimizer)
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
