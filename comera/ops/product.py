@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from comera.ops.context import autocast_together, machine_of, without_autocast
 from comera.ops.dispatch import is_eager, is_on_cpu
-from comera.ops.operator import is_concrete, is_traced, operator
+from comera.ops.operator import is_concrete, is_recorded, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _MOST_SHAPES = 128
@@ -157,8 +157,7 @@ _product_in_a_graph.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1
 def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x @ weight + bias`` of a matrix, under autocast if on; differentiable repeatedly."""
     x_BI, weight_IO, bias_O = autocast_together(x_BI, weight_IO, bias_O)
-    traced = is_eager() and is_traced()  # transforms have no rule for the operator
-    if not traced and _suits_onednn(x_BI, weight_IO.shape[1], NODE_FROM):
+    if not is_recorded() and _suits_onednn(x_BI, weight_IO.shape[1], NODE_FROM):
         return _affine(x_BI, weight_IO, bias_O)
     return _torch_affine(x_BI, weight_IO, bias_O)
 

@@ -13,9 +13,9 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import functional as F
 
 from comera.ops.context import shapes_are_static
-from comera.ops.dispatch import Case, Way, Ways, is_eager
+from comera.ops.dispatch import Case, Way, Ways
 from comera.ops.kernels import choose, lookup_kernel
-from comera.ops.operator import gradients_again, is_concrete, is_traced, operator
+from comera.ops.operator import gradients_again, is_concrete, is_recorded, is_traced, operator
 from comera.ops.table.distinct_rows import (
     Lookup,
     Sorted,
@@ -69,11 +69,11 @@ def _rows_or_sums(given: Lookup) -> Tensor:
 
 def _refuses_recording(given: Lookup, checked: bool) -> str | None:
     """Return why one operator cannot stand for the lookup; or None."""
-    return choose.RECORDED if is_eager() and is_traced() else _refuses_distinct_rows(given)
+    return choose.RECORDED if is_recorded() else _refuses_distinct_rows(given)
 
 
 def _each_by_itself(given: Lookup, checked: bool) -> Tensor:
-    if is_eager() and is_traced():
+    if is_recorded():
         indices_N, (hot, left, right) = given.indices_N, given.sizes
         outside = (indices_N < 0) | (indices_N >= given.num_embeddings)
         refused_N = torch.where(outside, hot + left * right, indices_N)  # by index_select
