@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 NOT_PLAIN = (
@@ -148,6 +149,11 @@ def is_traced() -> bool:
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     )
+
+
+def is_batched(grad: Tensor) -> bool:
+    """Return whether a gradient is one of many that ``vmap`` or ``is_grads_batched`` handles."""
+    return is_legacy_batchedtensor(grad) or (is_concrete(grad) and is_traced())
 
 
 def is_recorded() -> bool:

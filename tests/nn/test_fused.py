@@ -98,9 +98,9 @@ def test_gradients_in_batches_and_under_autocast(kind, run, monkeypatch):
     y, many = RUNS[run](x, *made), torch.randn(2, 512, 24)
     grads = functools.partial(torch.autograd.grad, y, [x, made[1].cores[0]], retain_graph=True)
     want = [grads(one) for one in many]
-    got = grads(many, is_grads_batched=True)
     each = tuple(map(torch.stack, zip(*want, strict=True)))
-    torch.testing.assert_close(got, each, rtol=1e-4, atol=1e-4)
+    for got in (grads(many, is_grads_batched=True), torch.vmap(grads)(many)):
+        torch.testing.assert_close(got, each, rtol=1e-4, atol=1e-4)
     with torch.autocast("cpu", torch.bfloat16):
         narrow = grads(many[0])
     for got, exact in zip(narrow, want[0], strict=True):
