@@ -16,10 +16,12 @@ from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
 from comera.ops.contract_cores import contract_cores
 from comera.ops.dispatch import Case, Way, Ways
+from comera.ops.kernels.choose import RECORDED
 from comera.ops.linear.blocks import BlockFactors, block_feed_forward, block_linears
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
 from comera.ops.linear.tt_linear import check_width, factorized_linears, set_ones_, times_left
+from comera.ops.operator import is_recorded
 from comera.ops.product import affine
 from comera.params import params_of
 
@@ -95,7 +97,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
     if y is not None:
         return y
     trains = _factorized_layers(x, [first, second])
-    if trains is None or products_are_fp8():
+    if trains is None or products_are_fp8() or is_recorded():
         return second(getattr(F, activation)(first(x)))
     return factorized_feed_forward(x, trains[0].factors(), trains[1].factors(), activation)
 
@@ -107,7 +109,7 @@ def gated_feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Modul
     if y is not None:
         return y
     trains = _factorized_layers(x, [gate, up, down])
-    if trains is None or products_are_fp8():
+    if trains is None or products_are_fp8() or is_recorded():
         opened, passing = linears(x, [gate, up])
         return down(F.silu(opened) * passing)
     return gated_by_factors(x, *(train.factors() for train in trains))
@@ -162,6 +164,8 @@ def _not_in_ranks(
 ) -> str | None:
     if products_are_fp8():
         return "products are of eight bits"
+    if is_recorded():
+        return RECORDED
     trains = _factorized_layers(x_BTD, layers)
     if trains is None:
         return "not all projections are factorized alike"

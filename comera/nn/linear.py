@@ -14,7 +14,6 @@ from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name, linear_of
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
 from comera.ops.contract_cores import contract_cores, contract_layer
-from comera.ops.dispatch import is_eager
 from comera.ops.linear.tt_linear import (
     Factors,
     factorized_linears,
@@ -22,7 +21,7 @@ from comera.ops.linear.tt_linear import (
     reconstructed_linear,
     tt_to_dense,
 )
-from comera.ops.operator import is_traced
+from comera.ops.operator import is_recorded
 from comera.params import may_share, params_of
 from comera.planning.linear_ways import Layer, dense_from
 from comera.shapes import LinearShape, TTShape, check_tolerance, only_one, padded_rank
@@ -237,7 +236,7 @@ class TTLinear(CompressedLinear):
         widths, dense = self.in_features + self.out_features, self.in_features * self.out_features
         if 2 * self._middle_rank * widths <= dense:
             return True  # the factors need fewer operations at any number of rows
-        if torch.compiler.is_exporting() or (is_eager() and is_traced()):
+        if torch.compiler.is_exporting() or is_recorded():
             return True  # what is recorded may run anywhere
         rows, core = input.numel() // max(1, math.prod(input.shape[-1:])), self.cores[0]
         shape = self._modes.in_modes, self._modes.out_modes, self.ranks

@@ -20,17 +20,20 @@ from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
 from comera.ops.dispatch import is_on_cpu, may_read_values
-from comera.ops.operator import operator
+from comera.ops.operator import is_recorded, operator
 
 _SCORES = 1 << 20  # scores at a time on a CPU: a few megabytes, the size of a cache
 _STEPS = 1 << 8  # probabilities of dropout that a mask of bytes can have
 
 
 def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask to add to scores: zero for keys to attend to, very negative for others."""
-    lowest = torch.finfo(dtype).min / 2  # finite: a softmax over -inf alone is NaN
-    bias_BT = torch.logical_not(keep_BT, out=torch.empty_like(keep_BT, dtype=dtype))
-    return bias_BT.mul_(lowest)
+    """Return a mask to add to scores: zero for keys to attend to, very negative for others.
+
+    It is all zeros for a sequence without such a key, in which torch's fused attention on a CPU
+    would sum gradients over keys where it has to average.
+    """
+    others_BT = keep_BT.logical_xor(keep_BT.any(-1, keepdim=True))
+    return others_BT.to(dtype).mul_(torch.finfo(dtype).min / 2)
 
 
 def attend(
@@ -46,11 +49,11 @@ def attend(
     Keys and values are of every head or one for all; the width of values may be another. Queries
     are not copied on a GPU if they are a view of ``(B, M, H, E)`` in memory. ``keep_BT`` are keys
     that may be attended to, booleans or integers as Hugging Face has them, or the result of
-    :func:`score_bias`; a sequence without such a key is attended to evenly. None is all keys, which
-    takes a GPU less time. Returns ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width
-    of v)`` in memory. On a CPU the result can be differentiated once. A ``dropout`` outside [0, 1]
-    is a ``ValueError``. Floats of q's dtype are added to scores, as torch adds an ``attn_mask``;
-    ones and zeros as floats of another dtype are, on a CPU, a ``TypeError``.
+    :func:`score_bias`; a sequence without such a key is attended to as a whole. None is all keys,
+    which takes a GPU less time. Returns ``(B, H, M, width of v)``, most often a view of ``(B, M, H,
+    width of v)`` in memory. On a CPU the result can be differentiated once. A ``dropout`` outside
+    [0, 1] is a ``ValueError``. Floats of q's dtype are added to scores, as torch adds an
+    ``attn_mask``; ones and zeros as floats of another dtype are, on a CPU, a ``TypeError``.
     """
     check_probability(dropout)
     if keep_BT is not None and keep_BT.dtype != q_BHME.dtype:
@@ -62,7 +65,7 @@ def attend(
     # torch has a fused attention on a CPU too, but not with dropout or values of another width.
     is_fused = not dropout and k_BGTE.shape[-1] == v_BGTE.shape[-1]
     is_wide = q_BHME.dtype in (torch.float32, torch.float64)
-    if is_wide and not is_fused and is_on_cpu(q_BHME):
+    if is_wide and not is_fused and is_on_cpu(q_BHME) and not is_recorded():
         return _in_pieces(*given)
     if k_BGTE.shape[1] == 1 and not q_BHME.is_cuda:  # a card shares work out by heads
         return _as_one_head(*given)
@@ -264,7 +267,7 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
     check_probability(p)
     if not training or p == 0:
         return x if residual is None else residual + x
-    if is_on_cpu(x):
+    if is_on_cpu(x) and not is_recorded():
         return _dropout_add(x, residual, p)[0]
     dropped, _ = torch.native_dropout(x, p, True)
     return dropped if residual is None else residual + dropped

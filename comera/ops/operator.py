@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 NOT_PLAIN = (
@@ -65,9 +66,7 @@ class Operator:
             return self.custom_op(*args)
         if self.backward is None:
             return self.run(*args)
-        transformed = torch._C._are_functorch_transforms_active()
-        function = _Transformed if transformed else _Eager
-        output = function.apply(self, lengths, *flat)  # type: ignore[no-untyped-call]
+        output = _Eager.apply(self, lengths, *flat)  # type: ignore[no-untyped-call]
         return list(output) if self.returns_list else output
 
 
@@ -75,23 +74,19 @@ def operator(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable[..
     return lambda run: Operator(name, run, tags)
 
 
-def _run(made: Operator, lengths: list[int | None], *flat: Any) -> Any:
-    output = made.run(*_nested(lengths, flat))
-    return tuple(output) if made.returns_list else output
-
-
-def _prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.made, ctx.lengths, *flat = inputs
-    ctx.made.setup_context(ctx, _nested(ctx.lengths, flat), output)
-
-
 class _Eager(torch.autograd.Function):
-    """Autograd function that runs an operator on flat arguments, as autograd needs them."""
+    """Autograd function that runs an operator on flat arguments, as autograd needs them.
+
+    Transforms of ``torch.func`` refuse it: a backward pass that calls torch anew would find no
+    graph after them. Where :func:`is_recorded`, callers compute the same by plain operations.
+    """
 
     @staticmethod
     def forward(ctx: Any, made: Operator, lengths: list[int | None], *flat: Any) -> Any:
-        output = _run(made, lengths, *flat)
-        _prepare(ctx, (made, lengths, *flat), output)
+        ctx.made, ctx.lengths, inputs = made, lengths, _nested(lengths, flat)
+        output = made.run(*inputs)
+        output = tuple(output) if made.returns_list else output
+        made.setup_context(ctx, inputs, output)
         return output
 
     @staticmethod
@@ -101,13 +96,6 @@ class _Eager(torch.autograd.Function):
         found = ctx.made.backward(nested, *given)
         found = found if isinstance(found, tuple) else (found,)
         return None, None, *_flat(ctx.lengths, found)
-
-
-class _Transformed(_Eager):
-    """A slower :class:`_Eager` for transforms of ``torch.func``, which need ``setup_context``."""
-
-    forward = staticmethod(_run)  # type: ignore[assignment]
-    setup_context = staticmethod(_prepare)
 
 
 class _Context:
@@ -161,6 +149,16 @@ def is_traced() -> bool:
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     )
+
+
+def is_batched(grad: Tensor) -> bool:
+    """Return whether a gradient is one of many that ``vmap`` or ``is_grads_batched`` handles."""
+    return is_legacy_batchedtensor(grad) or (is_concrete(grad) and is_traced())
+
+
+def is_recorded() -> bool:
+    """Return whether eager code is traced, for which operators have no rules."""
+    return not torch.compiler.is_compiling() and is_traced()
 
 
 def _flat(lengths: Sequence[int | None], nested: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from comera.ops.context import autocast_together, machine_of, without_autocast
 from comera.ops.dispatch import is_eager, is_on_cpu
-from comera.ops.operator import is_concrete, is_traced, operator
+from comera.ops.operator import is_batched, is_concrete, is_recorded, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _MOST_SHAPES = 128
@@ -124,7 +124,8 @@ def _onednn_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return ``a @ b`` by oneDNN: whole, or as products of one shape."""
     (rows, depth), columns = a.shape, b.shape[1]
     with onednn:
-        if not is_eager() or (rows, depth, columns) in onednn_shapes:
+        whole = not is_eager() or (rows, depth, columns) in onednn_shapes
+        if whole or is_batched(a) or is_batched(b):
             return torch.mm(a, b, out=out)
         out = a.new_empty(rows, columns) if out is None else out
         if depth <= rows:
@@ -157,8 +158,7 @@ _product_in_a_graph.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1
 def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x @ weight + bias`` of a matrix, under autocast if on; differentiable repeatedly."""
     x_BI, weight_IO, bias_O = autocast_together(x_BI, weight_IO, bias_O)
-    traced = is_eager() and is_traced()  # transforms have no rule for the operator
-    if not traced and _suits_onednn(x_BI, weight_IO.shape[1], NODE_FROM):
+    if not is_recorded() and _suits_onednn(x_BI, weight_IO.shape[1], NODE_FROM):
         return _affine(x_BI, weight_IO, bias_O)
     return _torch_affine(x_BI, weight_IO, bias_O)
 

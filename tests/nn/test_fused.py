@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import comera
 from comera.nn import linear
@@ -97,9 +98,9 @@ def test_gradients_in_batches_and_under_autocast(kind, run, monkeypatch):
     y, many = RUNS[run](x, *made), torch.randn(2, 512, 24)
     grads = functools.partial(torch.autograd.grad, y, [x, made[1].cores[0]], retain_graph=True)
     want = [grads(one) for one in many]
-    got = grads(many, is_grads_batched=True)
     each = tuple(map(torch.stack, zip(*want, strict=True)))
-    torch.testing.assert_close(got, each, rtol=1e-4, atol=1e-4)
+    for got in (grads(many, is_grads_batched=True), torch.vmap(grads)(many)):
+        torch.testing.assert_close(got, each, rtol=1e-4, atol=1e-4)
     with torch.autocast("cpu", torch.bfloat16):
         narrow = grads(many[0])
     for got, exact in zip(narrow, want[0], strict=True):
@@ -112,6 +113,58 @@ def test_an_input_of_another_width(kind, run):
     x, made = torch.randn(3, 23, dtype=torch.float64), layers(3, kind=kind)
     with pytest.raises(RuntimeError, match="23"):
         RUNS[run](x, *made)
+
+
+TRANSFORMS = {
+    "grad": lambda run, x, u: torch.func.grad(lambda x: (run(x) * u).sum())(x),
+    "vjp": lambda run, x, u: torch.func.vjp(run, x)[1](u)[0],
+    "jacrev": lambda run, x, u: torch.func.jacrev(run)(x),
+    "second": lambda run, x, u: torch.func.vjp(
+        torch.func.grad(lambda x: (run(x) ** 3).sum()), x)[1](u)[0],
+    "vmap": lambda run, x, u: torch.vmap(torch.func.grad(lambda x: run(x).square().sum()))(x[None]),
+    "jvp": lambda run, x, u: torch.func.jvp(run, (x,), (u,))[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("kind", ["tt", "blocks"])
+@pytest.mark.parametrize("operation", ["plain", "gated", "attention"])
+def test_function_transforms_equal_those_of_the_layers(operation, kind, transform):
+    made = [m.requires_grad_(False) for m in some(kind, 4, width_in=24)]
+    up, (down, *_) = made[:2], made[2:]
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    run, plain = {
+        "plain": (
+            lambda x: feed_forward(x, up[0], down, "gelu"), lambda x: down(F.gelu(up[0](x)))
+        ),
+        "gated": (
+            lambda x: gated_feed_forward(x, *up, down), lambda x: down(F.silu(up[0](x)) * up[1](x))
+        ),
+        "attention": (
+            lambda x: self_attention(x, *made, 2, mask, 0.0),
+            lambda x: plain_attention(x, made, 2, mask),
+        ),
+    }[operation]  # fmt: skip
+    x, u = torch.randn(2, 2, 3, 24, dtype=torch.float64)
+    with sdpa_kernel(SDPBackend.MATH):  # the fused one knows no second derivative
+        got, want = (TRANSFORMS[transform](of, x, u) for of in (run, plain))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("transform", ["vjp", "jvp", "vmap"])
+def test_dropout_under_function_transforms(transform):
+    made = layers(4, rank=3)
+    x, u = torch.randn(2, 2, 3, 24, dtype=torch.float64)
+
+    def run(x):
+        mixed = self_attention(x, *made, 2, None, 0.5)
+        return attention.dropout_add(mixed, x, 1.0, True)
+
+    if transform == "vmap":
+        assert torch.equal(torch.vmap(run, randomness="different")(x[None])[0], x)
+    else:
+        with sdpa_kernel(SDPBackend.MATH):
+            assert torch.equal(TRANSFORMS[transform](run, x, u), u)
 
 
 def test_an_unknown_activation_is_named():

@@ -1,3 +1,4 @@
+import functools
 import time
 from dataclasses import replace
 
@@ -138,6 +139,19 @@ def test_gradients_of_affine():
     ]
     assert torch.autograd.gradcheck(affine, inputs)
     assert torch.autograd.gradgradcheck(affine, inputs)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("rows", [9, 3])
+def test_gradients_in_batches(rows, monkeypatch):
+    monkeypatch.setattr(module, "_PANEL", 4)
+    monkeypatch.setattr(module, "_MOST_SHAPES", 0)  # all go in panels
+    inputs = [torch.randn(*s, requires_grad=True) for s in ((rows, 6), (6, 5), (5,))]
+    grads = functools.partial(torch.autograd.grad, affine(*inputs), inputs, retain_graph=True)
+    many = torch.randn(2, rows, 5)
+    each = tuple(map(torch.stack, zip(*map(grads, many), strict=True)))
+    for got in (grads(many, is_grads_batched=True), torch.vmap(grads)(many)):
+        torch.testing.assert_close(got, each, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("library")

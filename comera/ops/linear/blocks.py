@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, without_autocast
 from comera.ops.cores import open_gate
 from comera.ops.dispatch import is_eager, is_on_cpu
 from comera.ops.linear.feed_forward import ACTIVATIONS
-from comera.ops.operator import gradients_again, is_traced
+from comera.ops.operator import gradients_again, is_batched, is_traced
 from comera.ops.product import BATCHED_FROM, batched_by, computes_by_onednn
 from comera.planning.machine import PACKED_FROM
 
@@ -271,7 +270,7 @@ class _Multiply(torch.autograd.Function):
         needs_x, *needs = ctx.needs_input_grad
         factors, saved = rest[: len(needs)], rest[len(needs) :]
         with without_autocast(x_TI):
-            if torch.is_grad_enabled() or any(map(is_legacy_batchedtensor, grads)):
+            if torch.is_grad_enabled() or any(map(is_batched, grads)):
 
                 def side_by_side(*given: Tensor) -> Tensor:
                     return torch.cat(_multiply(*given), 1)
@@ -308,7 +307,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_TI, *factors = ctx.saved_tensors
         with without_autocast(x_TI):
-            if torch.is_grad_enabled() or is_legacy_batchedtensor(grad_TO):
+            if torch.is_grad_enabled() or is_batched(grad_TO):
                 again = functools.partial(_feed_forward, ctx.activation, ctx.size)
                 return None, None, *gradients_again(again, [x_TI, *factors], grad_TO)
             _, _, needs_x, *needs = ctx.needs_input_grad

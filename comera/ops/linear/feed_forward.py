@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, products_are_tf32, without_autocast
 from comera.ops.dispatch import Case, Way, Ways, is_on_cpu
 from comera.ops.kernels import feed_forward_kernel as kernels
 from comera.ops.linear.tt_linear import Factors, set_ones_, times_left
-from comera.ops.operator import gradients_again, operator
+from comera.ops.operator import gradients_again, is_batched, operator
 from comera.ops.product import add_product, affine, product, store_product_
 
 _aten = torch.ops.aten
@@ -172,7 +171,7 @@ def _backward(ctx, grad_y: Tensor | None, *_):
 
     with without_autocast(x_BI):
         grad_y = grad_y.to(x_BI.dtype)
-        if torch.is_grad_enabled() or is_legacy_batchedtensor(grad_y):
+        if torch.is_grad_enabled() or is_batched(grad_y):
             grad_x, *grads = gradients_again(plainly, [x_BI, *factors], grad_y)
             return grad_x, grads, None, None
         x, gy = x_BI.reshape(-1, x_BI.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
@@ -277,7 +276,7 @@ def _back_gated(ctx, grad_t2: Tensor):
 
     with without_autocast(grad_t2):
         grad_t2 = grad_t2.to(saved[0].dtype)
-        if torch.is_grad_enabled() or is_legacy_batchedtensor(grad_t2):
+        if torch.is_grad_enabled() or is_batched(grad_t2):
             return (gradients_again(plainly, saved, grad_t2),)
         return (_gated_hidden_backward(saved, grad_t2),)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from comera.ops.context import autocast_together, products_are_fp8
 from comera.ops.cores import contract_chain
 from comera.ops.dispatch import is_eager
-from comera.ops.operator import is_concrete
+from comera.ops.operator import is_concrete, is_recorded
 from comera.ops.product import NODE_FROM, affine
 
 
@@ -43,7 +43,7 @@ def factorized_linears(
     check_width(x_BI, lefts[0].shape[0])
     x_BI, *factors = autocast_together(x_BI, *lefts, *rights)
     lefts, rights = factors[: len(lefts)], factors[len(lefts) :]
-    is_fp8 = products_are_fp8() and x_BI.dtype == torch.bfloat16
+    is_fp8 = products_are_fp8() and x_BI.dtype == torch.bfloat16 and not is_recorded()
     if is_fp8 and all(each.numel() for each in (x_BI, *factors)):  # a layer may have no rank left
         from comera.ops.linear.fp8 import fp8_linears  # few cards ever multiply so
 

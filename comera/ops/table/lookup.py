@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import functional as F
 
 from comera.ops.context import shapes_are_static
-from comera.ops.dispatch import Case, Way, Ways, is_eager
+from comera.ops.dispatch import Case, Way, Ways
 from comera.ops.kernels import choose, lookup_kernel
-from comera.ops.operator import gradients_again, is_concrete, is_traced, operator
+from comera.ops.operator import gradients_again, is_batched, is_recorded, operator
 from comera.ops.table.distinct_rows import (
     Lookup,
     Sorted,
@@ -69,11 +68,11 @@ def _rows_or_sums(given: Lookup) -> Tensor:
 
 def _refuses_recording(given: Lookup, checked: bool) -> str | None:
     """Return why one operator cannot stand for the lookup; or None."""
-    return choose.RECORDED if is_eager() and is_traced() else _refuses_distinct_rows(given)
+    return choose.RECORDED if is_recorded() else _refuses_distinct_rows(given)
 
 
 def _each_by_itself(given: Lookup, checked: bool) -> Tensor:
-    if is_eager() and is_traced():
+    if is_recorded():
         indices_N, (hot, left, right) = given.indices_N, given.sizes
         outside = (indices_N < 0) | (indices_N >= given.num_embeddings)
         refused_N = torch.where(outside, hot + left * right, indices_N)  # by index_select
@@ -203,8 +202,7 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
     if grad_BD is None:
         return tuple(grads)
     given = Lookup._make([*tensors, *ctx.sizes])
-    batched = (is_concrete(grad_BD) and is_traced()) or is_legacy_batchedtensor(grad_BD)
-    if torch.is_grad_enabled() or batched:  # this backward pass is itself differentiated
+    if torch.is_grad_enabled() or is_batched(grad_BD):  # it is itself differentiated
 
         def plainly(*tensors: Tensor | None) -> Tensor:
             return _rows_or_sums(Lookup._make([given.indices_N, *tensors, *given[6:]]))
