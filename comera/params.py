@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook as after_every_step
-from torch.optim.optimizer import register_optimizer_step_pre_hook as before_every_step
+from torch.optim import optimizer as hooks
 
 from comera.extras import listed
 
@@ -44,10 +43,10 @@ def check_fused_state(optimizer: Optimizer, *_: Any) -> None:
     optimizer._compared_at = _resized  # type: ignore[attr-defined]
 
 
-before_every_step(check_fused_state)
+hooks.register_optimizer_step_pre_hook(check_fused_state)
 
 
-@after_every_step
+@hooks.register_optimizer_step_post_hook
 def _count_step(optimizer: Optimizer, *_: Any) -> None:
     global _fused_steps
     if not torch.compiler.is_compiling():  # a graph would be compiled for each count

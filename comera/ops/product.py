@@ -226,4 +226,5 @@ def computes_by_onednn(x: Tensor) -> bool:
 
 def batched_by(one: Tensor, other: Tensor) -> AbstractContextManager[bool]:
     """Return a context for a batched product without a gradient; it is True if oneDNN is faster."""
-    return onednn if _suits_onednn(one, other.shape[2], BATCHED_FROM) else nullcontext(False)
+    by_onednn = is_eager() and _suits_onednn(one, other.shape[2], BATCHED_FROM)
+    return onednn if by_onednn else nullcontext(False)

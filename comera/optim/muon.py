@@ -8,14 +8,12 @@ between its wider bond and all its other dimensions, a core of a block tensor tr
 import logging
 import math
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from comera.ops.context import without_autocast
-from comera.ops.dispatch import is_eager
 from comera.ops.product import batched_by
 from comera.optim.state_layout import check_gradient, check_whole, plain_step
 from comera.shapes import check_whole_numbers
@@ -218,8 +216,7 @@ def orthogonalize(matrices_brc: Tensor, steps: int) -> Tensor:
     dtype = torch.promote_types(matrices_brc.dtype, torch.float32) if on_cpu else torch.bfloat16
     x = (matrices_brc if wide else matrices_brc.mT).to(dtype)
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_LEAST_NORM)  # singular values up to 1
-    by = batched_by(x, x.mT) if is_eager() else nullcontext()
-    with without_autocast(x), by:
+    with without_autocast(x), batched_by(x, x.mT):
         for _ in range(steps):
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -30,9 +30,8 @@ SIZES: dict[str, tuple[str, Callable[[float], str]]] = {
 MEASURED = {
     "params": ("parameters", "{:,.0f}".format),
     "layer_params": ("parameters of compressed layers", "{:,.0f}".format),
-    "seconds": ("seconds", "{:,.1f}".format),
-    **SIZES,
-}
+    "seconds": ("seconds", "{:,.1f}".format), **SIZES,
+}  # fmt: skip
 """All figures that are the better the smaller they are, which no task defines."""
 
 
