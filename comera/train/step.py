@@ -259,7 +259,7 @@ class TrainStep:
                 self._unreduced = True
                 (objective * share).backward()
                 self._unreduced = False
-            total += seen * share
+            total = total + seen * share  # of the wider dtype
         if self._sharded is not None:
             self._sharded.average_()
         # Before the optimizer's step: a norm that is not finite leaves parameters as they were.

@@ -32,6 +32,15 @@ def test_returns_the_loss_without_the_rank_objective():
     assert step.steps_done == step.ranks.steps_done == 1
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_loss_in_float64_is_not_rounded(parts):
+    x, model = torch.arange(9.0, dtype=torch.float64)[:, None], nn.Linear(1, 1).double()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    step = comera.TrainStep(model, lambda m, x: m(x).square().mean(), sgd, accumulate=parts)
+    want = model(x).square().mean().detach()
+    torch.testing.assert_close(step(x), want, rtol=1e-14, atol=0)
+
+
 @pytest.mark.parametrize("parts", [2, 3, 16])
 def test_accumulated_gradients_equal_those_of_the_whole_batch(parts):
     whole = grads_after(make_step(dropout=0.0), get_batch(0))
