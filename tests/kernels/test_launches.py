@@ -12,7 +12,7 @@ from tests.train.test_launches import batch, make_step
 
 @pytest.mark.parametrize(
     ("late", "precision", "budget"),
-    [(False, "fp32", 480), (True, "fp32", 506), (True, "bf16", 553)],
+    [(False, "fp32", 481), (True, "fp32", 507), (True, "bf16", 554)],
     ids=["early", "late", "late, bfloat16"],
 )
 def test_launches_of_a_captured_step_stay_within_their_budget(
@@ -21,7 +21,8 @@ def test_launches_of_a_captured_step_stay_within_their_budget(
     """The paper's six encoders: what PyTorch starts, as ``tests/train`` counts, and the kernels.
 
     Products of the batch with factors are torch's. Gradients of the table's halves are summed in
-    float64, one operation more than in float32. Raise a budget only for a reason.
+    float64, one operation more than in float32. Two operations of the mask are for sequences of
+    padding alone. Raise a budget only for a reason.
     """
     started = []
     for module in (contract_kernel, lookup_kernel):
