@@ -189,12 +189,14 @@ def test_figures_on_test_data_are_compared_where_all_runs_have_them(tmp_path):
 
 def test_sizes_of_checkpoints_are_shown_where_they_differ(tmp_path):
     def run(variant: str, size: int | None):
-        return Trained(variant, 0, 10, {"loss": 1.0}, 1, 1.0, checkpoint_bytes=size)
+        more = {"layer_params": 5}
+        return Trained(variant, 0, 10, {"loss": 1.0}, 1, 1.0, checkpoint_bytes=size, more=more)
 
     runs = [run("exact", 18 << 20), run("lossy", 512 << 10)]
     comparison = compare(runs, ["exact", "lossy"], [0], "exact", "loss")
     write_comparison(comparison, tmp_path)
     assert read_comparison(tmp_path) == comparison
+    assert read_comparison(tmp_path).runs == comparison.runs
     table = (tmp_path / "results.md").read_text()
     assert "| a checkpoint |" in table
     assert "| 18 MiB |" in table

@@ -288,7 +288,7 @@ def read_comparison(folder: Path) -> Comparison:
     names = {each.name for each in fields(Trained)}
     try:
         facts = from_json(path.read_text(encoding="utf-8"))
-        runs = [Trained(**{k: run[k] for k in names if k in run}) for run in facts["runs"]]
+        runs = [Trained(**{k: r.pop(k) for k in names & {*r}}, more=r) for r in facts["runs"]]
         variants = [row["variant"] for row in facts["summary"]]
         failed = [Failed(**run) for run in facts["failed"]]
         return compare(runs, variants, facts["seeds"], facts["reference"], facts["metric"], failed)
