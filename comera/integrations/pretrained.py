@@ -229,7 +229,7 @@ def _tie_(model: Any, tied: Mapping[str, str]) -> None:
 def _keys_of(files: Sequence[str] | None) -> set[str]:
     """Return the names of the tensors in files, of those that are safetensors."""
     paths = [path for path in files or () if str(path).endswith(".safetensors")]
-    return {key for path in paths for key in safe_open(path, "pt").keys()}  # noqa: SIM118
+    return set[str]().union(*(safe_open(path, "pt").keys() for path in paths))
 
 
 def _is_dense(described: Mapping[str, Any], keys: set[str]) -> bool:
