@@ -4,7 +4,7 @@ import gc
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,19 @@ _fused_steps = 0
 _resized = 0
 """Number of times that a parameter was given another shape."""
 
+_compared = WeakKeyDictionary[Optimizer, tuple[int, Any]]()
+"""That number, and the state, when :func:`check_fused_state` last found shapes that agree."""
+
 
 def check_fused_state(optimizer: Optimizer, *_: Any) -> None:
     """Raise ``ValueError`` if a fused step would read and write beyond the end of its state.
 
-    Shapes are compared in an optimizer's first step, and after any parameter was resized.
+    Shapes are compared in the first step, with a loaded state, and after a parameter was resized.
     """
-    if torch.compiler.is_compiling() or vars(optimizer).get("_compared_at") == _resized:
+    if torch.compiler.is_compiling():
+        return
+    resized, state = _compared.get(optimizer, (None, None))
+    if resized == _resized and state is optimizer.state:
         return
     fused = isinstance(optimizer, torch.optim.Adam | torch.optim.SGD | torch.optim.Adagrad)
     groups = [group for group in optimizer.param_groups if fused and group.get("fused")]
@@ -40,7 +46,7 @@ def check_fused_state(optimizer: Optimizer, *_: Any) -> None:
                     "of other ranks was loaded: load the optimizer's state of the same step too, "
                     "or make a new optimizer"
                 )
-    optimizer._compared_at = _resized  # type: ignore[attr-defined]
+    _compared[optimizer] = _resized, optimizer.state
 
 
 hooks.register_optimizer_step_pre_hook(check_fused_state)

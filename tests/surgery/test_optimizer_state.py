@@ -290,3 +290,17 @@ def test_a_fused_step_does_not_leave_state_of_other_ranks(build, before, after, 
     step(model, optimizer)
     step(other, its_optimizer)
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("build", FUSED.values(), ids=FUSED)
+def test_nor_a_state_of_other_ranks_that_is_loaded_later(build):
+    layers = [comera.TTLinear(36, 36, rank=rank) for rank in (2, 8)]
+    optimizers = [build(layer.parameters()) for layer in layers]
+    for layer, optimizer in zip(layers, optimizers, strict=True):
+        layer(torch.ones(3, 36)).square().sum().backward()
+        optimizer.step()
+    weights = copy.deepcopy(layers[0].state_dict())
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    with pytest.raises(ValueError, match=r"has shape \(.*\), and its parameter \(.*\)"):
+        optimizers[0].step()
+    torch.testing.assert_close(layers[0].state_dict(), weights, rtol=0, atol=0)
