@@ -11,6 +11,7 @@ a head, N = batch times heads of keys, in pieces, D = width of all heads, R = pa
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -200,7 +201,7 @@ def head_factors(
     ``(x A_q) (B_q B_k^T) (x A_k)^T``. The right factors are ``(R, D)``, the left one ``(D, R)``,
     and their R may differ; D has the heads side by side. Returns ``(R_q, H * R_k)``, the
     ``B_q B_k^T`` of all heads side by side, and ``(H * R_v, R_o)``, the ``B_v A_o`` of all heads
-    below each other. Both can be differentiated once.
+    below each other. Both can be differentiated any number of times.
     """
     q, k, v, o = _by_head([right_q, right_k, right_v, left_o], num_heads)
     scores = q.new_empty(q.shape[1], num_heads, k.shape[1])
@@ -218,38 +219,29 @@ def _(right_q, right_k, right_v, left_o, num_heads):
     )
 
 
-@torch.library.custom_op("comera::head_factors_backward", mutates_args=())
-def _head_factors_backward(
-    grad_scores: Tensor, grad_values: Tensor, factors: Sequence[Tensor], num_heads: int
-) -> list[Tensor]:
-    grads = [factor.new_empty(factor.shape) for factor in factors]
+def _head_factors_gradients(
+    grads: Sequence[Tensor], kept: Sequence[Tensor], right_q: Tensor, right_k: Tensor,
+    right_v: Tensor, left_o: Tensor, num_heads: int, needs: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    factors = [right_q, right_k, right_v, left_o]
+    found = [factor.new_empty(factor.shape) for factor in factors]
     q, k, v, o = _by_head(factors, num_heads)
-    to_q, to_k, to_v, to_o = _by_head(grads, num_heads)
-    scores = grad_scores.unflatten(1, (num_heads, -1)).transpose(0, 1)
-    values = grad_values.unflatten(0, (num_heads, -1))
+    to_q, to_k, to_v, to_o = _by_head(found, num_heads)
+    scores = grads[0].unflatten(1, (num_heads, -1)).transpose(0, 1)
+    values = grads[1].unflatten(0, (num_heads, -1))
     torch.bmm(scores, k, out=to_q)
     torch.bmm(scores.mT, q, out=to_k)
     torch.bmm(values, o.mT, out=to_v)
     torch.bmm(v.mT, values, out=to_o)
-    return grads
+    return list(compress(found, needs))
 
 
-@_head_factors_backward.register_fake
-def _(grad_scores, grad_values, factors, num_heads):
-    return [factor.new_empty(factor.shape) for factor in factors]
+def _head_factors_plainly(*given: Any) -> list[Tensor]:
+    q, k, v, o = _by_head(given[:4], given[4])
+    return [(q @ k.mT).transpose(0, 1).flatten(1), (v @ o).flatten(0, 1)]
 
 
-def _setup_factors(ctx, inputs, output) -> None:
-    *factors, ctx.num_heads = inputs
-    ctx.save_for_backward(*factors)
-
-
-def _back_factors(ctx, *grads: Tensor):
-    with without_autocast(grads[0]):
-        return *_head_factors_backward(*grads, list(ctx.saved_tensors), ctx.num_heads), None
-
-
-head_factors.register_autograd(_back_factors, setup_context=_setup_factors)
+head_factors.register_gradients(_head_factors_gradients, _head_factors_plainly)
 
 
 def _by_head(factors: Sequence[Tensor], num_heads: int) -> list[Tensor]:

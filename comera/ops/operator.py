@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
+from comera.ops.context import without_autocast
+
 NOT_PLAIN = (
     "{0} cannot read a {1}: comera.{2}(copy.deepcopy(model)) makes a model of torch's own "
     "layers, which it can"
@@ -28,7 +30,7 @@ class Operator:
 
     def __init__(self, name: str, run: Callable[..., Any], tags: Sequence[torch.Tag] = ()) -> None:
         self.custom_op = torch.library.custom_op(name, run, mutates_args=(), tags=tags)
-        self.run = run
+        self.name, self.run = name, run
         self.backward: Callable[..., Any] | None = None
         self.returns_list = run.__annotations__["return"] == list[Tensor]
         self.__doc__ = run.__doc__
@@ -52,21 +54,70 @@ class Operator:
         self.backward, self.setup_context = backward, setup_context
         self.custom_op.register_autograd(backward, setup_context=setup_context)
 
+    def register_gradients(
+        self, gradients: Callable[..., list[Tensor]], plainly: Callable[..., Any], kept: int = 0
+    ) -> None:
+        """Register a backward pass that is one node to ``torch.compile``, too.
+
+        Args:
+            gradients: Function of the gradients of all results, the kept outputs, the inputs,
+                tensors before settings, and for each tensor whether its gradient is needed. It
+                returns those that are, contiguous. Its annotations are a schema as well.
+            plainly: A list of the results by operations of torch, for gradients that are
+                differentiated again or come in batches.
+            kept: How many of the last outputs are for the backward pass alone.
+        """
+        backward = Operator(f"{self.name}_backward", gradients)
+
+        @backward.register_fake
+        def _(grads, kept, *args):
+            tensors = _flat(*_tensors_of(args))
+            pairs = zip(tensors, args[-1], strict=True)
+            return [tensor.new_empty(tensor.shape) for tensor, need in pairs if need]
+
+        def setup_context(ctx, inputs, output):
+            ctx.layout, tensors = _tensors_of(inputs)
+            ctx.settings = inputs[len(tensors) :]
+            outputs = [output] if isinstance(output, Tensor) else output
+            count = len(outputs) - kept
+            ctx.results = [(y.shape, y.dtype) for y in outputs[:count]]
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*_flat(ctx.layout, tensors), *outputs[count:])
+
+        def back(ctx, *given):
+            lengths, settings, saved = ctx.layout, ctx.settings, list(ctx.saved_tensors)
+            needs = _flat(lengths, ctx.needs_input_grad[: len(lengths)])
+            tensors, held = saved[: len(needs)], saved[len(needs) :]
+            pairs = zip(given[0] if self.returns_list else given, ctx.results, strict=False)
+            grads = [
+                saved[0].new_zeros(shape, dtype=dtype) if grad is None else grad
+                for grad, (shape, dtype) in pairs
+            ]
+            with without_autocast(saved[0]):
+                if torch.is_grad_enabled() or any(map(is_batched, grads)):
+
+                    def again(*tensors: Tensor) -> Any:
+                        return plainly(*_nested(lengths, tensors), *settings)
+
+                    found = gradients_again(again, tensors, grads)
+                else:
+                    run = gradients if is_concrete(saved[0]) else backward
+                    made = iter(run(grads, held, *_nested(lengths, tensors), *settings, needs))
+                    found = [next(made) if need else None for need in needs]
+            return *_nested(lengths, found), *(None for _ in settings)
+
+        self.register_autograd(back, setup_context=setup_context)
+
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.custom_op(*args)
-        lengths = [
-            len(arg)
-            if isinstance(arg, list | tuple) and (not arg or isinstance(arg[0], Tensor))
-            else None
-            for arg in args
-        ]
+        lengths = _lengths(args)
         flat = _flat(lengths, args)
         if not all(map(is_concrete, flat)):
             return self.custom_op(*args)
         if self.backward is None:
             return self.run(*args)
-        output = _Eager.apply(self, lengths, *flat)  # type: ignore[no-untyped-call]
+        output = _Eager.apply(self, args, lengths, *flat)  # type: ignore[no-untyped-call]
         return list(output) if self.returns_list else output
 
 
@@ -82,20 +133,20 @@ class _Eager(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, made: Operator, lengths: list[int | None], *flat: Any) -> Any:
-        ctx.made, ctx.lengths, inputs = made, lengths, _nested(lengths, flat)
-        output = made.run(*inputs)
+    def forward(ctx: Any, made: Operator, args: Any, lengths: Any, *flat: Any) -> Any:
+        ctx.made, ctx.lengths = made, lengths
+        output = made.run(*args)
         output = tuple(output) if made.returns_list else output
-        made.setup_context(ctx, inputs, output)
+        made.setup_context(ctx, args, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        nested = _Context(ctx, _nested(ctx.lengths, ctx.needs_input_grad[2:]))
+        nested = _Context(ctx, _nested(ctx.lengths, ctx.needs_input_grad[3:]))
         given = (grads,) if ctx.made.returns_list else grads
         found = ctx.made.backward(nested, *given)
         found = found if isinstance(found, tuple) else (found,)
-        return None, None, *_flat(ctx.lengths, found)
+        return None, None, None, *_flat(ctx.lengths, found)
 
 
 class _Context:
@@ -159,6 +210,23 @@ def is_batched(grad: Tensor) -> bool:
 def is_recorded() -> bool:
     """Return whether eager code is traced, for which operators have no rules."""
     return not torch.compiler.is_compiling() and is_traced()
+
+
+def _lengths(args: Sequence[Any]) -> list[int | None]:
+    """Return the lengths of the arguments that are lists of tensors, None for others."""
+    return [
+        len(arg)
+        if isinstance(arg, list | tuple) and (not arg or isinstance(arg[0], Tensor))
+        else None
+        for arg in args
+    ]
+
+
+def _tensors_of(args: Sequence[Any]) -> tuple[list[int | None], list[Any]]:
+    """Return lengths and values of the arguments that are tensors or lists of them."""
+    pairs = zip(_lengths(args), args, strict=True)
+    found = [(n, arg) for n, arg in pairs if n is not None or isinstance(arg, Tensor)]
+    return [n for n, _ in found], [arg for _, arg in found]
 
 
 def _flat(lengths: Sequence[int | None], nested: Sequence[Any]) -> list[Any]:

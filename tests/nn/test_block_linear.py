@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import comera
 from comera.nn.fused import feed_forward, gated_feed_forward, linears
@@ -86,6 +88,47 @@ def test_contiguous_matrices_give_what_plain_strides_give(bias, up, hidden, monk
     monkeypatch.setattr(blocks, "computes_by_onednn", lambda x: packed.append(x) or True)
     torch.testing.assert_close(run(), plain, rtol=1e-4, atol=1e-4)
     assert packed
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["gated", "plain"])
+def test_large_blocks_are_one_node_of_a_graph_where_that_is_faster(up, monkeypatch):
+    layers = [comera.BTTLinear(*n, dtype=torch.float64) for n in ((12, 24), (12, 24), (24, 12))]
+    layers[0].requires_grad_(False)
+    x = torch.randn(70, 12, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *(param for layer in layers[1:] for param in layer.parameters())]
+
+    def run(x):
+        y = gated_feed_forward(x, *layers) if up else feed_forward(x, *layers[1:], "gelu")
+        return y.square().sum() + linears(x, layers[:2])[1].sin().sum()  # of one result alone
+
+    monkeypatch.setattr(blocks, "_LARGE", 1)
+    monkeypatch.setattr(blocks, "computes_by_onednn", lambda x: True)
+    passes = []
+
+    def record(graph, _):
+        passes.append({str(node.target) for node in graph.graph.nodes})
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    losses = torch.compile(run, backend=backend, fullgraph=True)(x), run(x)
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, leaves) for loss in losses))
+    for targets, ending in zip(passes, ("", "_backward"), strict=True):
+        assert {f"comera.{n}{ending}.default" for n in ("blocks", "block_feed_forward")} < targets
+        assert "aten.bmm.default" not in targets
+
+
+@pytest.mark.slow
+def test_operators_are_registered_soundly():
+    x = torch.randn(9, 12, requires_grad=True)
+    sizes = (12, 24), (12, 24), (24, 12)
+    factors = [tensor.detach() for n in sizes for tensor in comera.BTTLinear(*n).factors()[:2]]
+    several = torch.cat([factors[0], factors[2]], 1), factors[1], factors[3]
+    for given in (factors[:2], several):
+        given = [factor.clone().requires_grad_() for factor in given]
+        torch.library.opcheck(blocks._blocks.custom_op, (x, given))
+    given = [factor.clone().requires_grad_() for factor in (*several, *factors[4:])]
+    torch.library.opcheck(blocks._feed_forward.custom_op, (x, given, 3, "silu"))
 
 
 def test_a_feed_forward_keeps_its_input_alone():

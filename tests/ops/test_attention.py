@@ -231,6 +231,14 @@ def test_head_factors(ranks, heads):
         torch.cat([scores.flatten(), values.flatten()]),
         leaves,
     )
+    assert torch.autograd.gradgradcheck(lambda *given: head_factors(*given, heads), leaves)
+    batch = torch.eye(values.numel(), dtype=values.dtype).view(-1, *values.shape)
+    values = torch.cat([v[:, p] @ o[p] for p in parts])
+    rows = (
+        torch.autograd.grad(each, [v, o], batch, is_grads_batched=True)
+        for each in (head_factors(q, k, v, o, heads)[1], values)
+    )
+    torch.testing.assert_close(*rows)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ Letters: T = tokens, a and b = blocks of the input and the numbers in each, c an
 output, R = rank of the blocks, K = R c, S = a R, plus one with a bias, G = layers.
 """
 
-import functools
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -22,11 +22,12 @@ from comera.ops.context import autocast_together, without_autocast
 from comera.ops.cores import open_gate
 from comera.ops.dispatch import is_eager, is_on_cpu
 from comera.ops.linear.feed_forward import ACTIVATIONS
-from comera.ops.operator import gradients_again, is_batched, is_traced
+from comera.ops.operator import is_recorded, operator
 from comera.ops.product import BATCHED_FROM, batched_by, computes_by_onednn
 from comera.planning.machine import PACKED_FROM
 
 _LEAST_SHARE = 1e-2  # least share of a typical singular value in the left core
+_LARGE = 32  # numbers in a block of the input, from which a compiled graph has one operator
 _HIDDEN_NUMBERS = 1 << 19  # of a piece on a CPU: two megabytes, the size of a cache
 
 
@@ -92,9 +93,7 @@ def block_linears(x_TI: Tensor, layers: Sequence[BlockFactors]) -> list[Tensor]:
     missing = factors[0].shape[0] * factors[0].shape[2] - x.shape[1]
     x = F.pad(x, (0, missing)) if missing else x
     with without_autocast(x):
-        # What is compiled, traced or transformed has to see all operations.
-        multiply = _Multiply.apply if is_eager() and not is_traced() else _multiply
-        ys = multiply(x, *factors)
+        ys = _blocks(x, factors)[:-1] if _is_one_operator(x, factors[0]) else _multiply(x, factors)
     widths = [layer.out_features for layer in layers]
     ys = [y[:, :n] if n < y.shape[1] else y for y, n in zip(ys, widths, strict=True)]
     return ys if x_TI.dim() == 2 else [y.reshape(*x_TI.shape[:-1], y.shape[1]) for y in ys]
@@ -116,11 +115,22 @@ def block_feed_forward(
     if len({first.kind for first in firsts}) > 1:
         return None
     x, first = _together(x_BI, firsts)
-    _, last = _together(x_BI, [second])
+    factors = [*first, *_together(x_BI, [second])[1]]
     with without_autocast(x):
-        run = _FeedForward.apply if is_eager() and not is_traced() else _feed_forward
-        y = run(activation, len(first), x, *first, *last)
+        given = x, factors, len(first), activation
+        y = _feed_forward(*given) if _is_one_operator(x, first[0]) else _plainly(*given)[0]
     return y if x_BI.dim() == 2 else y.view(*x_BI.shape[:-1], y.shape[1])
+
+
+def _is_one_operator(x: Tensor, left_aKb: Tensor) -> bool:
+    """Return whether nothing has to see all operations, as what records or fuses them has.
+
+    Fused copies save a compiled graph more than oneDNN does, unless the blocks are large.
+    """
+    if is_eager():
+        return not is_recorded()
+    is_large = left_aKb.shape[2] >= _LARGE and not torch.compiler.is_exporting()
+    return is_large and computes_by_onednn(x)
 
 
 def _together(x: Tensor, layers: Sequence[BlockFactors]) -> tuple[Tensor, list[Tensor]]:
@@ -135,8 +145,9 @@ def _together(x: Tensor, layers: Sequence[BlockFactors]) -> tuple[Tensor, list[T
     return x, [left, *rights]
 
 
-def _multiply(x_TI: Tensor, left_aKb: Tensor, *rights: Tensor) -> list[Tensor]:
-    """Compute ``(T, c d)`` of each layer of :func:`_together`, the reference of _Multiply."""
+def _multiply(x_TI: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+    """Compute ``(T, c d)`` of each layer of :func:`_together`, operation by operation."""
+    left_aKb, *rights = factors
     (a, wide, b), blocks = left_aKb.shape, [len(right) for right in rights]
     first_aKT = torch.bmm(left_aKb, x_TI.t().unflatten(0, (a, b)))
     rank = wide // sum(blocks)
@@ -173,15 +184,22 @@ class _Layers:
             return x_cTd
         return self.by_block(x_cTd.transpose(0, 1).flatten(1), blocks)
 
-    def hidden(self, x_aTb: Tensor) -> Tensor:
+    def hidden_of(self, kept_TH: Tensor) -> Tensor:
+        """View memory for C S numbers a row as a hidden tensor ``(C, S, T)``."""
+        rows, number, wide = kept_TH.shape[0], self.rights[0].shape[1], sum(self.blocks)
+        if self.packed:
+            return kept_TH.view(wide, number, rows)
+        return kept_TH.view(number, wide, rows).transpose(0, 1)
+
+    def hidden(self, x_aTb: Tensor, kept_TH: Tensor | None = None) -> Tensor:
         """Compute the hidden tensor ``(C, S, T)`` of all layers, C blocks of the output."""
         rows, number, wide = x_aTb.shape[1], self.rights[0].shape[1], sum(self.blocks)
+        kept_TH = x_aTb.new_empty(rows, wide * number) if kept_TH is None else kept_TH
+        hidden_CST = self.hidden_of(kept_TH)
         if self.packed:
-            hidden_CST = x_aTb.new_empty(wide, number, rows)
             first_SCT = self._product(self.left_aKb, x_aTb.mT).view(self.inner, wide, rows)
             hidden_CST[:, : self.inner] = first_SCT.transpose(0, 1)
         else:
-            hidden_CST = x_aTb.new_empty(number, wide, rows).transpose(0, 1)
             first_SCT = hidden_CST.transpose(0, 1)[: self.inner]
             self._product(self.left_aKb, x_aTb.mT, first_SCT.view(self.a, self.hidden_blocks, rows))
         if number > self.inner:
@@ -250,93 +268,96 @@ class _Layers:
                 total.baddbmm_(one, other)
 
 
-class _Multiply(torch.autograd.Function):
-    """:func:`_multiply` with results written where they belong."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TI, *factors):  # type: ignore[override]
-        ctx.rows, saved = _rows(x_TI, factors[0].shape[0] * factors[0].shape[1]), []
-        layers = _Layers(ctx.rows, *factors)
-        ys = [x_TI.new_empty(len(x_TI), r.shape[0] * r.shape[2]) for r in layers.rights]
-        for x, *outs in _each(ctx.rows, x_TI, *ys):
-            saved.append(layers.hidden(layers.by_block(x, layers.a)))
-            layers.outputs(saved[-1], list(map(_split, outs, layers.blocks)))
-        ctx.save_for_backward(x_TI, *factors, *saved)
-        return tuple(ys)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TI, *rest = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad
-        factors, saved = rest[: len(needs)], rest[len(needs) :]
-        with without_autocast(x_TI):
-            if torch.is_grad_enabled() or any(map(is_batched, grads)):
-
-                def side_by_side(*given: Tensor) -> Tensor:
-                    return torch.cat(_multiply(*given), 1)
-
-                return (*gradients_again(side_by_side, [x_TI, *factors], torch.cat(grads, 1)),)
-            layers = _Layers(ctx.rows, *factors)
-            grad_x = x_TI.new_empty(x_TI.shape) if needs_x else None
-            pieces = _each(ctx.rows, x_TI, grad_x, *grads)
-            for hidden, (x, grad, *given) in zip(saved, pieces, strict=True):
-                into = None if grad is None else _split(grad, layers.a)
-                of_ys = list(map(layers.by_block, given, layers.blocks))
-                layers.backward(layers.by_block(x, layers.a), hidden, of_ys, needs, into)
-            return grad_x, *layers.grads
+@operator("comera::blocks")
+def _blocks(x_TI: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+    """Return :func:`_multiply` with results written where they belong; last the hidden numbers."""
+    *ys, kept_TH = _empty(x_TI, factors)
+    rows = _rows(x_TI, math.prod(factors[0].shape[:2]))
+    layers = _Layers(rows, *factors)
+    for x, kept, *outs in _each(rows, x_TI, kept_TH, *ys):
+        hidden = layers.hidden(layers.by_block(x, layers.a), kept)
+        layers.outputs(hidden, list(map(_split, outs, layers.blocks)))
+    return [*ys, kept_TH]
 
 
-class _FeedForward(torch.autograd.Function):
-    """:func:`_feed_forward` that keeps nothing for the backward pass but its input."""
-
-    @staticmethod
-    def forward(ctx: Any, activation: str, size: int, x_TI, *factors):  # type: ignore[override]
-        ctx.activation, ctx.size = activation, size
-        ctx.save_for_backward(x_TI, *factors)
-        ctx.rows = _rows(x_TI, factors[size].shape[0] * factors[size].shape[2])
-        first, second = _Layers(ctx.rows, *factors[:size]), _Layers(ctx.rows, *factors[size:])
-        y_TO = x_TI.new_empty(len(x_TI), second.blocks[0] * second.rights[0].shape[2])
-        for x, y in _each(ctx.rows, x_TI, y_TO):
-            inner, *up = first.outputs(first.hidden(first.by_block(x, first.a)))
-            active = ACTIVATIONS[activation][0](inner, out=inner)
-            active = second.regroup(active.mul_(up[0]) if up else active, second.a)
-            second.outputs(second.hidden(active), [_split(y, second.blocks[0])])
-        return y_TO
-
-    @staticmethod
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TI, *factors = ctx.saved_tensors
-        with without_autocast(x_TI):
-            if torch.is_grad_enabled() or is_batched(grad_TO):
-                again = functools.partial(_feed_forward, ctx.activation, ctx.size)
-                return None, None, *gradients_again(again, [x_TI, *factors], grad_TO)
-            _, _, needs_x, *needs = ctx.needs_input_grad
-            first = _Layers(ctx.rows, *factors[: ctx.size])
-            second = _Layers(ctx.rows, *factors[ctx.size :])
-            value, grad_of = ACTIVATIONS[ctx.activation]
-            grad_x = x_TI.new_empty(x_TI.shape) if needs_x else None
-            for x, into, of_y in _each(ctx.rows, x_TI, grad_x, grad_TO):
-                x_aTb = first.by_block(x, first.a)
-                hidden = first.hidden(x_aTb)
-                inner, *up = first.outputs(hidden)
-                active = value(inner, out=torch.empty_like(inner))
-                made = second.regroup(active * up[0] if up else active, second.a)
-                grad, of_y = torch.empty_like(made), second.by_block(of_y, second.blocks[0])
-                second.backward(made, second.hidden(made), [of_y], needs[ctx.size :], grad)
-                grad = first.regroup(grad, first.blocks[0])
-                of_up = [active.mul_(grad)] if up else []
-                grad = grad.mul_(up[0]) if up else grad
-                grad = grad_of(grad, inner, grad_input=grad)
-                into = None if into is None else _split(into, first.a)
-                first.backward(x_aTb, hidden, [grad, *of_up], needs, into)
-            return None, None, grad_x, *first.grads, *second.grads
+@_blocks.register_fake
+def _empty(x_TI, factors):
+    rights = [right.shape for right in factors[1:]]
+    hidden = sum(blocks for blocks, _, _ in rights) * rights[0][1]
+    widths = *(blocks * d for blocks, _, d in rights), hidden
+    return [x_TI.new_empty(x_TI.shape[0], width) for width in widths]
 
 
-def _feed_forward(activation: str, size: int, x_TI: Tensor, *factors: Tensor) -> Tensor:
+def _blocks_gradients(
+    grads: Sequence[Tensor], kept: Sequence[Tensor], x_TI: Tensor, factors: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    rows = _rows(x_TI, math.prod(factors[0].shape[:2]))
+    layers = _Layers(rows, *factors)
+    grad_x = x_TI.new_empty(x_TI.shape) if needs[0] else None
+    for x, hidden, into, *given in _each(rows, x_TI, kept[0], grad_x, *grads):
+        of_ys = list(map(layers.by_block, given, layers.blocks))
+        of_x = None if into is None else _split(into, layers.a)
+        x_aTb = layers.by_block(x, layers.a)
+        layers.backward(x_aTb, layers.hidden_of(hidden), of_ys, needs[1:], of_x)
+    return [grad for grad in (grad_x, *layers.grads) if grad is not None]
+
+
+_blocks.register_gradients(_blocks_gradients, _multiply, kept=1)
+
+
+@operator("comera::block_feed_forward")
+def _feed_forward(x_TI: Tensor, factors: Sequence[Tensor], size: int, activation: str) -> Tensor:
+    """Return :func:`_plainly`, of which the backward pass gets the input alone."""
+    rows = _rows(x_TI, math.prod(factors[size].shape[::2]))
+    first, second = _Layers(rows, *factors[:size]), _Layers(rows, *factors[size:])
+    y_TO = _empty_output(x_TI, factors, size, activation)
+    for x, y in _each(rows, x_TI, y_TO):
+        inner, *up = first.outputs(first.hidden(first.by_block(x, first.a)))
+        active = ACTIVATIONS[activation][0](inner, out=inner)
+        active = second.regroup(active.mul_(up[0]) if up else active, second.a)
+        second.outputs(second.hidden(active), [_split(y, second.blocks[0])])
+    return y_TO
+
+
+@_feed_forward.register_fake
+def _empty_output(x_TI, factors, size, activation):
+    return x_TI.new_empty(x_TI.shape[0], factors[-1].shape[0] * factors[-1].shape[2])
+
+
+def _feed_forward_gradients(
+    grads: Sequence[Tensor], kept: Sequence[Tensor], x_TI: Tensor, factors: Sequence[Tensor],
+    size: int, activation: str, needs: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    rows = _rows(x_TI, math.prod(factors[size].shape[::2]))
+    first, second = _Layers(rows, *factors[:size]), _Layers(rows, *factors[size:])
+    value, grad_of = ACTIVATIONS[activation]
+    grad_x = x_TI.new_empty(x_TI.shape) if needs[0] else None
+    for x, into, of_y in _each(rows, x_TI, grad_x, grads[0]):
+        x_aTb = first.by_block(x, first.a)
+        hidden = first.hidden(x_aTb)
+        inner, *up = first.outputs(hidden)
+        active = value(inner, out=torch.empty_like(inner))
+        made = second.regroup(active * up[0] if up else active, second.a)
+        grad, of_y = torch.empty_like(made), second.by_block(of_y, second.blocks[0])
+        second.backward(made, second.hidden(made), [of_y], needs[1 + size :], grad)
+        grad = first.regroup(grad, first.blocks[0])
+        of_up = [active.mul_(grad)] if up else []
+        grad = grad.mul_(up[0]) if up else grad
+        grad = grad_of(grad, inner, grad_input=grad)
+        into = None if into is None else _split(into, first.a)
+        first.backward(x_aTb, hidden, [grad, *of_up], needs[1 : 1 + size], into)
+    return [grad for grad in (grad_x, *first.grads, *second.grads) if grad is not None]
+
+
+def _plainly(x_TI: Tensor, factors: Sequence[Tensor], size: int, activation: str) -> list[Tensor]:
     """Compute :func:`block_feed_forward`; the first layers have ``size`` factors."""
-    inner, *up = _multiply(x_TI, *factors[:size])
+    inner, *up = _multiply(x_TI, factors[:size])
     active = getattr(F, activation)(inner)
-    return _multiply(active * up[0] if up else active, *factors[size:])[0]
+    return _multiply(active * up[0] if up else active, factors[size:])
+
+
+_feed_forward.register_gradients(_feed_forward_gradients, _plainly)
 
 
 def _split(x_Tn: Tensor, blocks: int) -> Tensor:

@@ -9,17 +9,18 @@ Shape suffixes: B = batch, I = input width, F = hidden width, O = output width, 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.context import autocast_together, products_are_tf32, without_autocast
+from comera.ops.context import autocast_together, products_are_tf32
 from comera.ops.dispatch import Case, Way, Ways, is_on_cpu
 from comera.ops.kernels import feed_forward_kernel as kernels
 from comera.ops.linear.tt_linear import Factors, set_ones_, times_left
-from comera.ops.operator import gradients_again, is_batched, operator
+from comera.ops.operator import operator
 from comera.ops.product import add_product, affine, product, store_product_
 
 _aten = torch.ops.aten
@@ -108,13 +109,6 @@ def _(x_BI, factors, bias, activation):
     return y, x_BI.new_empty(rows, left1.shape[1]), x_BI.new_empty(rows, left2.shape[1])
 
 
-@torch.library.custom_op("comera::factorized_feed_forward_backward", mutates_args=())
-def _feed_forward_backward(
-    grad_y: Tensor, x: Tensor, t1: Tensor, t2: Tensor, factors: Sequence[Tensor], activation: str
-) -> list[Tensor]:
-    return _BACKWARD(x, factors, grad_y, t1, t2, activation)
-
-
 def _gradients_by_torch(
     x: Tensor, factors: Sequence[Tensor], grad_y: Tensor, t1: Tensor, t2: Tensor, activation: str
 ) -> list[Tensor]:
@@ -148,38 +142,24 @@ def _gradients_by_torch(
     ]
 
 
-@_feed_forward_backward.register_fake
-def _(grad_y, x, t1, t2, factors, activation):
-    return [torch.empty_like(tensor) for tensor in (x, *factors)]
+def _feed_forward_gradients(
+    grads: Sequence[Tensor], kept: Sequence[Tensor], x_BI: Tensor, factors: Sequence[Tensor],
+    bias: bool, activation: str, needs: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    x, gy = x_BI.reshape(-1, x_BI.shape[-1]), grads[0].reshape(-1, grads[0].shape[-1])
+    grad_x, *found = _BACKWARD(x, factors, gy, *kept, activation)
+    return list(compress([grad_x.reshape(x_BI.shape), *found], needs))
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    x_BI, factors, ctx.bias, ctx.activation = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x_BI, *output[1:], *factors)
+def _feed_forward_plainly(
+    x: Tensor, factors: Sequence[Tensor], bias: bool, activation: str
+) -> list[Tensor]:
+    left1, right1, left2, right2 = factors
+    pairs = Factors(left1, right1, bias), Factors(left2, right2, bias)
+    return [factorized_feed_forward_reference(x, *pairs, activation)]
 
 
-def _backward(ctx, grad_y: Tensor | None, *_):
-    if grad_y is None:
-        return None, [None] * 4, None, None
-    x_BI, t1, t2, *factors = ctx.saved_tensors
-
-    def plainly(x: Tensor, *factors: Tensor) -> Tensor:
-        left1, right1, left2, right2 = factors
-        pairs = Factors(left1, right1, ctx.bias), Factors(left2, right2, ctx.bias)
-        return factorized_feed_forward_reference(x, *pairs, ctx.activation)
-
-    with without_autocast(x_BI):
-        grad_y = grad_y.to(x_BI.dtype)
-        if torch.is_grad_enabled() or is_batched(grad_y):
-            grad_x, *grads = gradients_again(plainly, [x_BI, *factors], grad_y)
-            return grad_x, grads, None, None
-        x, gy = x_BI.reshape(-1, x_BI.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
-        grad_x, *grads = _feed_forward_backward(gy, x, t1, t2, factors, ctx.activation)
-    return grad_x.reshape(x_BI.shape), grads, None, None
-
-
-_feed_forward.register_autograd(_backward, setup_context=_setup_context)
+_feed_forward.register_gradients(_feed_forward_gradients, _feed_forward_plainly, kept=2)
 
 
 def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
@@ -229,11 +209,6 @@ def _(given):
     return given[0].new_empty(given[0].shape[0], given[4].shape[1])
 
 
-@torch.library.custom_op("comera::gated_hidden_backward", mutates_args=())
-def _gated_hidden_backward(given: Sequence[Tensor], grad_t2: Tensor) -> list[Tensor]:
-    return _GATED_BACKWARD(given, grad_t2)
-
-
 def _gated_gradients_by_torch(given: Sequence[Tensor], grad_t2: Tensor) -> list[Tensor]:
     t_gate, t_up, right_gate, right_up, left2 = given
     silu, silu_back = ACTIVATIONS["silu"]
@@ -261,29 +236,18 @@ def _gated_gradients_by_torch(given: Sequence[Tensor], grad_t2: Tensor) -> list[
     return [of_gate, of_up, *grads]
 
 
-@_gated_hidden_backward.register_fake
-def _(given, grad_t2):
-    thin = (t.new_empty(t.shape) for t in given[:2])
-    return [*thin, *map(torch.empty_like, given[2:])]
+def _gated_gradients(
+    grads: Sequence[Tensor], kept: Sequence[Tensor], given: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor]:
+    return list(compress(_GATED_BACKWARD(given, grads[0]), needs))
 
 
-def _back_gated(ctx, grad_t2: Tensor):
-    saved = list(ctx.saved_tensors)
-
-    def plainly(*given: Tensor) -> Tensor:
-        t_gate, t_up, right_gate, right_up, left2 = given
-        return (F.silu(t_gate @ right_gate) * (t_up @ right_up)) @ left2
-
-    with without_autocast(grad_t2):
-        grad_t2 = grad_t2.to(saved[0].dtype)
-        if torch.is_grad_enabled() or is_batched(grad_t2):
-            return (gradients_again(plainly, saved, grad_t2),)
-        return (_gated_hidden_backward(saved, grad_t2),)
+def _gated_plainly(given: Sequence[Tensor]) -> list[Tensor]:
+    t_gate, t_up, right_gate, right_up, left2 = given
+    return [(F.silu(t_gate @ right_gate) * (t_up @ right_up)) @ left2]
 
 
-_gated_hidden.register_autograd(
-    _back_gated, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[0])
-)
+_gated_hidden.register_gradients(_gated_gradients, _gated_plainly)
 
 
 def _pieces(x: Tensor, hidden: int) -> Iterator[slice]:
