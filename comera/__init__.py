@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from comera import _command  # noqa: F401  (first: Ctrl-C during the imports below)
 from comera.ops import attention  # noqa: F401
-from comera.ops.linear import feed_forward, fp8, tt_linear  # noqa: F401
+from comera.ops.linear import blocks, feed_forward, fp8, tt_linear  # noqa: F401
 from comera.ops.table import tt_embedding  # noqa: F401
 
 if TYPE_CHECKING:
