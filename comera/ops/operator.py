@@ -65,7 +65,7 @@ class Operator:
                 returns those that are, contiguous. Its annotations are a schema as well.
             plainly: A list of the results by operations of torch, for gradients that are
                 differentiated again or come in batches.
-            kept: How many of the last outputs are for the backward pass alone.
+            kept: Number of last outputs that only the backward pass reads.
         """
         backward = Operator(f"{self.name}_backward", gradients)
 

@@ -128,10 +128,11 @@ def calls(layers):
 
 
 def test_calls_of_an_eager_block():
-    """Of 421, 276 are of no work: its 36 cores, 30 gates, 6 biases and 4 vectors of norms get their
-    gradients as views of those of all layers (106 views, 84 slices), each detached once (88).
+    """Operations that PyTorch dispatches for one encoder block, 421, of which 276 do no arithmetic.
 
-    The others compute or turn operands around, those inside of backward passes among them.
+    36 cores, 30 gates, 6 biases and 4 vectors of norms get their gradients as views of those of all
+    layers (106 views, 84 slices), each detached once (88). The others compute or transpose
+    operands, in backward passes of the package's operators too.
     """
     assert (calls(6) - calls(2)) / 4 <= 421
 

@@ -123,9 +123,9 @@ def block_feed_forward(
 
 
 def _is_one_operator(x: Tensor, left_aKb: Tensor) -> bool:
-    """Return whether nothing has to see all operations, as what records or fuses them has.
+    """Return whether one operator may stand for the products: always, unless they are recorded.
 
-    Fused copies save a compiled graph more than oneDNN does, unless the blocks are large.
+    A compiled graph gains more by fusing copies than by oneDNN, unless the blocks are large.
     """
     if is_eager():
         return not is_recorded()
