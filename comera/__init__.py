@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from comera.recipes.trained import load_sweep as load_sweep
     from comera.report.compression import compression_report as compression_report
     from comera.report.explore import explore as explore
+    from comera.report.front import front as front
     from comera.report.memory_use import memory_report as memory_report
     from comera.report.model_plan import plan as plan
     from comera.saved.model_folder import load_model as load_model
@@ -89,6 +90,7 @@ _HOMES = {
     "comera.rank.two_stage": ("TwoStage",),
     "comera.report.compression": ("compression_report",),
     "comera.report.explore": ("explore",),
+    "comera.report.front": ("front",),
     "comera.report.memory_use": ("memory_report",),
     "comera.report.model_plan": ("plan",),
     "comera.saved.model_folder": ("load_model", "push_to_hub", "save_model"),

@@ -40,6 +40,7 @@ from comera.train.step import NonFiniteLossError
 COMMANDS = {
     "train": "",
     "plan": "",
+    "front": "comera.recipes.front:front",
     "sweep": "comera.recipes.sweep:sweep",
     "reproduce": "comera.recipes.reproduce:reproduce",
     "init": "comera.recipes.parse:init",

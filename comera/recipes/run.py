@@ -36,7 +36,7 @@ from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
 from comera.saved.model_folder import save_state
 from comera.train.log import MemoryWatch, print_text, to_json
-from comera.train.loop import evaluated, train
+from comera.train.loop import evaluated, forward_seconds, train
 from comera.train.processes import Processes
 from comera.train.sharded import shard_dense_, whole_state
 from comera.train.step import TrainStep
@@ -292,6 +292,7 @@ def _train_one(
         task.get_batch,
         steps=task.steps,
         seconds=config.train.seconds,
+        by_processor=config.train.clock == "processor",
         folder=folder,
         evaluate=task.evaluate,
         spread=task.spread,
@@ -310,6 +311,7 @@ def _train_one(
     if result.interrupted:
         return None
     test = evaluated(step, task.test) if task.test else {}
+    forward = forward_seconds(step, task.loss, task.get_batch(0))
     with torch.no_grad():
         completion = task.completion(model.eval())
     state = whole_state(model.state_dict())  # of all processes, which may hold parts of it
@@ -329,6 +331,7 @@ def _train_one(
             test=test,
             checkpoint_bytes=sum(sizes) / len(sizes) if sizes else None,
             state_bytes=memory.total.state,
+            forward_seconds=forward,
             ran=ran,
             **{key: value for key, value in vars(result).items() if key != "interrupted"},
         )

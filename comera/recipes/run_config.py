@@ -120,6 +120,10 @@ class ModelConfig:
         qk_init: ``same``: keys begin as a copy of queries, see ``comera.init_keys_as_queries_``.
         position_std: Standard deviation of fresh embeddings of positions and segments, of an
             encoder; embeddings of words have 0.02.
+        make: Another model for these sizes, of a task on text: ``module:function``, which is called
+            with those of ``width``, ``depth``, ``heads``, ``ffn`` and ``vocab_size`` that it names
+            and takes what the task's own model takes; or a folder with the ``config.json`` of a
+            causal model of transformers, for ``causal_text``.
     """
 
     d_model: int = 256
@@ -131,6 +135,7 @@ class ModelConfig:
     qk_norm: bool = False
     qk_init: Literal["independent", "same"] = "independent"
     position_std: float = 0.02
+    make: str | None = None
 
     def check(self, task: str) -> None:
         if task == "causal_text" and self.norm != "pre":
@@ -142,6 +147,8 @@ class ModelConfig:
                 f"model.position_std={self.position_std}: the model of {task} has no embeddings of "
                 "positions"
             )
+        if self.make is not None and task == "clicks":
+            raise ValueError(f"model.make={self.make}: the model of clicks is the section dlrm")
         if not self.position_std > 0:
             raise ValueError(f"model.position_std={self.position_std} must be positive")
         if not 0 <= self.dropout < 1:
@@ -210,6 +217,8 @@ class TrainConfig:
         steps: Optimizer steps; these, ``epochs`` or ``seconds`` have to be given.
         epochs: Passes over the data, where it has an end.
         seconds: Seconds in training steps, which learning rate and rank learning follow too.
+        clock: What they are: those on the ``wall``, or those of all processors in a step on a CPU
+            (``processor``), which other work on the machine does not lengthen.
         batch_size: Rows a step, of all processes together.
         accumulate: Number of parts to split a batch into; one step adds up their gradients.
         clip_norm: Largest gradient norm; null for none.
@@ -226,6 +235,7 @@ class TrainConfig:
     steps: int | None = field(default=None, metadata=_LENGTH)
     epochs: float | None = field(default=None, metadata=_LENGTH)
     seconds: float | None = field(default=None, metadata=_LENGTH)
+    clock: Literal["wall", "processor"] = "wall"
     batch_size: int = 32
     accumulate: int = 1
     clip_norm: float | None = 1.0

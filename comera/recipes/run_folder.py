@@ -172,6 +172,7 @@ class Outcome:
     processor_seconds: float | None = None  # of all processors, in training steps
     peak_memory: int | None = None  # bytes of training above those before the model was made
     state_bytes: int | None = None  # of the optimizer's state at the start
+    forward_seconds: float | None = None  # of a pass over a batch in evaluation mode
     ran: dict[str, Any] = field(default_factory=dict)  # date, machine and versions
 
 

@@ -125,7 +125,8 @@ def load_run(
         raise ValueError(f"{place / 'result.json'} does not say how large the model is")
     task = task_of(config)
     task.load_vocabulary(place)
-    with torch.device("meta"):
+    # Buffers that a state dict leaves out, as transformers', are drawn where the model is made.
+    with torch.device("cpu" if config.model.make else "meta"):
         dense = task.dense_model(result["sizes"])
     model = load_model(place, dense, device=device).eval()
     return TrainedRun(place, config, model, task.vocabulary, result)

@@ -1,12 +1,13 @@
 """Show the points of an explored model: their table, Pareto front and plot."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from comera.extras import listed, needed_by
+from comera.extras import listed
 from comera.planning import printing
+from comera.report.pictures import Dot, Panel, draw
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,15 +109,25 @@ class Exploration(printing.Report):
             ValueError: If ``library`` is neither of the two, or no point has a loss.
             MissingPackageError: If the library is not installed.
         """
-        if library not in ("matplotlib", "plotly"):
-            raise ValueError(f"library={library!r} must be 'matplotlib' or 'plotly'")
         if not self._measured:
             raise ValueError(f"none of {len(self.points)} points has a loss: nothing can be drawn")
-        groups: dict[str, list[Point]] = {}
-        for point in self._measured:
-            groups.setdefault(point.kind, []).append(point)
         best = sorted(self.pareto().points, key=lambda point: point.params or 0)
-        return (_in_plotly if library == "plotly" else _in_matplotlib)(groups, best)
+        named = [each for each in self._measured if each.layer == WHOLE or each in best]
+        dots: dict[str, list[Dot]] = {}
+        for point in self._measured:
+            hover = [f"<b>{point.setting}</b>", point.layer, f"loss {point.loss:.5g}"]
+            hover.append(f"{point.params:,} parameters, {point.ratio:.2f}x smaller")
+            hover += [f"ranks {point.ranks}"] * bool(point.ranks)
+            if point.error is not None:
+                hover.append(f"error of the weights {point.error:.3f}")
+            name = re.sub(r"^(order=\d+, |budget=)", "", point.setting)
+            name += "" if point.layer == WHOLE else f", {point.layer}"
+            name = name if point in named and point.setting != "dense" else ""
+            dot = Dot(point.params or 0, _loss(point), name, tuple(hover))
+            dots.setdefault(point.kind, []).append(dot)
+        line = [(point.params or 0, _loss(point)) for point in best]
+        label = "parameters of the whole model"
+        return draw([Panel(label, "loss", dots, {"Pareto front": line})], library)
 
     def tables(self) -> list[printing.Table]:
         """Return a table with a row for each point; points of :meth:`pareto` have a star."""
@@ -172,73 +183,6 @@ class Exploration(printing.Report):
     @property
     def _measured(self) -> list[Point]:
         return [point for point in self.points if point.loss is not None]
-
-
-def _in_matplotlib(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any:
-    figure, (axes,) = printing.empty_figure(height=4.4)
-    from matplotlib.ticker import EngFormatter
-
-    for kind, points in groups.items():
-        axes.plot(*_sizes_and_losses(points), "o", ms=4, label=kind)
-    axes.plot(*_sizes_and_losses(best), color="#8a9299", lw=0.8, zorder=0, label="Pareto front")
-    axes.margins(0.1)
-    axes.set(xlabel="parameters of the whole model", ylabel="loss")
-    axes.ticklabel_format(axis="y", useOffset=False)
-    axes.locator_params("x", nbins=6)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
-    figure.draw_without_rendering()  # puts the axes where they stay
-    taken: list[Any] = []
-    every = [*best, *(point for points in groups.values() for point in points)]
-    for point in dict.fromkeys(every):  # those on the line first
-        if point.setting == "dense" or (point.layer != WHOLE and point not in best):
-            continue
-        name = re.sub(r"^(order=\d+, |budget=)", "", point.setting)
-        name += "" if point.layer == WHOLE else f", {point.layer}"
-        text = axes.annotate(
-            name, (point.params, point.loss), (5, 5), textcoords="offset points",
-            fontsize="x-small", in_layout=False,
-        )  # fmt: skip
-        box = text.get_window_extent()
-        if box.count_overlaps(taken):  # no room for a name
-            text.remove()
-        else:
-            taken.append(box)
-    return figure
-
-
-def _in_plotly(groups: dict[str, list[Point]], best: Sequence[Point]) -> Any:
-    with needed_by("a picture to zoom into"):
-        import plotly.graph_objects as plotly
-    figure = plotly.Figure()
-    sizes, losses = _sizes_and_losses(best)
-    line = {"color": "#8a9299", "width": 1}
-    figure.add_scatter(
-        x=sizes, y=losses, mode="lines", line=line, name="Pareto front", hoverinfo="skip"
-    )
-    for kind, points in groups.items():
-        sizes, losses = _sizes_and_losses(points)
-        texts = []
-        for point in points:
-            lines = [f"<b>{point.setting}</b>", point.layer, f"loss {point.loss:.5g}"]
-            lines.append(f"{point.params:,} parameters, {point.ratio:.2f}x smaller")
-            if point.ranks:
-                lines.append(f"ranks {point.ranks}")
-            if point.error is not None:
-                lines.append(f"error of the weights {point.error:.3f}")
-            texts.append("<br>".join(lines))
-        figure.add_scatter(
-            x=sizes, y=losses, mode="markers", name=kind, text=texts,
-            hovertemplate="%{text}<extra></extra>",
-        )  # fmt: skip
-    return figure.update_layout(
-        xaxis_title="parameters of the whole model", yaxis_title="loss",
-        template="plotly_white", width=720, height=440,
-    )  # fmt: skip
-
-
-def _sizes_and_losses(points: Sequence[Point]) -> tuple[list[Any], list[Any]]:
-    return [point.params for point in points], [point.loss for point in points]
 
 
 def _loss(point: Point) -> float:

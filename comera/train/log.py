@@ -31,11 +31,13 @@ from comera.planning.printing import show_count
 class StepClock:
     """Sums the seconds of training steps; GPU steps are timed by events, without waiting.
 
-    ``processor`` are the seconds of all processors that this process took in them.
+    ``processor`` are the seconds of all processors that this process took in them, which count as
+    the seconds of a step ``by_processor``.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, by_processor: bool = False) -> None:
         self._device, self._seconds, self.processor = device, 0.0, 0.0
+        self._by_processor = by_processor
         self._latest = collections.deque[float](maxlen=9)
         self._open = collections.deque[tuple[torch.cuda.Event, torch.cuda.Event]]()
 
@@ -43,9 +45,10 @@ class StepClock:
     def step(self) -> Iterator[None]:
         used = time.process_time()
         if self._device.type != "cuda":
-            began = time.perf_counter()
+            now = time.process_time if self._by_processor else time.perf_counter
+            began = now()
             yield
-            self.add(time.perf_counter() - began)
+            self.add(now() - began)
         else:
             start = self._event()
             yield

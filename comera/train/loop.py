@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,10 +75,11 @@ class RunUnderWay:
         evaluate: Evaluate | None,
         processes: Processes,
         spread: Evaluate | None = None,
+        by_processor: bool = False,
     ) -> None:
         self._step, self._chain, self._processes = step, chain, processes
         self._evaluate, self._spread = evaluate, spread
-        self.clock = StepClock(next(step.model.parameters()).device)
+        self.clock = StepClock(next(step.model.parameters()).device, by_processor)
         self.result = LoopResult(0, 0.0)
         self._saved_at = -1
         # Sum and number of losses since the last line of the log; part of a checkpoint, so that a
@@ -212,12 +214,24 @@ def evaluated(step: TrainStep, evaluate: Evaluate) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
+def forward_seconds(step: TrainStep, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> float:
+    """Return the seconds of a pass in evaluation mode, loss included, the least of five."""
+    model, times = unwrapped_model(step.model), []
+    with evaluation_mode(model), torch.no_grad(), step.contracted:
+        for _ in range(6):
+            began = time.perf_counter()
+            float(loss_fn(model, batch))  # waits for the device
+            times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
 def train(
     step: TrainStep,
     get_batch: Callable[[int], Any],
     *,
     steps: int,
     seconds: float | None = None,
+    by_processor: bool = False,
     folder: Path,
     evaluate: Evaluate | None = None,
     spread: Evaluate | None = None,
@@ -247,6 +261,8 @@ def train(
         steps: Optimizer steps in all; with ``seconds`` those that rank learning and a scheduler
             such as ``LambdaLR`` are made for, at whose share they stand that the clock has used.
         seconds: Length of the run instead, in training steps.
+        by_processor: Whether seconds are those of all processors in a step on a CPU, which other
+            work on the machine does not lengthen, and not those on the wall.
         folder: Folder for ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/``.
         spread: Function that returns, as ``spread``, how far answers differ among inputs; it is
             asked before ranks are cut and at the end, and warns of a model that answers nothing.
@@ -275,7 +291,7 @@ def train(
     together.from_first(chain.lock)
     with contextlib.ExitStack() as at_end:
         at_end.callback(chain.close)  # it writes the checkpoints that are under way
-        run = RunUnderWay(step, chain, evaluate, together, spread)
+        run = RunUnderWay(step, chain, evaluate, together, spread, by_processor)
         if not resume:
             together.from_first(lambda: chain.rewind(-1))
         peaks = getattr(step.scheduler, "base_lrs", [])

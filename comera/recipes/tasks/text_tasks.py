@@ -18,6 +18,7 @@ from comera.data.vocabulary import CLS, MASK
 from comera.extras import error_prefix
 from comera.files import write_text
 from comera.models.decoder import CausalLanguageModel, Decoder
+from comera.models.own import own_model
 from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.tasks.task import Batch, Digests, Task, logits_of
 
@@ -33,8 +34,13 @@ class TextTask(Task):
         return {"vocab_size": self.data.vocab_size}
 
     def dense_model(self, sizes: Mapping[str, Any]) -> nn.Module:
+        words = int(sizes["vocab_size"])
         with error_prefix("model."):  # it begins with the name of a setting
-            return self._transformer(int(sizes["vocab_size"]))
+            if (make := self.config.model.make) is None:
+                return self._transformer(words)
+            names = ("width", "depth", "heads", "ffn")
+            own = dict(zip(names, self._widths, strict=True))
+            return own_model(make, **own, vocab_size=words)
 
     @abstractmethod
     def _transformer(self, vocab_size: int) -> nn.Module:

@@ -1,0 +1,338 @@
+"""Show how small a model can be: the answer in sentences, a table and pictures of a front."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import fmean, variance
+from typing import TYPE_CHECKING, Any, Literal
+
+from comera.extras import listed
+from comera.planning import printing
+from comera.report.pictures import Dot, Panel, draw, shown
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COSTS = {
+    "params": ("parameters", ""), "bytes": ("bytes on disk", "B"),
+    "memory": ("memory of training", "B"), "step_seconds": ("seconds of a step", "s"),
+    "forward_seconds": ("seconds of a forward pass", "s"),
+}  # fmt: skip
+"""The costs of a model, each with its name and unit."""
+
+SIDES = {False: "dense", True: "compressed"}
+_LEVEL = "level"
+_WITHIN = 0.02  # share of the best's quality that the smallest good model may give away
+_ERRORS = 2.0  # standard errors of a difference up to which two models are level
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One training of a variant; ``costs`` are figures by key of ``COSTS``, and ``steps``."""
+
+    variant: str
+    family: str
+    compressed: bool
+    rate: float
+    seed: int
+    dev: float  # quality on data that rates are chosen by
+    test: float | None  # quality on data that nothing is chosen by
+    costs: Mapping[str, float | None]
+    layers: str = ""
+    trains_on: str = ""
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """A variant at its best rate, as the mean over its seeds; what is not known is None.
+
+    Attributes:
+        name: Of the variant.
+        family: What was done to the model as given, such as ``blocks``.
+        compressed: Whether a format of comera stores weights; else dense, in eight bits or not.
+        quality: The metric, on test data if there are any.
+        error: Standard error of the quality, from the deviations over seeds of all variants.
+        seeds: Number of trainings at that rate.
+        rate: Learning rate, the best of those tried by data that are not the test data.
+        params: Parameters of the whole model, after training.
+        bytes: Bytes of its file.
+        memory: Peak bytes of training, above what the process had before.
+        step_seconds: Processor seconds of a training step, the mean.
+        forward_seconds: Seconds of a pass over a batch in evaluation mode.
+        steps: Steps of training, the mean.
+        layers: What its layers are, in words.
+        trains_on: How to train it for longer.
+        note: What happened on the way, such as rates that diverged.
+    """
+
+    name: str
+    family: str
+    compressed: bool
+    quality: float
+    error: float | None = None
+    seeds: int = 1
+    rate: float | None = None
+    params: int = 0
+    bytes: float = 0
+    memory: float | None = None
+    step_seconds: float | None = None
+    forward_seconds: float | None = None
+    steps: float | None = None
+    layers: str = ""
+    trains_on: str = ""
+    note: str = ""
+
+
+def chosen_rates(runs: Sequence[Trained], higher: bool) -> dict[str, float]:
+    """Return the rate of each variant that is best by development data of the first seed.
+
+    A variant of which all trainings diverged has none.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    first = min((run.seed for run in runs), default=0)
+    for run in runs:
+        if math.isfinite(run.dev) and run.seed == first:
+            worse = -run.dev if higher else run.dev
+            found[run.variant] = min((worse, run.rate), found.get(run.variant, (math.inf, 0.0)))
+    return {name: rate for name, (_, rate) in found.items()}
+
+
+def points_of(runs: Sequence[Trained], higher: bool) -> list[FrontPoint]:
+    """Return the mean of each variant over its seeds, at the rate of :func:`chosen_rates`.
+
+    Errors are standard errors by the variance over seeds that all variants share, None where no
+    variant has several seeds. Figures are of test data if all runs have them.
+    """
+    groups: dict[str, list[Trained]] = {}
+    rates, tested = chosen_rates(runs, higher), all(run.test is not None for run in runs)
+    for run in runs:
+        if rates.get(run.variant) == run.rate and math.isfinite(run.dev):
+            groups.setdefault(run.variant, []).append(run)
+    values = {k: [float((r.test if tested else r.dev) or 0) for r in g] for k, g in groups.items()}
+    spreads = [variance(each) for each in values.values() if len(each) > 1]
+    found = []
+    for name, own in groups.items():
+        means: dict[str, Any] = {}
+        for key in (*COSTS, "steps"):
+            known = [cost for run in own if (cost := run.costs.get(key)) is not None]
+            means[key] = fmean(known) if len(known) == len(own) else None
+        gone = [r for r in runs if r.variant == name and not math.isfinite(r.dev)]
+        at = listed([f"rate {run.rate:.2g}, seed {run.seed}" for run in gone])
+        point = FrontPoint(
+            name, own[0].family, own[0].compressed, fmean(values[name]),
+            math.sqrt(fmean(spreads) / len(own)) if spreads else None, len(own), own[0].rate,
+            **means | {"params": round(means["params"])}, layers=own[0].layers,
+            trains_on=own[0].trains_on, note=f"diverged at {at}" if gone else "",
+        )  # fmt: skip
+        found.append(point)
+    return found
+
+
+@dataclass(frozen=True, repr=False)
+class Front(printing.Report):
+    """Result of :func:`comera.front`: how good each variant of a model is, and what it costs.
+
+    It prints itself, also in Jupyter: the answer in sentences, then the table.
+
+    Attributes:
+        points: A point for each variant that was trained; the model as given is first.
+        metric: What quality is, such as ``loss``.
+        higher: Whether more of it is better.
+        left_out: Why other variants have no point, by name.
+        about: How the variants were trained, in words.
+    """
+
+    points: tuple[FrontPoint, ...]
+    metric: str = "loss"
+    higher: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    about: str = ""
+
+    def best(self, points: Sequence[FrontPoint] | None = None) -> FrontPoint:
+        """Return the point of best quality, of all or of some."""
+        return min(self.points if points is None else points, key=self._worse)
+
+    def pareto(self, cost: str = "params") -> list[FrontPoint]:
+        """Return the points that none as cheap beats, cheapest first; ``cost`` is a key of COSTS.
+
+        Points whose cost was not measured are left out.
+        """
+        found: list[FrontPoint] = []
+        known = [point for point in self.points if getattr(point, cost) is not None]
+        for point in sorted(known, key=lambda p: (getattr(p, cost), self._worse(p))):
+            if not found or self._worse(point) < self._worse(found[-1]):
+                found.append(point)
+        return found
+
+    def smallest(self, within: float = _WITHIN) -> FrontPoint:
+        """Return the point of fewest bytes whose quality is within a share of the best's."""
+        best = self.best()
+        bound = self._worse(best) + within * abs(best.quality)
+        return min((p for p in self.points if self._worse(p) <= bound), key=lambda p: p.bytes)
+
+    def level(self, one: FrontPoint, other: FrontPoint) -> bool:
+        """Return whether errors are known and as large as the difference of two points."""
+        if one.error is None or other.error is None:
+            return False
+        return abs(one.quality - other.quality) < _ERRORS * math.hypot(one.error, other.error)
+
+    def answer(self) -> list[str]:
+        """Return how small the model can be, in sentences."""
+        if not self.points:
+            return [f"No variant was trained: {listed([*self.left_out.values()])}"]
+        best, given, least = self.best(), self.points[0], self.smallest()
+        said = [f"Best: {self._described(best)}."]
+        if best is not given and given.family == "given":
+            said[0] += f" As given: {self._described(given).partition(', ')[2]}."
+        if alike := [p.name for p in self.points if p is not best and self.level(p, best)]:
+            said[0] += f" Level with the best within its error: {listed(alike)}."
+        if least is best:
+            said.append(f"Smallest within {_WITHIN:.0%} of the best: itself.")
+        else:
+            times = best.bytes / least.bytes
+            text = f"Smallest within {_WITHIN:.0%} of the best: {self._described(least)}"
+            said.append(f"{text}; {times:.1f}x smaller on disk than the best.")
+        front = self.pareto("bytes")
+        steps = [f"{shown(p.bytes, 'B')} {p.name} ({self._shown(p)})" for p in front]
+        said.append(f"Best at each size on disk: {listed(steps, 8)}.")
+        leads = {key: found for key in COSTS if (found := self._leads(key))}
+        for side in (*SIDES.values(), _LEVEL):
+            always = [COSTS[k][0] for k, found in leads.items() if [w for w, _ in found] == [side]]
+            if always:
+                who = "Neither side leads" if side == _LEVEL else f"{side.capitalize()} models lead"
+                which = "every cost" if len(always) == len(leads) else listed(always)
+                said.append(f"{who}, whatever the limit on {which}.")
+        for cost, ((first, _), *others) in leads.items():
+            if others:
+                name, unit = COSTS[cost]
+                changes = [f"{who} from {shown(at, unit)} on" for who, at in others]
+                said.append(f"Who leads by {name}: {', '.join([first, *changes])}.")
+        if all(point.error is None for point in self.points):
+            said.append("One seed each: no errors are known, and small differences may be chance.")
+        return said
+
+    def _leads(self, cost: str) -> list[tuple[str, float]]:
+        """Return the side that leads among models that cost no more, wherever that changes.
+
+        There is none if all models that have such a cost are of one side.
+        """
+        known = [(c, p) for p in self.points if (c := getattr(p, cost)) is not None]
+        found: list[tuple[str, float]] = []
+        for most in sorted({c for c, _ in known}):
+            fits = [[p for c, p in known if c <= most and p.compressed == side] for side in SIDES]
+            best = [self.best(side) for side in fits if side]
+            is_level = len(best) == 2 and self.level(*best)
+            found.append((_LEVEL if is_level else SIDES[self.best(best).compressed], most))
+        first = [next(own) for _, own in groupby(found, key=lambda each: each[0])]
+        return first if len({p.compressed for _, p in known}) == 2 else []
+
+    def tables(self) -> list[printing.Table]:
+        """Return a table with a row for each point, best first; the front by size has a star."""
+        best = self.pareto("bytes")
+        columns: dict[str, Callable[[FrontPoint], str]] = {
+            "variant": lambda p: ("* " if p in best else "") + p.name,
+            self.metric: self._shown,
+            "parameters": lambda p: f"{p.params:,}",
+            "on disk": lambda p: shown(p.bytes, "B"),
+            "memory": lambda p: _text(p.memory, "B"),
+            "a step": lambda p: _text(p.step_seconds, "s"),
+            "a pass": lambda p: _text(p.forward_seconds, "s"),
+            "steps": lambda p: "" if p.steps is None else f"{p.steps:,.0f}",
+            "rate": lambda p: "" if p.rate is None else f"{p.rate:.2g}",
+            "seeds": lambda p: str(p.seeds),
+        }
+        rows = [
+            [show(point) for show in columns.values()]
+            for point in sorted(self.points, key=self._worse)
+        ]
+        title = f"{self.metric}, {'higher' if self.higher else 'lower'} is better"
+        spare = ["seeds", "rate", "steps", "a pass", "a step", "memory"]
+        return [printing.Table(title, [*columns], rows, spare=spare)]
+
+    @property
+    def heading(self) -> str:  # type: ignore[override]
+        return "\n".join(self.answer())
+
+    def summary(self) -> str:
+        """Return how the variants were trained, and which are left out."""
+        lines = [self.about, "* no other is as small on disk and as good"]
+        lines[-1] += "; ± one standard error" * any(point.error for point in self.points)
+        lines += [f"{point.name}: {point.note}" for point in self.points if point.note]
+        lines += [f"left out: {reason}" for reason in self.left_out.values()]
+        return "\n".join(filter(None, lines))
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return a data frame with a row for each :class:`FrontPoint`. Needs pandas."""
+        return printing.data_frame(map(vars, self.points))
+
+    def plot(
+        self,
+        library: Literal["matplotlib", "plotly"] = "matplotlib",
+        costs: Sequence[str] = tuple(COSTS),
+    ) -> Any:
+        """Draw quality over each cost, dense and compressed told apart.
+
+        Args:
+            library: ``"matplotlib"`` draws a still picture with a panel for each cost;
+                ``"plotly"`` one to zoom into, with a menu of costs: under the pointer a point
+                shows its figures, its layers and how to train it on.
+            costs: Keys of ``COSTS``: params, bytes, memory, step_seconds, forward_seconds.
+
+        Returns:
+            A figure of that library.
+
+        Raises:
+            ValueError: If ``library`` is neither of the two, a cost is unknown, or nothing was
+                measured.
+            MissingPackageError: If the library is not installed.
+        """
+        for cost in costs:
+            if cost not in COSTS:
+                raise ValueError(f"costs holds {cost!r}, which is none of {', '.join(COSTS)}")
+        panels = [self.panel(cost) for cost in costs if self.pareto(cost)]
+        if not panels:
+            raise ValueError("no point has such a cost: nothing can be drawn")
+        return draw(panels, library)
+
+    def panel(self, cost: str) -> Panel:
+        """Return the panel of a cost: dots of both sides, and a line through the best of each."""
+        dots: dict[str, list[Dot]] = {}
+        lines: dict[str, list[tuple[float, float]]] = {}
+        costs = [c for p in self.points if (c := getattr(p, cost)) is not None]
+        for compressed, side in SIDES.items():
+            own = [p for p in self.points if p.compressed == compressed]
+            if own := [p for p in own if getattr(p, cost) is not None]:
+                dots[side] = [
+                    Dot(getattr(p, cost), p.quality, p.name, self._facts(p), p.error) for p in own
+                ]
+                front = Front(tuple(own), self.metric, self.higher).pareto(cost)
+                ends = [(getattr(p, cost), p.quality) for p in front]
+                lines[side] = [*ends, (max(costs), front[-1].quality)]
+        name, unit = COSTS[cost]
+        return Panel(name, self.metric, dots, lines, unit, log=True, steps=True)
+
+    def _facts(self, point: FrontPoint) -> tuple[str, ...]:
+        facts = [f"<b>{point.name}</b>", f"{self.metric} {self._shown(point)}"]
+        for key, (name, unit) in COSTS.items():
+            if (cost := getattr(point, key)) is not None:
+                facts.append(f"{name} {shown(cost, unit)}")
+        facts += [f"rate {point.rate:.2g}, {point.steps:,.0f} steps"] if point.steps else []
+        return (*facts, *filter(None, (point.layers, point.trains_on, point.note)))
+
+    def _worse(self, point: FrontPoint) -> float:
+        return -point.quality if self.higher else point.quality
+
+    def _shown(self, point: FrontPoint) -> str:
+        scale, digits = (100, 1) if self.metric == "accuracy" else (1, 3)
+        if self.metric == "perplexity":
+            digits = 2
+        error = "" if point.error is None else f" ± {scale * point.error:.{digits}f}"
+        return f"{scale * point.quality:.{digits}f}{' %' * (scale == 100 and not error)}{error}"
+
+    def _described(self, point: FrontPoint) -> str:
+        return f"{point.name}, {self.metric} {self._shown(point)}, {point.params:,} parameters"
+
+
+def _text(cost: float | None, unit: str) -> str:
+    return "" if cost is None else shown(cost, unit)
