@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from comera._command import INTERRUPTED
 from comera.extras import error_prefix, without_remarks
 from comera.files import write_text
 from comera.nn.module import tensor_trains
@@ -122,10 +123,13 @@ def front(
             described(seconds, rates, seeds, metric, work.is_tested),
         )  # fmt: skip
         print_text(console, str(found))
-        write_front(found, work.folder)
-        names = "front.html, front.json and front.png"
-        print_text(console, f"wrote {names} to {work.folder}")
-    return 0 if found.points and not found.about.startswith("interrupted") else 1
+        if found.points:
+            write_front(found, work.folder)
+            names = "front.html, front.json and front.png"
+            print_text(console, f"wrote {names} to {work.folder}")
+    if found.interrupted:
+        return INTERRUPTED
+    return 0 if found.points else 1
 
 
 @dataclass
@@ -326,8 +330,7 @@ def write_front(found: Front, folder: Path) -> None:
     """Write the points, the picture and the page of a front into its folder."""
     facts = {**vars(found), "points": [vars(point) for point in found.points]}
     write_text(folder / "front.json", to_json(facts, indent=1))
-    if found.points:
-        found.plot().savefig(folder / "front.png", dpi=110)
+    found.plot().savefig(folder / "front.png", dpi=110)
     content = {
         "title": f"How small can it be: {folder.resolve().name}",
         "answer": found.answer(),
@@ -355,7 +358,7 @@ def chart_of(panel: Panel) -> page.Chart:
         points = [
             page.Point(
                 dot.x, dot.y, "\n".join(re.sub(r"</?b>", "", line) for line in dot.hover),
-                dot.name, dot.error or 0.0,
+                dot.name if (dot.x, dot.y) in panel.lines[side] else "", dot.error or 0.0,
             )
             for dot in dots
         ]  # fmt: skip
@@ -365,4 +368,5 @@ def chart_of(panel: Panel) -> page.Chart:
     if not any(dot.error for dot in every):
         caption = caption.partition(". ")[0] + "."
     title = f"{panel.y_label.capitalize()} over {panel.x_label}"
-    return page.Chart(title, caption, x, page.axis_around(panel.y_label, ends, room=0.1), lines)
+    y = page.axis_around(panel.y_label, ends, log=panel.log_y, room=0.1)
+    return page.Chart(title, caption, x, y, lines)

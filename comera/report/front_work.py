@@ -147,6 +147,7 @@ def train_front(
 
             problems.update(side_by_side(dict(pieces), jobs, ended))
 
+        interrupted = False
         try:
             run(piece(v, rate_of(v, times), seeds[0]) for v in trained for times in rates)
             best = chosen_rates(work.read(), higher)
@@ -161,6 +162,7 @@ def train_front(
                 for place in [work.place(variant.name, best["given"], seed)]
             )
         except KeyboardInterrupt:
+            interrupted = True
             about = f"interrupted: the same command or call goes on in {work.folder}. {about}"
     names = [variant.name for variant in planned]
     points = points_of([run for run in work.read() if run.variant in names], higher)
@@ -176,7 +178,7 @@ def train_front(
     if after and "given" not in found:
         lost["after"] = f"{listed([v.name for v in after])}: the model as given was not trained"
     points = [dataclasses.replace(p, note="; ".join(found[p.name])) for p in points]
-    return Front(tuple(points), metric, higher, lost, about)
+    return Front(tuple(points), metric, higher, lost, about, interrupted)
 
 
 def as_smaller(

@@ -141,6 +141,7 @@ class Front(printing.Report):
         higher: Whether more of it is better.
         left_out: Why other variants have no point, by name.
         about: How the variants were trained, in words.
+        interrupted: Whether some are missing because of Ctrl-C.
     """
 
     points: tuple[FrontPoint, ...]
@@ -148,6 +149,7 @@ class Front(printing.Report):
     higher: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     about: str = ""
+    interrupted: bool = False
 
     def best(self, points: Sequence[FrontPoint] | None = None) -> FrontPoint:
         """Return the point of best quality, of all or of some."""
@@ -180,7 +182,7 @@ class Front(printing.Report):
     def answer(self) -> list[str]:
         """Return how small the model can be, in sentences."""
         if not self.points:
-            return [f"No variant was trained: {listed([*self.left_out.values()])}"]
+            return ["No variant has been trained."]
         best, given, least = self.best(), self.points[0], self.smallest()
         said = [f"Best: {self._described(best)}."]
         if best is not given and given.family == "given":
@@ -229,6 +231,8 @@ class Front(printing.Report):
 
     def tables(self) -> list[printing.Table]:
         """Return a table with a row for each point, best first; the front by size has a star."""
+        if not self.points:
+            return []
         best = self.pareto("bytes")
         columns: dict[str, Callable[[FrontPoint], str]] = {
             "variant": lambda p: ("* " if p in best else "") + p.name,
@@ -310,7 +314,14 @@ class Front(printing.Report):
                 ends = [(getattr(p, cost), p.quality) for p in front]
                 lines[side] = [*ends, (max(costs), front[-1].quality)]
         name, unit = COSTS[cost]
-        return Panel(name, self.metric, dots, lines, unit, log=True, steps=True)
+        far = not self.higher and self._is_far
+        return Panel(name, self.metric, dots, lines, unit, log=True, log_y=far, steps=True)
+
+    @property
+    def _is_far(self) -> bool:
+        """Return whether the worst quality is several times the best, as perplexities may be."""
+        least, most = (pick(point.quality for point in self.points) for pick in (min, max))
+        return least > 0 and most > 3 * least
 
     def _facts(self, point: FrontPoint) -> tuple[str, ...]:
         facts = [f"<b>{point.name}</b>", f"{self.metric} {self._shown(point)}"]

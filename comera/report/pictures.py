@@ -29,6 +29,7 @@ class Panel:
     lines: Mapping[str, Sequence[tuple[float, float]]]
     unit: str = ""  # of the cost, such as s; B is written in powers of 1,024
     log: bool = False  # the axis of the cost
+    log_y: bool = False  # that of the quality
     steps: bool = False  # lines fall where a better dot is, and are flat in between
 
 
@@ -51,9 +52,11 @@ def _in_matplotlib(panels: Sequence[Panel]) -> Any:
     rows = -(-len(panels) // columns)
     figure, _ = printing.empty_figure(columns, (4.4 if rows == 1 else 3.4 * rows))
     figure.clear()
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    grid = figure.subplots(rows, columns, squeeze=False).flat
+    grid = [*figure.subplots(rows, columns, squeeze=False).flat]
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
     for axes, panel in zip(grid, panels, strict=False):
         colors = dict(zip([*panel.dots], COLORS * len(panel.dots), strict=False))
         for kind, dots in panel.dots.items():
@@ -74,10 +77,14 @@ def _in_matplotlib(panels: Sequence[Panel]) -> Any:
         else:
             axes.locator_params("x", nbins=6)
         axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
-        axes.ticklabel_format(axis="y", useOffset=False)
+        if panel.log_y:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.ticklabel_format(axis="y", useOffset=False)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _, u=panel.unit: shown(x, u)))
-    for axes in grid:  # no panel is left for it
-        axes.set_axis_off()
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.draw_without_rendering()  # puts the axes where they stay
@@ -146,7 +153,8 @@ def _in_plotly(panels: Sequence[Panel]) -> Any:
         shares.append(len(figure.data) - before)
     axis = {"type": "log" if panels[0].log else "linear"}
     figure.update_layout(
-        xaxis={"title": panels[0].x_label, **axis}, yaxis_title=panels[0].y_label,
+        xaxis={"title": panels[0].x_label, **axis},
+        yaxis={"title": panels[0].y_label, "type": "log" if panels[0].log_y else "linear"},
         template="plotly_white", width=760, height=460,
     )  # fmt: skip
     if len(panels) > 1:
