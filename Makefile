@@ -1,5 +1,5 @@
 # `make demo` and `make test` set everything up in .venv and touch nothing outside this folder
-# (prepared data goes to the user's cache folder, see README).
+# (prepared data goes to the user's cache folder, see docs/formats.md).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -77,14 +77,49 @@ def test_examples_are_found():
     assert len(EXAMPLES) >= 15
 
 
+def shown_below(path: Path, block: re.Match[str]) -> str | None:
+    """What a page shows as printed by a block: a block of ``text`` that directly follows it."""
+    following = re.compile(r"\n+```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    found = following.match(path.read_text(encoding="utf-8"), block.end())
+    return found and found[1]
+
+
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def check_printed(shown: str, printed: str) -> None:
+    """Compare words exactly, and numbers to a tenth: losses depend on a machine's rounding."""
+    assert _NUMBER.sub("#", printed) == _NUMBER.sub("#", shown)
+    of_shown, of_printed = (
+        [float(number.replace(",", "")) for number in _NUMBER.findall(text)]
+        for text in (shown, printed)
+    )
+    assert of_printed == pytest.approx(of_shown, rel=0.1)
+
+
+def test_first_pages_show_what_a_block_prints():
+    for path in (ROOT / "README.md", ROOT / "docs/index.md"):
+        assert any(shown_below(path, block) for block in blocks(path, "python"))
+
+
+def test_another_print_is_found():
+    check_printed("a: 1,234 numbers, loss 0.160\n", "a: 1,200 numbers, loss 0.165\n")
+    for other in ("a: 1,234 numbers, loss 0.190\n", "b: 1,234 numbers, loss 0.160\n", ""):
+        with pytest.raises(AssertionError):
+            check_printed("a: 1,234 numbers, loss 0.160\n", other)
+
+
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # by transformers' defaults
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # said by peft
 @pytest.mark.filterwarnings("ignore:.*num_workers.*")  # said by Lightning
 @pytest.mark.filterwarnings("ignore:.*logging interval.*")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # raised by its use of torch
 @pytest.mark.parametrize(("path", "block"), EXAMPLES)
-def test_examples_run(path, block, tmp_path, monkeypatch):
-    """Each by itself after the preamble, in an empty folder, with line numbers of the page."""
+def test_examples_run(path, block, tmp_path, monkeypatch, capsys):
+    """Each by itself after the preamble, in an empty folder, with line numbers of the page.
+
+    What a page shows as printed by a block is compared with what the block prints.
+    """
     for package in re.findall(
         r"^import (transformers|peft|accelerate|pytorch_lightning)$", block["code"], re.M
     ):
@@ -94,6 +129,8 @@ def test_examples_run(path, block, tmp_path, monkeypatch):
     exec(PREAMBLE, names)
     lines = "\n" * (line_of(path, block.start("code")) - 1)
     exec(compile(lines + block["code"], str(path), "exec"), names)
+    if (shown := shown_below(path, block)) is not None:
+        check_printed(shown, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
@@ -169,7 +206,9 @@ def test_pages_that_code_names_are_there():
 
 
 def test_the_front_page_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    assert len(text.split()) <= 900
 
 
 # ── names and commands ───────────────────────────────────────────────────────────────────────────
