@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -266,7 +267,9 @@ def _forked(place: Path, do: Callable[[], None]) -> tuple[Any, Any]:
     context: Any = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(place, do, theirs), daemon=True)
-    process.start()
+    with warnings.catch_warnings():  # of threads, of which the child has none and needs none
+        warnings.filterwarnings("ignore", ".* multi-threaded", DeprecationWarning)
+        process.start()
     theirs.close()
     return process, ours
 
