@@ -41,7 +41,6 @@ COMMANDS = {
     "train": "",
     "plan": "",
     "sweep": "comera.recipes.sweep:sweep",
-    "reproduce": "comera.recipes.reproduce:reproduce",
     "init": "comera.recipes.parse:init",
     "report": "comera.recipes.after_training:report",
     "list": "comera.recipes.after_training:list_runs",
