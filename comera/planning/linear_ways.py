@@ -7,8 +7,6 @@ Letters of the equations of blocks: t = tokens, a and b = blocks of the input an
 each, c and d = those of the output, r = rank of the blocks.
 """
 
-import functools
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from comera.planning.candidate import (
@@ -19,9 +17,8 @@ from comera.planning.candidate import (
     factor_chains,
     gates,
     product,
-    product_seconds,
 )
-from comera.planning.machine import PACKED_FROM, Machine, item_size
+from comera.planning.machine import PACKED_FROM, Machine
 from comera.shapes import BTTShape, LinearShape, check_whole_numbers, padded_rank
 
 Dims = tuple[int, int, int]
@@ -233,51 +230,3 @@ def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     parameters = layer.cores() | layer.biases
     machine = machine if rank * b >= PACKED_FROM else machine.without_onednn
     return candidate("blocks", layer, machine, dtype, forward, backward, parameters)
-
-
-_MOST_TOKENS = 1 << 24
-
-
-@functools.lru_cache(maxsize=1024)
-def dense_from(
-    layer: Layer, *, machine: Machine, dtype: str = "float32", train: bool = True
-) -> int | None:
-    """Return the number of tokens from which multiplying by the dense weight beats its two factors.
-
-    Returns None if the dense weight is slower up to 2**24 tokens, or if a rank is zero. Without
-    ``train`` only the forward pass counts.
-    """
-    machine.rate(dtype)
-    if 0 in layer.shape.ranks:
-        return None
-    item, call = item_size(dtype), machine.call_overhead
-
-    def seconds(products: Iterable[Dims]) -> float:
-        return sum(product_seconds(machine, dtype, 1, *dims) for dims in products)
-
-    w, _, _, _, grad_a, grad_b = _reconstructed_products(layer)
-    fixed = seconds([w, grad_a, grad_b] if train else [w])
-
-    def dense_wins(tokens: int) -> bool:
-        here = replace(layer, tokens=tokens)
-        factorized = seconds(_factorized_products(here)[: 6 if train else 2])
-        reconstructed = seconds(_reconstructed_products(here)[1 : 4 if train else 2]) + fixed
-        if layer.bias:  # a column of ones in one way, a sum over rows in the other
-            factorized += call + machine.moving(tokens * item)
-            if train:
-                reconstructed += call + machine.moving(tokens * layer.out_features * item)
-        return reconstructed < factorized
-
-    return first_where(dense_wins, _MOST_TOKENS) if dense_wins(_MOST_TOKENS) else None
-
-
-def first_where(holds: Callable[[int], bool], most: int) -> int:
-    """Find the smallest number for which ``holds``, which is monotonic and true at ``most``."""
-    high = 1
-    while high < most and not holds(high):
-        high *= 2
-    low, high = high // 2, min(high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
