@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.nn.block_linear import BTTLinear
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
 from comera.ops.contract_cores import contract_cores

@@ -8,12 +8,11 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from comera.planning import linear_ways, lookup_ways
+from comera.planning import ways
 from comera.planning.candidate import Candidate
-from comera.planning.linear_ways import Layer
-from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine
 from comera.planning.printing import Report, Table, show_bytes, show_count, show_seconds
+from comera.planning.ways import Layer, Lookup
 from comera.shapes import BTTShape, LinearShape, TTShape
 
 _CACHED = 1024
@@ -173,12 +172,11 @@ class Plan(Report):
 def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32") -> Plan:
     """Plan a layer or lookups at a batch size; on a GPU for captured steps and for eager mode."""
     machine.rate(dtype)
+    made = ways.candidates(layer, machine, dtype)
     if isinstance(layer, Lookup):
-        made = lookup_ways.candidates(layer, machine, dtype)
-        dense = lookup_ways.torch_embedding(layer, machine, dtype)
+        dense = ways.torch_embedding(layer, machine, dtype)
     else:
-        made = linear_ways.candidates(layer, machine, dtype)
-        dense = linear_ways.torch_linear(layer, machine, dtype)
+        dense = ways.torch_linear(layer, machine, dtype)
     eager = plan_layer(layer, machine=machine.eager, dtype=dtype) if machine.eager else None
     made.sort(key=lambda one: one.seconds)  # of equals the first listed
     return Plan(layer, dtype, machine, tuple(made), dense, eager)

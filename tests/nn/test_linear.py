@@ -8,9 +8,8 @@ from tensorly.decomposition import tensor_train
 from torch import nn
 
 import comera
-from comera.nn.block_linear import BTTLinear
 from comera.nn.fused import feed_forward, linears
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.shapes import BTTShape, TTShape
 
 SHAPES = [

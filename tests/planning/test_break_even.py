@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from comera.planning.linear_ways import Layer
 from comera.planning.machine import default_machine
 from comera.planning.planner import plan_layer, suggest
+from comera.planning.ways import Layer
 from comera.shapes import TTShape
 
 CPU, GPU = default_machine("cpu"), default_machine("cuda")
