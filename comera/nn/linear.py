@@ -12,8 +12,8 @@ from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, linear_of
 from comera.ops.context import autocast_dtype, is_ordinary
-from comera.ops.contract_cores import contract_cores, contract_layer
-from comera.ops.cores import open_gate
+from comera.ops.contract_cores import contract_groups, contract_layer
+from comera.ops.cores import Chains, open_gate
 from comera.ops.linear.blocks import (
     BlockFactors,
     block_factors,
@@ -265,9 +265,9 @@ class TTLinear(CompressedLinear):
             left, right = shared
         else:
             biases = [] if self.bias is None else [self.bias]
-            left, right = contract_cores(
-                list(self.cores), self.bond_gates(), biases, 1, self._split, self.prune_below
-            )
+            cores, gates = list(self.cores), self.bond_gates()
+            chain = Chains(cores, gates, biases, 1, self._split, self.prune_below)
+            left, right = contract_groups([chain])
             left, right = left.flatten(0, 1), right.flatten(0, 1)
         if left.shape[0] != self.in_features:
             left = left[: self.in_features]
