@@ -12,8 +12,8 @@ from comera.ops.contract_cores import (
     contract_groups,
 )
 from comera.ops.cores import Chains
-from comera.ops.kernels import choose, contract_kernel, launch, nvrtc
-from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.kernels import choose, contract_kernel, launch
+from comera.ops.kernels.launch import KernelError
 from tests.kernels.numbers import assert_near, displaced, distance, taken_by
 from tests.kernels.thorough import some
 from tests.ops.test_contract_cores import SHAPES, Group
@@ -468,7 +468,7 @@ BUGS = {
 @pytest.mark.usefixtures("_wide_shapes", "_a_little_at_once")
 def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     pattern, instead = BUGS[bug]
-    mutant, count = re.subn(pattern, instead, nvrtc.text("contract_f32"), count=1)
+    mutant, count = re.subn(pattern, instead, launch.text("contract_f32"), count=1)
     assert count == 1
     plant(mutant, "")
     groups = [make(name, 1) for name in ("2+4", "3+3", "5+8")]
