@@ -135,13 +135,6 @@ def candidates(layer: Layer | Lookup, machine: Machine, dtype: str) -> list[Cand
     return [factorized(layer, machine, dtype), reconstructed(layer, machine, dtype)]
 
 
-def _factorized_products(layer: Layer) -> tuple[Dims, ...]:
-    """List the sizes of the products that make t, y, and the gradients of t, x, A and B."""
-    batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
-    t, y, grad_t = (batch, wide, bond), (batch, bond, high), (batch, high, bond)
-    return t, y, grad_t, (batch, bond, wide), (wide, batch, bond), (bond, batch, high)
-
-
 def _reconstructed_products(layer: Layer) -> tuple[Dims, ...]:
     """List the sizes of the products that make W, y, and the gradients of x, W, A and B."""
     batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
@@ -152,19 +145,19 @@ def _reconstructed_products(layer: Layer) -> tuple[Dims, ...]:
 def factorized(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     """Plan ``y = (x A) B``; the bias is one more row of B, against a column of ones."""
     left, right = factor_chains(layer.shape)
-    t, y, gt, gx, ga, gb = _factorized_products(layer)
-    ones = Step("t", ("t",), "ones for the bias", layer.tokens * layer.bond, moved=layer.tokens)
+    batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
+    ones = Step("t", ("t",), "ones for the bias", batch * bond, moved=batch)
     forward = [
         *_factors(layer),
-        product("t", ("x", "A"), "bi,ir->br", (1, *t)),
+        product("t", ("x", "A"), "bi,ir->br", (1, batch, wide, bond)),
         *([ones] if layer.bias else []),
-        product("y", ("t", "B"), "br,ro->bo", (1, *y)),
+        product("y", ("t", "B"), "br,ro->bo", (1, batch, bond, high)),
     ]
     backward = [
-        product("grad(t)", ("gy", "B"), "bo,ro->br", (1, *gt)),
-        product("grad(x)", ("grad(t)", "A"), "br,ir->bi", (1, *gx)),
-        product(f"grad({left.name})", ("x", "grad(t)"), "bi,br->ir", (1, *ga)),
-        product(f"grad({right.name})", ("t", "gy"), "br,bo->ro", (1, *gb)),
+        product("grad(t)", ("gy", "B"), "bo,ro->br", (1, batch, high, bond)),
+        product("grad(x)", ("grad(t)", "A"), "br,ir->bi", (1, batch, bond, wide)),
+        product(f"grad({left.name})", ("x", "grad(t)"), "bi,br->ir", (1, wide, batch, bond)),
+        product(f"grad({right.name})", ("t", "gy"), "br,bo->ro", (1, bond, batch, high)),
         *_core_gradients(layer),
     ]
     parameters = layer.cores() | layer.biases
