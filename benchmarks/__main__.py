@@ -1,6 +1,7 @@
 """``python -m benchmarks NAME``: a benchmark is a module with ``add_options`` and ``run``.
 
-Its docstring is the help. ``card`` and ``language_model`` have command lines of their own.
+Its docstring is the help. ``reproduce``, which trains runs of the command ``comera``, shares no
+options with them; ``card`` and ``language_model`` have command lines of their own.
 """
 
 import argparse
@@ -13,7 +14,9 @@ from rich.console import Console
 from benchmarks.checks import DisagreementError
 from benchmarks.session import Session, add_common
 from comera._command import INTERRUPTED
+from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError
+from comera.train.step import NonFiniteLossError
 
 NAMES = (
     "linear", "embedding", "step", "memory", "rank_learning", "traffic", "checkpoints",
@@ -32,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME")
-    for name in NAMES:
+    for name in (*NAMES, "reproduce"):
         module = importlib.import_module(f"benchmarks.{name}")
         text = module.__doc__ or ""
         command = commands.add_parser(
@@ -40,7 +43,8 @@ def make_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )  # fmt: skip
         module.add_options(command)
-        add_common(command)
+        if name in NAMES:
+            add_common(command)
         command.set_defaults(run=module.run)
     return parser
 
@@ -54,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             each.width = _FILE_WIDTH
     status, settings = 0, {name: value for name, value in vars(options).items() if name != "run"}
     try:
+        if options.benchmark == "reproduce":
+            return options.run(console, options)
         session = Session.of(options, console)
         try:
             options.run(session, options)
@@ -66,7 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             if options.json is not None:
                 session.write(options.json, options.benchmark, settings)
-    except (ValueError, OSError, MissingPackageError) as problem:
+    except KeyboardInterrupt:  # before there is a session
+        console.print("interrupted")
+        return INTERRUPTED
+    except (
+        ValueError, OSError, MissingPackageError, FolderInUseError, NonFiniteLossError,
+    ) as problem:  # fmt: skip
         errors.print("[bold red]error:[/]", end=" ")
         errors.print(str(problem), highlight=False, soft_wrap=True, markup=False)
         return 1

@@ -29,8 +29,7 @@ from benchmarks.session import (
 )
 from benchmarks.timing import Timings
 from comera.calibrate.ways import in_turn
-from comera.nn.block_linear import BTTLinear
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.context import static_shapes
 from comera.planning.planner import plan_layer
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from comera.compress.heal import heal_ as heal_
     from comera.compress.sensitivity import sensitivity as sensitivity
     from comera.nn.batched_contraction import BatchedContraction as BatchedContraction
-    from comera.nn.block_linear import BTTLinear as BTTLinear
     from comera.nn.collection import TTEmbeddingBagCollection as TTEmbeddingBagCollection
     from comera.nn.convert import densify_ as densify_
     from comera.nn.convert import tensorize_ as tensorize_
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from comera.nn.embedding import TTEmbeddingBag as TTEmbeddingBag
     from comera.nn.forms import register_layer as register_layer
     from comera.nn.init import init_keys_as_queries_ as init_keys_as_queries_
+    from comera.nn.linear import BTTLinear as BTTLinear
     from comera.nn.linear import TTLinear as TTLinear
     from comera.nn.targets import TTConfig as TTConfig
     from comera.optim.came import CAME as CAME
@@ -72,7 +72,6 @@ _HOMES = {
     "comera.compress.heal": ("heal_",),
     "comera.compress.sensitivity": ("sensitivity",),
     "comera.nn.init": ("init_keys_as_queries_",),
-    "comera.nn.block_linear": ("BTTLinear",),
     "comera.nn.collection": ("TTEmbeddingBagCollection",),
     "comera.nn.targets": ("TTConfig",),
     "comera.nn.convert": ("densify_", "tensorize_"),
@@ -80,7 +79,7 @@ _HOMES = {
     "comera.nn.forms": ("register_layer",),
     "comera.recipes.trained": ("load_run", "load_sweep"),
     "comera.nn.batched_contraction": ("BatchedContraction",),
-    "comera.nn.linear": ("TTLinear",),
+    "comera.nn.linear": ("BTTLinear", "TTLinear"),
     "comera.optim.came": ("CAME",),
     "comera.optim.galore": ("GaLore", "GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"),
     "comera.optim.groups": ("galore_param_groups", "param_groups"),

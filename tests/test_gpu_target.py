@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.ops.kernels import nvrtc
+from comera.ops.kernels import launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,7 +65,7 @@ def test_both_tools_run_over_the_operators_tests(sanitizer):
 
 
 def test_every_kernel_is_looked_at():
-    names = [name for file in nvrtc.files() for name in nvrtc.entries(file)]
+    names = [name for file in launch.files() for name in launch.entries(file)]
     assert names
     assert all(name.startswith(tuple(f"{kernels}_" for kernels in TESTED)) for name in names)
 

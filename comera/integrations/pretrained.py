@@ -15,15 +15,14 @@ from safetensors import safe_open
 from torch import nn
 
 from comera.extras import listed, needed_by
-from comera.nn.block_linear import BTTLinear
 from comera.nn.convert import densify_, tensorize_
+from comera.nn.embedding import TableHead, TiedTTLinear
 from comera.nn.forms import experts_apart
-from comera.nn.linear import CompressedLinear, TTLinear
+from comera.nn.linear import BTTLinear, CompressedLinear, TTLinear
 from comera.nn.module import TensorTrainModule
 from comera.nn.swap import rename_tied_weights_
 from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TableHead, TiedTTLinear
 from comera.saved.description import Entry, check_description, describe, rebuild_, tie_
 from comera.serving.freeze import refuse_training_
 from comera.serving.layers import FactoredTable

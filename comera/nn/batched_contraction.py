@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.block_linear import BTTLinear
-from comera.nn.linear import CompressedLinear, TTLinear
+from comera.nn.linear import BTTLinear, CompressedLinear, TTLinear
 from comera.nn.module import Shared, SharedGates, TensorTrainModule, check_unsharded, tensor_trains
 from comera.ops.contract_cores import contract_groups
 from comera.ops.cores import Chains

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from comera.extras import error_prefix, listed, say_once
 from comera.nn import forms
-from comera.nn.block_linear import BTTLinear
-from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
-from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
+from comera.nn.embedding import TiedTTLinear, TTEmbedding, TTEmbeddingBag
+from comera.nn.linear import BTTLinear, CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded
 from comera.nn.swap import call, evaluation_mode, every_layer_called, swap_layers_, uncompiled
 from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig, find_targets, matches, other_holders, say_dense, tied_groups
-from comera.nn.tied import TiedTTLinear
 from comera.params import is_sharded, renew_wrappers_
 from comera.planning.planner import Plan, plan_layer
 from comera.shapes import BTTShape

@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from comera.extras import listed, say_once
-from comera.nn.block_linear import BTTLinear
 from comera.nn.fused import feed_forward, gated_feed_forward, is_plain
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete, is_traced
 

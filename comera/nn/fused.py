@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.nn.block_linear import BTTLinear
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
-from comera.ops.contract_cores import contract_cores
+from comera.ops.contract_cores import contract_groups
+from comera.ops.cores import Chains
 from comera.ops.dispatch import Case, Way, Ways
 from comera.ops.kernels.choose import RECORDED
 from comera.ops.linear.blocks import BlockFactors, block_feed_forward, block_linears
@@ -72,7 +72,8 @@ def factors_together(x: Tensor, layers: nn.ModuleList) -> tuple[Tensor, Tensor, 
         return torch.stack(lefts), torch.stack(rights), first.bias is not None
     cores, gates = [c for of in chains for c in of], [g for t in trains for g in t.bond_gates()]
     biases = [train.bias for train in trains if train.bias is not None]
-    left, right = contract_cores(cores, gates, biases, len(trains), first._split, first.prune_below)
+    whole = Chains(cores, gates, biases, len(trains), first._split, first.prune_below)
+    left, right = contract_groups([whole])
     return left[:, : first.in_features], right[..., : first.out_features].contiguous(), bool(biases)
 
 

@@ -19,7 +19,7 @@ from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_traced
 from comera.ops.table.distinct_rows import check_range
 from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
-from comera.planning.lookup_ways import Lookup
+from comera.planning.ways import Lookup
 from comera.shapes import TTMShape, TTShape, check_whole_numbers, only_one, whole_number
 
 _ROWS_IN_STATE = 64

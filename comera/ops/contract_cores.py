@@ -121,20 +121,6 @@ def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
         return left_GIR.to(group.factor_dtype), right_GRO.to(group.factor_dtype)
 
 
-def contract_cores(
-    cores: Sequence[Tensor],
-    gates: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    num_layers: int,
-    split: int,
-    threshold: float,
-) -> tuple[Tensor, Tensor]:
-    """Contract one group by :func:`contract_groups`, given the attributes of :class:`Chains`."""
-    group = Chains(cores, gates, biases, num_layers, split, threshold)
-    left_GIR, right_GRO = contract_groups([group])
-    return left_GIR, right_GRO
-
-
 _FEW = 1 << 19
 """Numbers of a layer's cores up to which calls take most of the time. Autograd saves them twice:
 stacked, and multiplied by gates."""
@@ -158,11 +144,7 @@ def contract_groups(groups: Sequence[Chains]) -> list[Tensor]:
             or kernel_refuses(groups) is None  # a kernel is one launch
         )
     ):
-        given = arguments_of(groups)
-        if is_eager() and is_concrete(core):
-            contract: Callable[..., Sequence[Tensor]] = _Contraction.apply
-            return list(contract(groups, given, *given[0], *given[1], *given[2]))
-        return _contract_groups(*given)
+        return _contract_groups(*arguments_of(groups))
     return [factor for group in groups for factor in contract_by_torch(group)]
 
 
@@ -249,23 +231,6 @@ def _backward(ctx, grads: Sequence[Tensor]):
 
 
 _contract_groups.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _Contraction(torch.autograd.Function):
-    """The operator in eager mode, which need not take the groups apart and rebuild them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, groups: Sequence[Chains], given: _Arguments, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        output = CONTRACT(groups)
-        _setup_context(ctx, given, output)
-        return tuple(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        cores, gates, biases, *_ = _backward(ctx, grads)
-        return None, None, *cores, *gates, *biases
 
 
 @operator("comera::contract_cores_backward", tags=_OUTSIDE_GRAPHS)

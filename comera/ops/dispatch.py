@@ -186,9 +186,9 @@ def way_setting(device: torch.device) -> Setting:
     """Return the device and versions for which times are saved: a GPU's, or else the CPU's."""
     if device.type != "cuda":
         return Setting("cpu", processor_name(), torch.get_num_threads(), torch.__version__, "")
-    from comera.ops.kernels import nvrtc  # on a card alone
+    from comera.ops.kernels import launch  # on a card alone
 
-    paths = sorted(path for path in nvrtc.folder().iterdir() if path.suffix in (".cu", ".cuh"))
+    paths = sorted(path for path in launch.folder().iterdir() if path.suffix in (".cu", ".cuh"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:20]
     return Setting("cuda", torch.cuda.get_device_name(device), None, torch.__version__, digest)
 

@@ -5,14 +5,14 @@ Results are cached. All functions raise ValueError if the machine has no rate fo
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from comera.planning import linear_ways, lookup_ways
+from comera.planning import ways
 from comera.planning.candidate import Candidate
-from comera.planning.linear_ways import Layer, first_where
-from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine
 from comera.planning.printing import Report, Table, show_bytes, show_count, show_seconds
+from comera.planning.ways import Layer, Lookup
 from comera.shapes import BTTShape, LinearShape, TTShape
 
 _CACHED = 1024
@@ -172,12 +172,11 @@ class Plan(Report):
 def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32") -> Plan:
     """Plan a layer or lookups at a batch size; on a GPU for captured steps and for eager mode."""
     machine.rate(dtype)
+    made = ways.candidates(layer, machine, dtype)
     if isinstance(layer, Lookup):
-        made = lookup_ways.candidates(layer, machine, dtype)
-        dense = lookup_ways.torch_embedding(layer, machine, dtype)
+        dense = ways.torch_embedding(layer, machine, dtype)
     else:
-        made = linear_ways.candidates(layer, machine, dtype)
-        dense = linear_ways.torch_linear(layer, machine, dtype)
+        dense = ways.torch_linear(layer, machine, dtype)
     eager = plan_layer(layer, machine=machine.eager, dtype=dtype) if machine.eager else None
     made.sort(key=lambda one: one.seconds)  # of equals the first listed
     return Plan(layer, dtype, machine, tuple(made), dense, eager)
@@ -210,7 +209,19 @@ def suggest(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Sugges
 
         if not slower(1):
             widest = max(each.max_ranks)
-            rank = first_where(slower, widest) - 1 if slower(widest) else widest
+            rank = _first_where(slower, widest) - 1 if slower(widest) else widest
             best = each.with_rank(rank)
             return Suggestion(best, f"{change}rank={rank}", ratio(best))
     return None
+
+
+def _first_where(holds: Callable[[int], bool], most: int) -> int:
+    """Find the smallest number for which ``holds``, which is monotonic and true at ``most``."""
+    high = 1
+    while high < most and not holds(high):
+        high *= 2
+    low, high = high // 2, min(high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -42,7 +42,6 @@ COMMANDS = {
     "plan": "",
     "front": "comera.recipes.front:front",
     "sweep": "comera.recipes.sweep:sweep",
-    "reproduce": "comera.recipes.reproduce:reproduce",
     "init": "comera.recipes.parse:init",
     "report": "comera.recipes.after_training:report",
     "list": "comera.recipes.after_training:list_runs",

@@ -14,7 +14,7 @@ from comera import __version__
 from comera.allocator import reuse_by_default
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
-from comera.ops.kernels import choose, launch, nvrtc
+from comera.ops.kernels import choose, launch
 from comera.planning.printing import show_seconds
 from comera.shapes import check_whole_numbers
 
@@ -75,7 +75,7 @@ def _answer() -> Iterator[str]:
 
 def _found() -> Table:
     cards = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
-    cached = list(nvrtc.cubin_folder().glob("*.cubin"))
+    cached = list(launch.cubin_folder().glob("*.cubin"))
     size = sum(file.stat().st_size for file in cached) / 1e6
     try:
         bindings = metadata.version("cuda-bindings")
@@ -92,10 +92,10 @@ def _found() -> Table:
             lambda: "for CUDA up to {}.{}".format(*divmod(launch.driver_version() // 10, 100))
         ),
         "cuda-bindings": bindings,
-        "NVRTC": _or_problem(lambda: "{}.{}".format(*nvrtc.nvrtc_version())),
+        "NVRTC": _or_problem(lambda: "{}.{}".format(*launch.nvrtc_version())),
         "g++": launch.find_gxx() or "none: no emulation of kernels",
-        "kernels": str(nvrtc.folder()),
-        "compiled kernels": f"{nvrtc.cubin_folder()}: {len(cached)} files, {size:.1f} MB",
+        "kernels": str(launch.folder()),
+        "compiled kernels": f"{launch.cubin_folder()}: {len(cached)} files, {size:.1f} MB",
         "COMERA_KERNELS": choose.mode(),
     }
     table = Table(title="found", title_justify="left", show_header=False)
@@ -113,14 +113,14 @@ def _or_problem(call: Callable[[], str]) -> str:
 
 def _kernels() -> Table:
     table = Table("file", "functions", "compiled for", title="kernels", title_justify="left")
-    for file in nvrtc.files():
-        cubins = nvrtc.cubin_folder().glob(f"{file}-*.cubin")
+    for file in launch.files():
+        cubins = launch.cubin_folder().glob(f"{file}-*.cubin")
         compiled = {path.stem.split("-")[1] for path in cubins}
         try:  # those of the source as it is now
-            archs = sorted(arch for arch in compiled if nvrtc.cubin_path(file, arch).is_file())
+            archs = sorted(arch for arch in compiled if launch.cubin_path(file, arch).is_file())
         except RuntimeError:
             archs = []
-        table.add_row(f"{file}.cu", "\n".join(nvrtc.entries(file)), ", ".join(archs) or "-")
+        table.add_row(f"{file}.cu", "\n".join(launch.entries(file)), ", ".join(archs) or "-")
     return table
 
 

@@ -15,7 +15,7 @@ from rich.progress import TaskID
 from comera._command import INTERRUPTED
 from comera.extras import check_known, did_you_mean, error_prefix
 from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
-from comera.recipes.parse import check_least, file_of, merged, nested, parse_settings, read_yaml
+from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
 from comera.recipes.report import sweep_report
 from comera.recipes.report.page import show_metric
 from comera.recipes.run import planned_memory
@@ -27,10 +27,10 @@ from comera.train.log import last_logged, print_text, progress_bar
 _KEYS = (
     "out", "base", "seeds", "reference", "variants", "metric", "published", "search", "submitit",
 )  # fmt: skip
+"""``published``, what a paper claims, is for ``python -m benchmarks reproduce`` to read."""
 _OF_THE_SWEEP = ("out", "seed", "twin", "overwrite")
 """Settings of a run that a sweep makes itself: those of the base are not used."""
 
-_CLAIM = "published.claims[{}]."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 
@@ -47,63 +47,6 @@ class Sweep:
     search: SearchConfig | None
     base: dict[str, Any]  # settings that all variants share, as given
     given: Mapping[str, Any]  # what each variant changes of them, as given
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim of a paper, and the rule by which figures of two variants decide about it.
-
-    Args:
-        says: The claim, in words.
-        paper: The paper's own figures, and where they are.
-        variant: The variant that it is about; without one no run here decides about it.
-        figure: The figure that decides: a metric, or one of ``MEASURED``, where ``layer_params``
-            is compared with the dense layers in their place.
-        beside: The variant beside it, by default the reference.
-        loses: Largest amount by which the metric may be worse than the other's.
-        gains: Least amount by which the metric has to be better than the other's.
-        fewer: Least ratio of the other's figure to this one's.
-    """
-
-    says: str = ""
-    paper: str = ""
-    variant: str | None = None
-    figure: str = ""
-    beside: str | None = None
-    loses: float | None = None
-    gains: float | None = None
-    fewer: float | None = None
-
-    def __post_init__(self) -> None:
-        rules = [key for key in ("loses", "gains", "fewer") if getattr(self, key) is not None]
-        for key in ("says", "paper"):
-            if not getattr(self, key):
-                raise ValueError(f"{key}={getattr(self, key)!r} must be a text")
-        if len(rules) != (self.variant is not None) or bool(self.figure) != bool(rules):
-            raise ValueError(
-                f"variant={self.variant}: a claim has a variant, a figure and one of loses, gains "
-                f"and fewer, or none of these where no run decides; here are {rules or 'none'}"
-            )
-        check_least(self, "", loses=0, gains=0, fewer=1)
-
-    def check(self, within: str, variants: Mapping[str, RunConfig]) -> None:
-        """Raise ``ValueError`` for a name that is no variant, or a figure that is not measured."""
-        for key in ("variant", "beside"):
-            if (name := getattr(self, key)) is not None:
-                _check_named(name, variants, f"{within}{key}=")
-                better = TASKS[variants[name].task].better
-                known = [*better] if self.fewer is None else [*sweep_report.MEASURED]
-                check_known(self.figure, known, f"{within}figure={self.figure} is not measured")
-
-
-def read_claims(published: Mapping[str, Any]) -> list[Claim]:
-    """Parse the claims in the section ``published`` of a sweep file; ``ValueError`` if wrong."""
-    for key in published:
-        check_known(key, ("source", "claims"), f"published.{key} is no part of what was published")
-    given = published.get("claims") or []
-    if not isinstance(given, list) or not all(isinstance(each, Mapping) for each in given):
-        raise ValueError(f"published.claims={given!r} must be a list of mappings")
-    return [parse_settings(Claim, each, _CLAIM.format(k)) for k, each in enumerate(given)]
 
 
 def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
@@ -136,8 +79,6 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
                 own[name] = merged(nested(given[name] or {}), over)
         given = own
     variants = {name: variant_of(name, base, given) for name in given}
-    for number, claim in enumerate(read_claims(content.get("published") or {})):
-        claim.check(_CLAIM.format(number), variants)
     reference = content.get("reference") or next(iter(variants))
     _check_named(reference, variants, "reference=")
     seeds = content["seeds"]

@@ -13,10 +13,10 @@ from comera.nn.forms import expert_shares
 from comera.nn.module import TensorTrainModule, check_model, tensor_trains
 from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of
-from comera.planning.linear_ways import Layer
 from comera.planning.machine import Machine
 from comera.planning.planner import Plan
 from comera.planning.printing import Report, Table, show_bytes, show_seconds
+from comera.planning.ways import Layer
 from comera.report.compression import CompressionReport
 
 _HEADER = (

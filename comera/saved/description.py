@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 from comera import __version__
 from comera.extras import listed
-from comera.nn.block_linear import BTTLinear
-from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
+from comera.nn.embedding import TableHead, TiedTTLinear, TTEmbedding, TTEmbeddingBag
 from comera.nn.feed_forward_parts import path_of
 from comera.nn.forms import as_torch, split_names
-from comera.nn.linear import TTLinear, TTPointwise
+from comera.nn.linear import BTTLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
 from comera.nn.swap import swap_layers_
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TableHead, TiedTTLinear
 from comera.serving.freeze import refuses_training
 from comera.serving.layers import FactoredHead, FactoredTable, ThinLinear
 

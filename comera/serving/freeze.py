@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from comera.extras import listed, needed_by
+from comera.nn.embedding import TiedTTLinear
 from comera.nn.forms import from_torch, split_names
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded, linear_of
 from comera.nn.swap import evaluation_mode, swap_layers_
 from comera.nn.table import HotRows, TTTable
-from comera.nn.tied import TiedTTLinear
 from comera.params import renew_wrappers_
 from comera.serving.layers import (
     FactoredHead,

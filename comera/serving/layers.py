@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from comera.nn.dense_weight import read_only
+from comera.nn.embedding import TableHead
 from comera.nn.forms import as_torch, from_torch
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, is_open
 from comera.nn.table import HotRows, TTTable
-from comera.nn.tied import TableHead
 from comera.shapes import whole_number
 
 _WRITTEN = (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from comera.ops.kernels.nvrtc import checked
+from comera.ops.kernels.launch import checked
 
 
 @dataclass(frozen=True)

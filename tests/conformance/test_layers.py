@@ -19,7 +19,7 @@ from torch.testing import make_tensor
 from torch.utils.checkpoint import checkpoint
 
 import comera
-from comera.nn.tied import TiedTTLinear
+from comera.nn.embedding import TiedTTLinear
 
 from . import conforms, harness, table
 

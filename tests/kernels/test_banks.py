@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from comera.ops.kernels import feed_forward_kernel, launch, nvrtc
-from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.kernels import feed_forward_kernel, launch
+from comera.ops.kernels.launch import KernelError
 from tests.kernels.test_feed_forward import make
 from tests.kernels.test_lookup import Table
 from tests.kernels.thorough import some
@@ -82,7 +82,7 @@ BUGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", some(BUGS))
 def test_planted_bugs_are_caught(bug, plant, banks):
-    mutant, count = re.subn(*BUGS[bug], nvrtc.text("feed_forward_gated_tf32"))
+    mutant, count = re.subn(*BUGS[bug], launch.text("feed_forward_gated_tf32"))
     assert count == 1
     plant(mutant, "")
     make("gated, several blocks", torch.float32).run()
@@ -92,7 +92,7 @@ def test_planted_bugs_are_caught(bug, plant, banks):
 
 @pytest.mark.slow
 def test_what_goes_beyond_the_memory_is_caught(plant):
-    mutant, count = re.subn("STAGES = 3;", "STAGES = 4;", nvrtc.text("feed_forward_gated"))
+    mutant, count = re.subn("STAGES = 3;", "STAGES = 4;", launch.text("feed_forward_gated"))
     assert count == 1
     plant(mutant, "")
     with pytest.raises(KernelError, match="out of range"):

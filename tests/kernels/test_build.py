@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from comera.ops.kernels import launch, nvrtc
-from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.kernels import launch
+from comera.ops.kernels.launch import KernelError
 from tests.kernels.thorough import ALL
 
 needs_nvrtc = pytest.mark.skipif(
@@ -24,7 +24,7 @@ TINY = 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] = 1.f; }'
 
 
 def put(monkeypatch, text):
-    monkeypatch.setattr(nvrtc, "text", lambda file: text)
+    monkeypatch.setattr(launch, "text", lambda file: text)
 
 
 def builds():
@@ -34,9 +34,9 @@ def builds():
     of them for all three.
     """
     seldom = re.compile(r"contract_f32_f16|.*_relu.*|.*_silu_.*")
-    families = {file.partition("_")[0]: file for file in reversed(nvrtc.files())}
-    everywhere = nvrtc.files() if ALL else families.values()
-    for file in nvrtc.files():
+    families = {file.partition("_")[0]: file for file in reversed(launch.files())}
+    everywhere = launch.files() if ALL else families.values()
+    for file in launch.files():
         if ALL or not seldom.fullmatch(file):
             yield file, "sm_90"
         if file in everywhere:
@@ -47,10 +47,10 @@ def builds():
 @needs_nvrtc
 @pytest.mark.parametrize(("file", "arch"), list(builds()))
 def test_every_kernel_compiles_without_spills(file, arch):
-    code, log = nvrtc.compile_source(nvrtc.text(file), file, arch, "--ptxas-options=-v")
+    code, log = launch.compile_source(launch.text(file), file, arch, "--ptxas-options=-v")
     assert code is not None, log
     names = re.findall(r"Compiling entry function '(\w+)'", log)
-    assert sorted(names) == sorted(nvrtc.entries(file))
+    assert sorted(names) == sorted(launch.entries(file))
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert len(spills) == len(names)
     assert set(spills) == {("0", "0")}, log
@@ -64,15 +64,15 @@ def test_every_kernel_compiles_without_spills(file, arch):
 @needs_nvrtc
 def test_machine_code_is_made_once_and_kept_by_source_and_architecture(cache, monkeypatch):
     put(monkeypatch, TINY)
-    code = nvrtc.cubin("tiny", "sm_90")
+    code = launch.cubin("tiny", "sm_90")
     assert code[:4] == b"\x7fELF"
-    compiled = nvrtc.compile_source
-    monkeypatch.setattr(nvrtc, "compile_source", lambda *args: pytest.fail("compiled again"))
-    assert nvrtc.cubin("tiny", "sm_90") == code
-    monkeypatch.setattr(nvrtc, "compile_source", compiled)
-    nvrtc.cubin("tiny", "sm_80")
+    compiled = launch.compile_source
+    monkeypatch.setattr(launch, "compile_source", lambda *args: pytest.fail("compiled again"))
+    assert launch.cubin("tiny", "sm_90") == code
+    monkeypatch.setattr(launch, "compile_source", compiled)
+    launch.cubin("tiny", "sm_80")
     put(monkeypatch, TINY.replace("1.f", "2.f"))
-    nvrtc.cubin("tiny", "sm_90")
+    launch.cubin("tiny", "sm_90")
     assert sorted(path.name[:10] for path in cache.iterdir()) == [
         "tiny-sm_80", "tiny-sm_90", "tiny-sm_90",
     ]  # fmt: skip
@@ -81,16 +81,16 @@ def test_machine_code_is_made_once_and_kept_by_source_and_architecture(cache, mo
 @needs_nvrtc
 def test_another_compiler_makes_its_own(cache, monkeypatch):
     put(monkeypatch, TINY)
-    before = nvrtc.cubin_path("tiny", "sm_90")
-    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: (99, 0))
-    assert nvrtc.cubin_path("tiny", "sm_90") != before
+    before = launch.cubin_path("tiny", "sm_90")
+    monkeypatch.setattr(launch, "nvrtc_version", lambda: (99, 0))
+    assert launch.cubin_path("tiny", "sm_90") != before
 
 
 @needs_nvrtc
 def test_what_does_not_compile_leaves_its_log_in_a_file(cache, monkeypatch):
     put(monkeypatch, TINY.replace("1.f", "nonsense"))
     with pytest.raises(KernelError, match=r"tiny\.cu does not compile for sm_90.* log is in") as no:
-        nvrtc.cubin("tiny", "sm_90")
+        launch.cubin("tiny", "sm_90")
     log = str(no.value).rsplit(" ", 1)[1]
     assert 'identifier "nonsense" is undefined' in Path(log).read_text()
     assert not list(cache.glob("*.cubin"))

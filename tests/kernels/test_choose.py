@@ -11,9 +11,9 @@ from comera.ops.context import static_shapes
 from comera.ops.contract_cores import may_take_kernel
 from comera.ops.cores import Chains
 from comera.ops.dispatch import Sample, Way, Ways
-from comera.ops.kernels import choose, launch, nvrtc
+from comera.ops.kernels import choose, launch
 from comera.ops.kernels.choose import KernelWarning, kernel_refuses
-from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.kernels.launch import KernelError
 from comera.planning.way_times import NONE
 from tests.kernels.conftest import kernels_first
 from tests.kernels.numbers import taken_by
@@ -41,7 +41,7 @@ def card(monkeypatch):
     """A card that takes everything; the dictionary's entries can be changed."""
     has = {"capability": (9, 0), "nvrtc": lambda: (13, 0), "function": lambda *args: None}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: has["capability"])
-    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: has["nvrtc"]())
+    monkeypatch.setattr(launch, "nvrtc_version", lambda: has["nvrtc"]())
     monkeypatch.setattr(launch, "function", lambda *args: has["function"](*args))
     monkeypatch.setattr(choose, "mode", lambda: "auto")
     return has

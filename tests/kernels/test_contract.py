@@ -9,12 +9,11 @@ from comera.ops.contract_cores import (
     CONTRACT,
     _contract_groups,
     arguments_of,
-    contract_cores,
     contract_groups,
 )
 from comera.ops.cores import Chains
-from comera.ops.kernels import choose, contract_kernel, launch, nvrtc
-from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.kernels import choose, contract_kernel, launch
+from comera.ops.kernels.launch import KernelError
 from tests.kernels.numbers import assert_near, displaced, distance, taken_by
 from tests.kernels.thorough import some
 from tests.ops.test_contract_cores import SHAPES, Group
@@ -51,7 +50,7 @@ def make(name, num_layers=2, gated=True, bias=True, dtype=torch.float32, device=
 
 def run(group):
     """Halves, then gradients of every parameter for a random gradient of each half."""
-    halves = contract_cores(*group.arguments())
+    halves = contract_groups([Chains(*group.arguments())])
     return [*halves, *torch.autograd.grad(halves, group.params, cotangents(halves))]
 
 
@@ -308,7 +307,7 @@ def test_few_descriptions_are_kept_beside_those_of_graphs(emulated, monkeypatch)
     monkeypatch.setattr(contract_kernel, "_MOST_KEPT", 4)
     groups = [make("1+1") for _ in range(9)]
     for number, group in enumerate(groups):
-        contract_cores(*group.arguments())
+        contract_groups([Chains(*group.arguments())])
         if number == 0:
             (graph,) = contract_kernel._kept
             monkeypatch.setattr(contract_kernel, "_captured", {graph})
@@ -386,7 +385,7 @@ def test_a_middle_bond_may_be_of_any_width(emulated, monkeypatch):
 
 def test_a_second_derivative_goes_through_torch_operations(emulated):
     group = make("2+1")
-    left, _ = contract_cores(*group.arguments())
+    left, _ = contract_groups([Chains(*group.arguments())])
     (grad,) = torch.autograd.grad(left.square().sum(), group.cores[0], create_graph=True)
     (second,) = torch.autograd.grad(grad.square().sum(), group.cores[0])
     assert second.abs().sum() > 0
@@ -402,7 +401,7 @@ def test_gradients_of_a_graph_that_kernels_were_compiled_into(emulated, monkeypa
     """Called where they run, and where they do not."""
     group = make("2+1", dtype=torch.bfloat16)
     cores, gates, _, *layout = arguments_of([chains(group)])
-    halves = [half.detach() for half in contract_cores(*group.arguments())]
+    halves = [half.detach() for half in contract_groups([Chains(*group.arguments())])]
     detached = [[tensor.detach() for tensor in one] for one in (cores, gates)]
     arguments = (halves, *detached, *layout)
     got = torch.ops.comera.contract_cores_backward(*arguments)
@@ -469,7 +468,7 @@ BUGS = {
 @pytest.mark.usefixtures("_wide_shapes", "_a_little_at_once")
 def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     pattern, instead = BUGS[bug]
-    mutant, count = re.subn(pattern, instead, nvrtc.text("contract_f32"), count=1)
+    mutant, count = re.subn(pattern, instead, launch.text("contract_f32"), count=1)
     assert count == 1
     plant(mutant, "")
     groups = [make(name, 1) for name in ("2+4", "3+3", "5+8")]

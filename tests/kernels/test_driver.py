@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.ops.kernels import contract_kernel, launch, nvrtc
+from comera.ops.kernels import contract_kernel, launch
 from tests.kernels.test_build import needs_nvrtc
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ def stand_in(tmp_path_factory):
 
 @needs_nvrtc
 def test_launches_reach_the_driver_as_they_were_meant(stand_in):
-    nvrtc.cubin("contract_f32", "sm_90")  # NVRTC looks for a driver, so not beside the stand-in
+    launch.cubin("contract_f32", "sm_90")  # NVRTC looks for a driver, so not beside the stand-in
     lines = stand_in(
         """
 group, launch_it = chains(make("3+3", 2)), contract_kernel.launch
@@ -89,7 +89,7 @@ for _ in range(2):
 
 @needs_nvrtc
 def test_arguments_keep_their_kinds_and_a_new_thread_enters_the_context_once(stand_in):
-    nvrtc.cubin("contract_f32", "sm_90")
+    launch.cubin("contract_f32", "sm_90")
     lines = stand_in(
         """
 def go():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from comera.ops.kernels import choose, feed_forward_kernel, launch, nvrtc
+from comera.ops.kernels import choose, feed_forward_kernel, launch
 from comera.ops.linear.feed_forward import _gated_hidden, factorized_feed_forward
 from comera.ops.linear.tt_linear import Factors
 from tests.kernels.numbers import ROUNDED, assert_near, displaced, distance
@@ -346,7 +346,7 @@ def test_planted_bugs_are_caught(bug, dtype, plant, monkeypatch):
     gated = bug in GATED_BUGS | GATED_OF_TF32
     pattern, instead = (BUGS | OF_TF32 | GATED_BUGS | GATED_OF_TF32)[bug]
     file = f"feed_forward_{'gated' if gated else 'gelu'}{'_tf32' * (dtype == torch.float32)}"
-    mutant, count = re.subn(pattern, instead, nvrtc.text(file), count=1)
+    mutant, count = re.subn(pattern, instead, launch.text(file), count=1)
     assert count == 1
     plant(mutant, "")
     layers = make("gated, the first stage last" if gated else "ranks apart", dtype, rows=80)

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import comera
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import preferring, recorded
-from comera.ops.kernels import choose, contract_kernel, launch, lookup_kernel, nvrtc
-from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.kernels import choose, contract_kernel, launch, lookup_kernel
+from comera.ops.kernels.launch import KernelError
 from comera.ops.table.distinct_rows import Lookup
 from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD
 from comera.ops.table.lookup import lookup as lookup_op
@@ -478,7 +478,7 @@ OF_WARPS = {
 def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     pattern, instead = (BUGS | OF_WARPS)[bug]
     file = "ttm_lookup" if bug in BUGS else "ttm_warps"
-    mutant, count = re.subn(pattern, instead, nvrtc.text(file), count=1)
+    mutant, count = re.subn(pattern, instead, launch.text(file), count=1)
     assert count == 1
     if bug in BUGS:
         plant(mutant)
@@ -506,7 +506,7 @@ def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     ids=["a bag by one block", "gradients in float32"],
 )
 def test_sums_of_one_row_after_the_other_are_caught(careful, instead, entries, plant):
-    mutant, count = re.subn(careful, instead, nvrtc.text("ttm_lookup"))
+    mutant, count = re.subn(careful, instead, launch.text("ttm_lookup"))
     assert count in (1, 3)
     plant(mutant)
     table = Table("odd", "hot", True, entries=entries, seed=1)

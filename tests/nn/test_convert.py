@@ -10,11 +10,10 @@ from torch.nn.utils import parametrizations, prune
 
 import comera
 from comera.nn.convert import densify_, tensorize_
-from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
+from comera.nn.embedding import TiedTTLinear, TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.targets import TTConfig
-from comera.nn.tied import TiedTTLinear
 
 ROWS, WIDTH = 60, 24
 

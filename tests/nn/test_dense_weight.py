@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 
 import comera
 from comera.nn.dense_weight import read_only
-from comera.nn.tied import TiedTTLinear
+from comera.nn.embedding import TiedTTLinear
 
 
 @pytest.fixture(

@@ -321,8 +321,8 @@ def test_a_frozen_layer_gets_no_gradient(kind):
 
 def test_each_layer_joins_its_cores_once(monkeypatch):
     x, modules, joined = torch.randn(2, 5, 24, dtype=torch.float64), layers(4), []
-    original = linear.contract_cores
-    monkeypatch.setattr(linear, "contract_cores", lambda *a: joined.append(1) or original(*a))
+    original = linear.contract_groups
+    monkeypatch.setattr(linear, "contract_groups", lambda *a: joined.append(1) or original(*a))
     self_attention(x, *modules, 2, torch.ones(2, 5, dtype=torch.bool), 0.0)
     assert len(joined) == 4
 

@@ -8,9 +8,8 @@ from tensorly.decomposition import tensor_train
 from torch import nn
 
 import comera
-from comera.nn.block_linear import BTTLinear
 from comera.nn.fused import feed_forward, linears
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.shapes import BTTShape, TTShape
 
 SHAPES = [
@@ -289,7 +288,7 @@ def test_programs_take_any_batch(make, rows):
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("widths", [(24, 24), (23, 22)], ids=str)
 def test_the_dense_branch_gives_the_same(widths, bias, monkeypatch):
-    """Forming the dense matrix, as the planner may choose at high ranks, changes only the time."""
+    """Forming the dense matrix, as is done at high ranks, changes only the time."""
     layer = TTLinear(*widths, bias, dtype=torch.float64, rank=24, shape=((6, 4), (4, 6)))
     with torch.no_grad():
         for gate in layer.gates:
@@ -297,21 +296,33 @@ def test_the_dense_branch_gives_the_same(widths, bias, monkeypatch):
             gate[1] = 0.001  # pruned
     x = torch.randn(2, 5, widths[0], dtype=torch.float64, requires_grad=True)
     results = []
-    for rows in (0, 1 << 30):
-        monkeypatch.setattr("comera.nn.linear._dense_from", lambda *_, rows=rows: rows)
-        assert layer.is_factorized(x) == (rows > 0)
+    for factorized in (False, True):
+        monkeypatch.setattr(TTLinear, "is_factorized", lambda *_, it=factorized: it)
         y = layer(x)
         grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
         results.append([y.detach(), *grads])
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
-def test_the_planner_decides_by_rank_and_batch():
+def test_rank_and_batch_decide_whether_the_dense_matrix_is_formed():
     low, high = TTLinear(768, 768, rank=30), TTLinear(768, 768, rank=768)
     many = torch.empty(1, 768).expand(1 << 20, 768)  # one row in memory
     assert low.is_factorized(many)
     assert not high.is_factorized(many)
     assert high.is_factorized(many[:1])
+
+
+@pytest.mark.parametrize("rank", [64, 100, 128])
+def test_the_dense_matrix_is_formed_from_where_it_takes_fewer_operations(rank):
+    layer = TTLinear(128, 192, bias=False, rank=rank, order=1)
+    bond = layer.factor_width
+    x = torch.empty(1, 128).expand(1 << 20, 128)
+    if bond * (128 + 192) <= 128 * 192:
+        assert layer.is_factorized(x)
+        return
+    rows = bond * 128 * 192 / (bond * (128 + 192) - 128 * 192)
+    assert layer.is_factorized(x[: math.floor(rows)])
+    assert not layer.is_factorized(x[: math.floor(rows) + 1])
 
 
 def test_what_it_returns_lies_as_from_nn_linear():

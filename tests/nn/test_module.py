@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from comera.nn.batched_contraction import BatchedContraction
-from comera.nn.block_linear import BTTLinear
 from comera.nn.convert import densify_, tensorize_
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
-from comera.nn.linear import CompressedLinear, TTLinear
+from comera.nn.linear import BTTLinear, CompressedLinear, TTLinear
 from comera.nn.module import tensor_trains
 from comera.nn.targets import TTConfig
 from comera.rank.two_stage import TwoStage

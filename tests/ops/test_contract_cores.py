@@ -7,7 +7,6 @@ from comera.ops.context import static_shapes
 from comera.ops.contract_cores import (
     _contract_groups,
     arguments_of,
-    contract_cores,
     contract_groups,
 )
 from comera.ops.cores import Chains, contract_chain, rank_gate
@@ -99,7 +98,7 @@ def grads(halves, params):
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_and_gradients_match_each_layer_by_itself(name, num_layers, gated, bias):
     group = Group(name, num_layers, gated, bias)
-    got, want = contract_cores(*group.arguments()), group.reference()
+    got, want = tuple(contract_groups([Chains(*group.arguments())])), group.reference()
     torch.testing.assert_close(got, want, **CLOSE)
     torch.testing.assert_close(grads(got, group.params), grads(want, group.params), **CLOSE)
 
@@ -121,7 +120,7 @@ def test_without_padding_the_bond_is_as_wide_as_it_is(name):
     left, right = contract_groups([Chains(*group.arguments(), padded=False)])
     rank = SHAPES[name][0][group.split]
     assert (left.shape[2], right.shape[1]) == (rank, rank)
-    want_left, want_right = contract_cores(*group.arguments())
+    want_left, want_right = contract_groups([Chains(*group.arguments())])
     torch.testing.assert_close((left, right), (want_left[..., :rank], want_right[:, :rank]))
 
 
@@ -136,7 +135,8 @@ def test_gradients_can_be_differentiated_again(num_layers):
             list(params[: counts[0]]), list(params[counts[0] : counts[1]]),
             list(params[counts[1] :]),
         )  # fmt: skip
-        return contract_cores(cores, gates, biases, num_layers, group.split, 0.01)
+        chains = Chains(cores, gates, biases, num_layers, group.split, 0.01)
+        return tuple(contract_groups([chains]))
 
     assert torch.autograd.gradcheck(run, group.params)
     assert torch.autograd.gradgradcheck(run, group.params, fast_mode=True)
@@ -150,8 +150,8 @@ def test_narrow_cores_are_rounded_once(dtype, monkeypatch):
     for narrow, other in zip(group.params, wide.params, strict=True):
         other.data.copy_(narrow.data)
         narrow.data = narrow.data if narrow.dtype == torch.float32 else other.data.to(dtype)
-    got = contract_cores(*group.arguments())
-    for half, want in zip(got, contract_cores(*wide.arguments()), strict=True):
+    got = contract_groups([Chains(*group.arguments())])
+    for half, want in zip(got, contract_groups([Chains(*wide.arguments())]), strict=True):
         assert half.dtype == dtype
         assert torch.equal(half, want.to(dtype))
     grads_got = grads(got, group.params)

@@ -18,7 +18,7 @@ from comera.ops.linear.tt_linear import Factors
 
 
 def make(dtype=torch.float64, batch=(3, 5), bias=True):
-    """x and the halves of two layers, 6 -> 20 -> 7, padded as ``contract_cores`` pads them."""
+    """x and the halves of two layers, 6 -> 20 -> 7, padded as ``contract_groups`` pads them."""
     x = torch.randn(*batch, 6, dtype=dtype)
     sizes = {"left1": (6, 8), "right1": (8, 20), "left2": (20, 16), "right2": (16, 7)}
     halves = {name: torch.randn(size, dtype=dtype) / 3 for name, size in sizes.items()}

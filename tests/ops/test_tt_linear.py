@@ -6,8 +6,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from comera.ops.context import static_shapes
-from comera.ops.contract_cores import contract_cores, contract_layer
-from comera.ops.cores import rank_gate
+from comera.ops.contract_cores import contract_groups, contract_layer
+from comera.ops.cores import Chains, rank_gate
 from comera.ops.linear.tt_linear import factorized_linears, low_rank_linear, tt_to_dense
 from comera.shapes import TTShape
 
@@ -44,7 +44,8 @@ def tt_linear(
     x, cores, split, bias, *, gates=(), threshold=0.0, in_features=None, out_features=None
 ):
     biases = [] if bias is None else [bias]
-    left, right = contract_cores(list(cores), list(gates), biases, 1, split, threshold)
+    chains = Chains(list(cores), list(gates), biases, 1, split, threshold)
+    left, right = contract_groups([chains])
     left, right = left[0, :in_features], right[0, :, :out_features]
     return factorized_linears(x, [left], [right], bias is not None)[0]
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.planning.candidate import chain_indices
-from comera.planning.linear_ways import Layer
 from comera.planning.machine import default_machine
 from comera.planning.planner import plan_layer
+from comera.planning.ways import Layer
 from comera.shapes import TTShape
 
 ATTENTION = TTShape((12, 8, 8), (8, 8, 12), (12, 30, 30, 30, 12))

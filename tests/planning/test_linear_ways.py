@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from comera.planning.linear_ways import Layer, factorized, only_bias, reconstructed, torch_linear
 from comera.planning.machine import default_machine
+from comera.planning.ways import Layer, factorized, only_bias, reconstructed, torch_linear
 from comera.shapes import TTShape
 from tests.planning.running import count
 

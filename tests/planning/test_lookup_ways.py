@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from comera.ops.table.tt_embedding import ttm_to_dense
-from comera.planning.lookup_ways import Lookup, from_factors, only_zeros, torch_embedding
 from comera.planning.machine import default_machine
+from comera.planning.ways import Lookup, from_factors, only_zeros, torch_embedding
 from comera.shapes import TTMShape
 from tests.planning.running import count
 

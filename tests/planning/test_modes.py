@@ -11,10 +11,9 @@ from torch import nn
 import comera
 from comera.nn import module
 from comera.planning.candidate import Step
-from comera.planning.linear_ways import Layer
-from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import default_machine, load_machine, save_machine
 from comera.planning.planner import plan_layer
+from comera.planning.ways import Layer, Lookup
 from comera.shapes import TTMShape, TTShape
 
 CPU, CARD = default_machine("cpu"), default_machine("cuda")

@@ -2,11 +2,10 @@ import time
 
 import pytest
 
-from comera.planning.linear_ways import Layer
-from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import default_machine
 from comera.planning.planner import plan_layer
 from comera.planning.printing import show_bytes, show_count, show_seconds
+from comera.planning.ways import Layer, Lookup
 from comera.shapes import TTMShape, TTShape
 
 CPU, GPU = default_machine("cpu"), default_machine("cuda")

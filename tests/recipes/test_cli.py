@@ -67,7 +67,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
         (["calibrate", "--device=gpu"], "--device=gpu must be cpu or cuda\n"),
         (["calibrate", "--device", "gpu"], "--device=gpu must be cpu or cuda\n"),
         (["sweep", "x.yaml", "--jobs=many"], "--jobs=many must be a whole number or null\n"),
-        (["reproduce", "x", "--skip=a"], "--skip=a must be a list of texts: --skip='[a]'\n"),
+        (["evaluate", "x", "--set=a"], "--set=a must be a list of texts: --set='[a]'\n"),
         (["checkpoint", "zzz"], "comera checkpoint has no command zzz; there are "),
         (["plan", "a.yaml", "b.yaml"], "b.yaml cannot stand beside a.yaml: a run is one file"),
         (["plan", "seed=3"], "seed=3 is no file: if it is a setting, type --seed=3"),
@@ -199,8 +199,8 @@ def test_what_is_piped_is_as_wide_as_columns_says(monkeypatch, capsys):
 
 
 def test_hyphens_are_as_good_as_underscores(tmp_path, capsys):
-    assert main(["reproduce", "came-shapes", "--dry-run=true", "--skip=[adafactor,came-x]"]) == 1
-    assert "skip=came-x is neither" in capsys.readouterr().err
+    assert main(["checkpoint", "compress", "a", "b", "--key-every=many"]) == 1
+    assert "--key_every=many must be a whole number\n" in capsys.readouterr().err
 
 
 def test_the_file_of_a_run_is_read_once(tmp_path, monkeypatch):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from comera.ops.kernels import choose, launch, nvrtc
-from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.kernels import choose, launch
+from comera.ops.kernels.launch import KernelError
 from comera.recipes.cli import main
 from comera.recipes.doctor import examine
 from tests.kernels.test_build import needs_nvrtc
@@ -83,7 +83,7 @@ def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (9, 0))
-    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(launch, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(launch, "function", lambda file, name, device: None)
     monkeypatch.setattr(choose, "mode", lambda: "auto")
     choose._why_not_loaded.cache_clear()
@@ -100,9 +100,9 @@ def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):
 def test_without_cuda_python_it_says_what_to_install(monkeypatch):
     for name in ("cuda.bindings", "cuda.bindings.nvrtc", "cuda.bindings.driver"):
         monkeypatch.setitem(sys.modules, name, None)
-    nvrtc.nvrtc_version.cache_clear()
+    launch.nvrtc_version.cache_clear()
     text = printed()
-    nvrtc.nvrtc_version.cache_clear()
+    launch.nvrtc_version.cache_clear()
     told = ["cuda-bindings is not installed (pip install 'comera[cuda]')"]
     assert row(text, "NVRTC") == row(text, "CUDA driver") == told
 
@@ -111,8 +111,8 @@ def test_without_cuda_python_it_says_what_to_install(monkeypatch):
 @needs_nvrtc
 def test_it_lists_what_has_been_compiled():
     assert row(printed(), "ttm_lookup.cu")[1] == "-"
-    nvrtc.cubin("ttm_lookup", "sm_90")
-    path = nvrtc.cubin_path("ttm_lookup", "sm_80")
+    launch.cubin("ttm_lookup", "sm_90")
+    path = launch.cubin_path("ttm_lookup", "sm_80")
     path.with_name("ttm_lookup-sm_80-ofanothersource.cubin").write_bytes(b"")
     text = printed()
     assert row(text, "ttm_lookup.cu")[1] == "sm_90"

@@ -1,4 +1,4 @@
 """Hand-written CUDA kernels behind the operators; the sources are in ``kernels`` of the repository.
 
-Only ``nvrtc`` and ``launch`` import cuda-python, and only when a kernel is wanted.
+Only ``launch`` imports cuda-python, and only when a kernel is wanted.
 """

@@ -93,11 +93,11 @@ def _why_not_loaded(file: str, device: int) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         return "compute capability {}.{} is below {}.{}".format(*capability, *OLDEST)
-    from comera.ops.kernels import launch, nvrtc  # on a card alone
+    from comera.ops.kernels import launch  # on a card alone
 
     try:
-        nvrtc.nvrtc_version()
-        for name in nvrtc.entries(file):
+        launch.nvrtc_version()
+        for name in launch.entries(file):
             launch.function(file, name, device)
     except (RuntimeError, OSError) as problem:  # cuda-bindings finds no library
         return str(problem)

@@ -55,9 +55,9 @@ def factorized_feed_forward(
 ) -> Tensor:
     """Compute ``act(x @ W1 + b1) @ W2 + b2``; either both layers have a bias or neither.
 
-    The factors, as ``contract_cores`` makes them, are ``(I, R)`` and ``(R, F)`` of the first layer,
-    ``(F, R)`` and ``(R, O)`` of the second; the activation is a key of ``ACTIVATIONS``. The result,
-    ``(*, O)``, can be differentiated any number of times.
+    The factors, as ``contract_groups`` makes them, are ``(I, R)`` and ``(R, F)`` of the first
+    layer, ``(F, R)`` and ``(R, O)`` of the second; the activation is a key of ``ACTIVATIONS``. The
+    result, ``(*, O)``, can be differentiated any number of times.
     """
     x_BI, *factors = autocast_together(x_BI, *factors1[:2], *factors2[:2])
     return _feed_forward(x_BI, factors, factors1.has_bias, activation)[0]
@@ -166,7 +166,7 @@ def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) 
     """Compute ``(silu(x @ W_gate) * (x @ W_up)) @ W_down`` of layers that all have a bias or none.
 
     The factors of ``gate`` and ``up`` are ``(I, R)`` and ``(R, F)``, those of ``down`` ``(F, R)``
-    and ``(R, O)``, as ``contract_cores`` makes them; each R may differ. The result,
+    and ``(R, O)``, as ``contract_groups`` makes them; each R may differ. The result,
     ``(*, O)``, can be differentiated any number of times.
     """
     x_BI, *factors = autocast_together(x_BI, *gate[:2], *up[:2], *down[:2])

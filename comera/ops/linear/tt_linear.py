@@ -35,7 +35,7 @@ def factorized_linears(
 ) -> list[Tensor]:
     """Compute ``x @ left @ right`` for each pair of factors, all in one pass over x.
 
-    x is ``(*, I)``, the factors are ``(I, R)`` and ``(R, O)``, as ``contract_cores`` makes them; O
+    x is ``(*, I)``, the factors are ``(I, R)`` and ``(R, O)``, as ``contract_groups`` makes them; O
     may differ, and with ``bias`` the last row of each right factor is a bias. Returns ``(*, O)``
     for each pair. The dtype is autocast's where autocast is on, unless the factors are float64.
     Raises ``RuntimeError`` if x has another width than the layer.

@@ -66,11 +66,6 @@ def _rows_or_sums(given: Lookup) -> Tensor:
     return sums_BD.index_add(0, bag_N, rows_ND)
 
 
-def _refuses_recording(given: Lookup, checked: bool) -> str | None:
-    """Return why one operator cannot stand for the lookup; or None."""
-    return choose.RECORDED if is_recorded() else _refuses_distinct_rows(given)
-
-
 def _each_by_itself(given: Lookup, checked: bool) -> Tensor:
     if is_recorded():
         indices_N, (hot, left, right) = given.indices_N, given.sizes
@@ -229,7 +224,8 @@ ROWS = Ways(
     lambda given, _: _case(given) if shapes_are_static(given.indices_N) else None,
     lambda new: (_sample(new), True),
     Way("lookup", lambda given, checked: lookup(*given, checked)[0],
-        _refuses_recording, "ttm_lookup"),
+        lambda given, _: choose.RECORDED if is_recorded() else _refuses_distinct_rows(given),
+        "ttm_lookup"),
     Way("every row for itself", _each_by_itself),
 )  # fmt: skip
 """Read rows, or sums of rows over bags; takes a :class:`Lookup`, and whether it was checked."""

@@ -1,10 +1,18 @@
-"""Run the experiments of the papers and collect the results (``comera reproduce NAME``)."""
+"""Run the experiments of the papers and collect the results.
 
+An experiment is trained small or at the paper's scale; the same command resumes it.
+OUT/REPRODUCTION.md collects the finished results beside the claims of the papers.
+"""
+
+import argparse
 import contextlib
 import dataclasses
+import logging
 import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,6 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 from rich.console import Console
 
+from benchmarks.session import positive
 from comera.extras import check_known, error_prefix, without_remarks
 from comera.files import write_text
 from comera.params import model_size
@@ -21,17 +30,83 @@ from comera.recipes.cli import changes_of
 from comera.recipes.report import page, sweep_report
 from comera.recipes.report.sweep_report import Comparison, Trained, deviation
 from comera.recipes.run import build_step, make_model, planned_memory, planned_model
-from comera.recipes.run_config import HIGHER_IS_BETTER, RunConfig
-from comera.recipes.sweep import Claim, make_jobs, read_claims, read_sweep, run_sweep, unskipped
+from comera.recipes.run_config import HIGHER_IS_BETTER, TASKS, RunConfig
+from comera.recipes.sweep import Sweep, make_jobs, read_sweep, run_sweep, unskipped
 from comera.recipes.tasks.task import Batch, task_of
 from comera.train.log import print_text
 
 Scale = Literal["small", "paper"]
 
+_CLAIM = "published.claims[{}]."
 _COMMAND = "command.txt"
 _ROWS, _STEPS = 2, 2
 _STEPPED_UP_TO = 1 << 29
 """Bytes of weights, gradients and optimizer state up to which a dry run does steps."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper, and the rule by which figures of two variants decide about it.
+
+    Args:
+        says: The claim, in words.
+        paper: The paper's own figures, and where they are.
+        variant: The variant that it is about; without one no run here decides about it.
+        figure: The figure that decides: a metric, or one of ``MEASURED``, where ``layer_params``
+            is compared with the dense layers in their place.
+        beside: The variant beside it, by default the reference.
+        loses: Largest amount by which the metric may be worse than the other's.
+        gains: Least amount by which the metric has to be better than the other's.
+        fewer: Least ratio of the other's figure to this one's.
+    """
+
+    says: str = ""
+    paper: str = ""
+    variant: str | None = None
+    figure: str = ""
+    beside: str | None = None
+    loses: float | None = None
+    gains: float | None = None
+    fewer: float | None = None
+
+    def __post_init__(self) -> None:
+        rules = [key for key in ("loses", "gains", "fewer") if getattr(self, key) is not None]
+        for key in ("says", "paper"):
+            if not getattr(self, key):
+                raise ValueError(f"{key}={getattr(self, key)!r} must be a text")
+        if len(rules) != (self.variant is not None) or bool(self.figure) != bool(rules):
+            raise ValueError(
+                f"variant={self.variant}: a claim has a variant, a figure and one of loses, gains "
+                f"and fewer, or none of these where no run decides; here are {rules or 'none'}"
+            )
+        parse.check_least(self, "", loses=0, gains=0, fewer=1)
+
+    def check(self, within: str, variants: Mapping[str, RunConfig]) -> None:
+        """Raise ``ValueError`` for a name that is no variant, or a figure that is not measured."""
+        for key in ("variant", "beside"):
+            if (name := getattr(self, key)) is not None:
+                check_known(name, variants, f"{within}{key}={name} is no variant")
+                better = TASKS[variants[name].task].better
+                known = [*better] if self.fewer is None else [*sweep_report.MEASURED]
+                check_known(self.figure, known, f"{within}figure={self.figure} is not measured")
+
+
+def read_claims(published: Mapping[str, Any]) -> list[Claim]:
+    """Parse the claims in the section ``published`` of a sweep file; ``ValueError`` if wrong."""
+    for key in published:
+        check_known(key, ("source", "claims"), f"published.{key} is no part of what was published")
+    given = published.get("claims") or []
+    if not isinstance(given, list) or not all(isinstance(each, Mapping) for each in given):
+        raise ValueError(f"published.claims={given!r} must be a list of mappings")
+    return [parse.parse_settings(Claim, each, _CLAIM.format(k)) for k, each in enumerate(given)]
+
+
+def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
+    """Read the sweep file of an experiment, and check its claims too; see :func:`read_sweep`."""
+    sweep = read_sweep(path, changes)
+    for number, claim in enumerate(read_claims(parse.read_yaml(path).get("published") or {})):
+        claim.check(_CLAIM.format(number), sweep.variants)
+    return sweep
 
 
 def experiments() -> dict[str, dict[str, Path]]:
@@ -46,67 +121,71 @@ def experiments() -> dict[str, dict[str, Path]]:
 def file_of(name: str, scale: Scale) -> Path:
     """Return the sweep file of an experiment; raise ``ValueError`` if it is unknown."""
     known = experiments()
-    listed = "among those that `comera reproduce` lists"
+    listed = "among those that `python -m benchmarks reproduce` lists"
     check_known(name, known, f"there is no experiment {name!r} {listed}")
     if scale not in known[name]:
-        raise ValueError(f"{name} has no --scale={scale}, only {', '.join(known[name])}")
+        raise ValueError(f"{name} has no --scale {scale}, only {', '.join(known[name])}")
     return known[name][scale]
 
 
-def reproduce(
-    name: str | None = None,
-    /,
-    *,
-    scale: Scale = "small",
-    out: str = "runs/reproduce",
-    set: list[str] = [],  # noqa: B006
-    skip: list[str] = [],  # noqa: B006
-    jobs: int | None = None,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    console: Console,
-) -> int:
-    """Train an experiment of the papers, small or at their scale.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("name", nargs="?", help="Name of the experiment; without it all are listed.")
+    help = "small takes minutes a run on a CPU, paper has the paper's shapes."
+    add("--scale", choices=get_args(Scale), default="small", help=help)
+    add("--out", type=Path, default=Path("runs/reproduce"), help="Folder of all experiments.")
+    many: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    help = "Settings that every run gets, such as nli.train=pairs.jsonl, the place of its data."
+    add("--set", **many, metavar="KEY=VALUE", help=help)
+    help = "Variants, or runs as VARIANT/seed-K, to leave out this time."
+    add("--skip", **many, metavar="VARIANT", help=help)
+    add("--jobs", type=positive, default=1, help="Number of runs at a time.")
+    help = "Restart runs whose folders hold other settings or data; the others stay."
+    add("--overwrite", action="store_true", help=help)
+    add(
+        "--dry-run", action="store_true",
+        help="Only train two steps of each variant on random data, or compute only the shapes of "
+        "variants that take more than 512 MiB.",
+    )  # fmt: skip
 
-    The same command resumes it, and OUT/REPRODUCTION.md collects the finished results.
 
-    Args:
-        name: Name of the experiment; without it all are listed.
-        scale: small takes minutes a run on a CPU, paper has the paper's shapes.
-        out: Folder of all experiments.
-        set: Settings that every run gets, such as the paths of its data:
-            --set='[nli.train=pairs.jsonl,nli.dev=dev.jsonl]'.
-        skip: Variants, or runs as VARIANT/seed-K, to leave out this time: --skip='[galore]'.
-        jobs: Number of runs at a time (default: one).
-        overwrite: Restart runs whose folders hold other settings or data; the others stay.
-        dry_run: Only train two steps of each variant on random data, or compute only the shapes of
-            variants that take more than 512 MiB.
-    """
+def run(console: Console, options: argparse.Namespace) -> int:
+    """Train an experiment, list all or try one out; return the exit status."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    name, scale, skip = options.name, options.scale, options.skip
     if name is None:
         for each, scales in experiments().items():
             title = parse.first_sentence(next(iter(reversed(scales.values()))))
             print_text(console, f"{each} ({', '.join(sorted(scales, reverse=True))}): {title}")
         return 0
-    changes, path = changes_of(set), file_of(name, scale)
-    if dry_run:
+    changes, path = changes_of(options.set), file_of(name, scale)
+    if options.dry_run:
         for line in try_out(name, scale, changes, skip=skip):
             print_text(console, line)
         return 0
-    root = Path(out).expanduser()
+    read_experiment(path, changes)
+    root = options.out.expanduser()
     folder = root / path.stem
     try:
-        status = run_sweep(path, console, jobs, overwrite, folder, changes=changes, skip=skip)
+        status = run_sweep(
+            path, console, options.jobs, options.overwrite, folder, changes=changes, skip=skip
+        )
     except FileNotFoundError as problem:
         base = parse.read_yaml(path)["base"]
         source = f"`comera init {base}` says where they come from, and " * isinstance(base, str)
         raise FileNotFoundError(
-            f"{problem}: {source}--set='[KEY=PLACE]' sets one for all runs"
+            f"{problem}: {source}--set KEY=PLACE sets one for all runs"
         ) from None
     if (folder / "results.json").is_file():
-        changed = f" --set='[{','.join(set)}]'" * bool(set)
-        write_text(folder / _COMMAND, f"comera reproduce {name} --scale={scale}{changed}")
+        changed = f" --set {shlex.join(options.set)}" * bool(options.set)
+        write_text(folder / _COMMAND, f"{_command(name, scale)}{changed}")
     write_reproduction(root)
     return status
+
+
+def _command(name: str, scale: str) -> str:
+    return f"python -m benchmarks reproduce {name} --scale {scale}"
 
 
 def write_reproduction(out: Path) -> Path:
@@ -149,7 +228,7 @@ def _section(
     source = published.get("source", "all together")
     reference = content.get("reference") or next(iter(content["variants"]))
     comparison = None
-    command = f"comera reproduce {name} --scale={scale}"
+    command = _command(name, scale)
     parts = [title, f"{parse.first_sentence(path)}. Published: {source}."]
     if (folder / "results.json").is_file():
         comparison = sweep_report.read_comparison(folder)
@@ -179,8 +258,8 @@ def _section(
 _VERDICTS = "holds", "in part", "does not hold", "not run"
 _HEAD = """# Reproduction
 
-What the papers claim, and what came out here. `comera reproduce` writes this page from the claims
-in `configs/reproduce` and the folders of finished runs; nothing in it is typed.
+What the papers claim, and what came out here. `python -m benchmarks reproduce` writes this page
+from the claims in `configs/reproduce` and the folders of finished runs; nothing in it is typed.
 
 A claim *holds* if every seed reaches the bound in its section, *in part* if their mean does, and
 *does not hold* otherwise; a run that failed reaches none. *Not run*: a run that it needs is
@@ -274,7 +353,7 @@ def try_out(
 ) -> list[str]:
     """Train every variant for two steps, see :func:`dry_run`; return a line for each."""
     lines = []
-    sweep = read_sweep(file_of(name, scale), changes)
+    sweep = read_experiment(file_of(name, scale), changes)
     for variant in dict.fromkeys(job.variant for job in unskipped(make_jobs(sweep), skip)):
         with error_prefix(f"{name}, {scale}, variant {variant}: "):
             try:

@@ -1,17 +1,18 @@
-"""Plan the ways to compute a compressed linear layer, and the dense layer, as lists of steps.
+"""Plan the ways to compute compressed layers and lookups, and the dense ones, as lists of steps.
 
 A factorized layer multiplies the batch by the contracted factors ``A (in, r)`` and ``B (r, out)``
-in turn, a reconstructed one by ``W = A B``. A block tensor train is two batched products.
+in turn, a reconstructed one by ``W = A B``. A block tensor train is two batched products. A lookup
+contracts the cores to two factors, and multiplies a slice of each for every distinct row read.
 
 Letters of the equations of blocks: t = tokens, a and b = blocks of the input and the numbers in
 each, c and d = those of the output, r = rank of the blocks.
 """
 
-import functools
-from collections.abc import Callable, Iterable
+import math
 from dataclasses import dataclass, replace
 
 from comera.planning.candidate import (
+    OUTPUT_GRADIENT,
     Candidate,
     Step,
     Work,
@@ -19,13 +20,16 @@ from comera.planning.candidate import (
     factor_chains,
     gates,
     product,
-    product_seconds,
 )
 from comera.planning.machine import PACKED_FROM, Machine, item_size
-from comera.shapes import BTTShape, LinearShape, check_whole_numbers, padded_rank
+from comera.shapes import BTTShape, LinearShape, TTMShape, check_whole_numbers, padded_rank
 
 Dims = tuple[int, int, int]
 """``(rows, depth, columns)`` of one matrix product."""
+
+_INDEX_BYTES = 8
+_OPERATORS = 3
+"""Python operators of a tensor-train table in each direction: two factors and the lookup."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +90,49 @@ class Layer(Work):
         return {"bias": self.out_features} if self.bias else {}
 
 
-def candidates(layer: Layer, machine: Machine, dtype: str) -> list[Candidate]:
-    """Return the candidates of a layer; the layer can run all of them."""
-    if 0 in layer.shape.ranks:
+@dataclass(frozen=True)
+class Lookup(Work):
+    """One batch of ``tokens`` lookups in a table of ``shape``.
+
+    ``distinct`` is the expected number of different indices; None means as many as possible.
+    ``num_embeddings`` and ``embedding_dim`` are the table's sizes if the modes multiply to more.
+    """
+
+    shape: TTMShape
+    tokens: int
+    distinct: int = None  # type: ignore[assignment]  # filled in by __post_init__
+    num_embeddings: int = None  # type: ignore[assignment]
+    embedding_dim: int = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        check_whole_numbers(1, tokens=self.tokens)
+        self.fill_width("num_embeddings", self.shape.num_rows)
+        self.fill_width("embedding_dim", self.shape.num_cols)
+        if self.distinct is None:
+            object.__setattr__(self, "distinct", min(self.tokens, self.num_embeddings))
+
+    def __str__(self) -> str:
+        return (
+            f"embedding {self.num_embeddings} x {self.embedding_dim}, modes "
+            f"{self.shape.describe_modes()}, ranks {' '.join(map(str, self.shape.ranks))}, "
+            f"{self.distinct} distinct rows"
+        )
+
+    def sizes(self, dtype: str) -> tuple[dict[str, int], int]:
+        indices = self.tokens * _INDEX_BYTES // item_size(dtype)
+        return {"indices": indices}, self.tokens * self.embedding_dim
+
+
+def candidates(layer: Layer | Lookup, machine: Machine, dtype: str) -> list[Candidate]:
+    """Return the candidates of a layer, which can run all of them; a table has one."""
+    vanished = 0 in layer.shape.ranks
+    if isinstance(layer, Lookup):
+        return [(only_zeros if vanished else from_factors)(layer, machine, dtype)]
+    if vanished:
         return [only_bias(layer, machine, dtype)]
     if isinstance(layer.shape, BTTShape):
         return [blocks(layer, machine, dtype)]
     return [factorized(layer, machine, dtype), reconstructed(layer, machine, dtype)]
-
-
-def _factorized_products(layer: Layer) -> tuple[Dims, ...]:
-    """List the sizes of the products that make t, y, and the gradients of t, x, A and B."""
-    batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
-    t, y, grad_t = (batch, wide, bond), (batch, bond, high), (batch, high, bond)
-    return t, y, grad_t, (batch, bond, wide), (wide, batch, bond), (bond, batch, high)
 
 
 def _reconstructed_products(layer: Layer) -> tuple[Dims, ...]:
@@ -112,19 +145,19 @@ def _reconstructed_products(layer: Layer) -> tuple[Dims, ...]:
 def factorized(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     """Plan ``y = (x A) B``; the bias is one more row of B, against a column of ones."""
     left, right = factor_chains(layer.shape)
-    t, y, gt, gx, ga, gb = _factorized_products(layer)
-    ones = Step("t", ("t",), "ones for the bias", layer.tokens * layer.bond, moved=layer.tokens)
+    batch, bond, wide, high = layer.tokens, layer.bond, layer.in_features, layer.out_features
+    ones = Step("t", ("t",), "ones for the bias", batch * bond, moved=batch)
     forward = [
         *_factors(layer),
-        product("t", ("x", "A"), "bi,ir->br", (1, *t)),
+        product("t", ("x", "A"), "bi,ir->br", (1, batch, wide, bond)),
         *([ones] if layer.bias else []),
-        product("y", ("t", "B"), "br,ro->bo", (1, *y)),
+        product("y", ("t", "B"), "br,ro->bo", (1, batch, bond, high)),
     ]
     backward = [
-        product("grad(t)", ("gy", "B"), "bo,ro->br", (1, *gt)),
-        product("grad(x)", ("grad(t)", "A"), "br,ir->bi", (1, *gx)),
-        product(f"grad({left.name})", ("x", "grad(t)"), "bi,br->ir", (1, *ga)),
-        product(f"grad({right.name})", ("t", "gy"), "br,bo->ro", (1, *gb)),
+        product("grad(t)", ("gy", "B"), "bo,ro->br", (1, batch, high, bond)),
+        product("grad(x)", ("grad(t)", "A"), "br,ir->bi", (1, batch, bond, wide)),
+        product(f"grad({left.name})", ("x", "grad(t)"), "bi,br->ir", (1, wide, batch, bond)),
+        product(f"grad({right.name})", ("t", "gy"), "br,bo->ro", (1, bond, batch, high)),
         *_core_gradients(layer),
     ]
     parameters = layer.cores() | layer.biases
@@ -235,49 +268,91 @@ def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     return candidate("blocks", layer, machine, dtype, forward, backward, parameters)
 
 
-_MOST_TOKENS = 1 << 24
+def from_factors(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
+    """Plan every distinct row as a product of slices of two factors.
 
-
-@functools.lru_cache(maxsize=1024)
-def dense_from(
-    layer: Layer, *, machine: Machine, dtype: str = "float32", train: bool = True
-) -> int | None:
-    """Return the number of tokens from which multiplying by the dense weight beats its two factors.
-
-    Returns None if the dense weight is slower up to 2**24 tokens, or if a rank is zero. Without
-    ``train`` only the forward pass counts.
+    The plan contracts whole factors, which is too much for small batches on a CPU: these contract
+    only the slices they read.
     """
-    machine.rate(dtype)
-    if 0 in layer.shape.ranks:
-        return None
-    item, call = item_size(dtype), machine.call_overhead
+    # Sizes: `rows` are made from slices (wide, rank) and (rank, high) of the two factors.
+    shape, split = lookup.shape, lookup.shape.split
+    rank, rows = shape.ranks[split - 1], lookup.distinct
+    left, right = factor_chains(shape)
+    wide, high = math.prod(shape.col_modes[:split]), math.prod(shape.col_modes[split:])
+    left_size = math.prod(shape.slice_sizes[:split]) * rank
+    right_size = math.prod(shape.slice_sizes[split:]) * rank
+    # Distinct rows are an intermediate: they are sorted out first and gathered to y at the end.
+    numbers = lookup.tokens * lookup.embedding_dim
+    # The indices and their positions move log2(tokens) times.
+    moved = math.ceil(4 * lookup.tokens * math.log2(max(2, lookup.tokens)))
+    size = 2 * lookup.tokens * _INDEX_BYTES // item_size(dtype)
+    sort = Step("distinct", ("indices",), "sort the indices", size, moved=moved, calls=6)
+    gathers = [
+        _gather("slices of A", left.name, rows * wide * rank),
+        _gather("slices of B", right.name, rows * rank * high),
+    ]
+    forward = [
+        gates(shape, _OPERATORS),
+        *left.forward,
+        *right.forward,
+        # The modes of rows come first afterwards, so that a slice lies in one piece.
+        _permute(left.name, left_size),
+        _permute(right.name, right_size),
+        sort,
+        *gathers,
+        product("rows", ("slices of A", "slices of B"), "bpr,brq->bpq", (rows, wide, rank, high)),
+        _gather("y", "rows", numbers),
+    ]
+    # The slices are gathered again: keeping them would take a multiple of the output's memory.
+    # Sorted indices and their order are kept.
+    gradient = "grad(rows)"
+    by_row = _scatter(gradient, OUTPUT_GRADIENT, numbers, rows * wide * high)
+    backward = [
+        replace(by_row, reads=(*by_row.reads, "distinct")),
+        *gathers,
+        product(
+            "grad(slices of A)", (gradient, "slices of B"), "bpq,brq->bpr", (rows, wide, high, rank)
+        ),
+        product(
+            "grad(slices of B)", ("slices of A", gradient), "bpr,bpq->brq", (rows, rank, wide, high)
+        ),
+        _scatter(f"grad({left.name})", "grad(slices of A)", rows * wide * rank, left_size),
+        _scatter(f"grad({right.name})", "grad(slices of B)", rows * rank * high, right_size),
+        _permute(f"grad({left.name})", left_size),
+        _permute(f"grad({right.name})", right_size),
+        *left.backward,
+        *right.backward,
+        gates(shape, _OPERATORS, backward=True),
+    ]
+    return candidate("unique", lookup, machine, dtype, forward, backward, lookup.cores())
 
-    def seconds(products: Iterable[Dims]) -> float:
-        return sum(product_seconds(machine, dtype, 1, *dims) for dims in products)
 
-    w, _, _, _, grad_a, grad_b = _reconstructed_products(layer)
-    fixed = seconds([w, grad_a, grad_b] if train else [w])
-
-    def dense_wins(tokens: int) -> bool:
-        here = replace(layer, tokens=tokens)
-        factorized = seconds(_factorized_products(here)[: 6 if train else 2])
-        reconstructed = seconds(_reconstructed_products(here)[1 : 4 if train else 2]) + fixed
-        if layer.bias:  # a column of ones in one way, a sum over rows in the other
-            factorized += call + machine.moving(tokens * item)
-            if train:
-                reconstructed += call + machine.moving(tokens * layer.out_features * item)
-        return reconstructed < factorized
-
-    return first_where(dense_wins, _MOST_TOKENS) if dense_wins(_MOST_TOKENS) else None
+def torch_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
+    """Plan ``torch.nn.Embedding`` with a dense gradient, without optimizer, for comparison."""
+    weight = lookup.num_embeddings * lookup.embedding_dim
+    numbers = lookup.tokens * lookup.embedding_dim
+    forward = [replace(_gather("y", "weight", numbers), modules=0.5)]
+    scattered = _scatter("grad(weight)", OUTPUT_GRADIENT, numbers, weight)
+    backward = [replace(scattered, modules=0.5)]
+    parameters = {"weight": weight}
+    return candidate("nn.Embedding", lookup, machine, dtype, forward, backward, parameters)
 
 
-def first_where(holds: Callable[[int], bool], most: int) -> int:
-    """Find the smallest number for which ``holds``, which is monotonic and true at ``most``."""
-    high = 1
-    while high < most and not holds(high):
-        high *= 2
-    low, high = high // 2, min(high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+def only_zeros(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
+    """Plan a table with a rank of zero, whose rows are all zero."""
+    numbers = lookup.tokens * lookup.embedding_dim
+    forward = [Step("y", (), "zeros", numbers, moved=numbers)]
+    return candidate("zeros", lookup, machine, dtype, forward, [], {})
+
+
+def _gather(name: str, source: str, numbers: int) -> Step:
+    return Step(name, (source, "indices"), f"gather from {source}", numbers, copied=numbers)
+
+
+def _scatter(name: str, source: str, numbers: int, size: int) -> Step:
+    what = f"add up {source}"
+    return Step(name, (source, "indices"), what, size, moved=size, copied=numbers, calls=2)
+
+
+def _permute(name: str, numbers: int) -> Step:
+    return Step(name, (name,), "rows and columns apart", numbers, copied=numbers)
