@@ -20,7 +20,7 @@ from comera.train.step import NonFiniteLossError
 
 NAMES = (
     "linear", "embedding", "step", "memory", "rank_learning", "traffic", "checkpoints",
-    "optimizers", "serve", "frontier",
+    "optimizers", "serve",
 )  # fmt: skip
 
 _FILE_WIDTH = 120  # characters of a line without a terminal

@@ -28,14 +28,12 @@ from comera.recipes.trained import load_run
 from comera.report.front import (
     BASE_RATE,
     CALIBRATED,
-    after_variants,
+    Width,
     check_front,
     chosen_families,
     described,
     heads_of,
-    layer_variants,
-    rows_for,
-    table_settings,
+    plan_variants,
 )
 from comera.report.front_work import (
     Variant,
@@ -172,70 +170,49 @@ class RunWork(Work):
 
     def plan(self, families: list[str], sizes: int) -> tuple[list[Variant], dict[str, str]]:
         """Return the variants to train, and why families have none."""
-        config, left_out = self.config, dict[str, str]()
-        with without_remarks():
-            given = planned_model(config)
-        planned = [Variant("given", "given", {})]
-        narrow = list(self._narrower(sizes))
-        if "narrower" in families:
-            planned += [Variant(f"narrower-{w}", "narrower", own, scale=s) for w, own, s in narrow]
-        layers = config.model.num_layers if config.clicks is None else 0
-        depths = sorted({max(1, layers // share) for share in _SHARES[: sizes - 1 or 1]})
-        for depth in [d for d in depths if d < layers] if "shallower" in families else ():
-            own = {"model": {"num_layers": depth}}
-            planned.append(Variant(f"shallower-{depth}", "shallower", own))
-        planned += [
-            dataclasses.replace(variant, width={})
-            for variant in layer_variants(families, sizes, given)
-        ]
-        if "configured" in families and self.configured is not None:
-            planned.append(Variant("configured", "configured", None))
-        tables = narrow[-sizes:] if {"table", "fewer-words"} & {*families} else []
-        for width, own, scale in tables:
-            with without_remarks():
-                model = planned_model(self.config_of(Variant("", "given", own), 1.0, 0))
-                settings = table_settings(model)
-            if settings is None:
-                left_out["table"] = "table, fewer-words: no table has a tenth of the parameters"
-                break
-            if "table" in families:
-                planned.append(Variant(f"table-{width}", "table", own, settings, scale=scale))
-            if "fewer-words" in families:
-                rows = rows_for(settings, model)
-                fewer = self._fewer(rows, own)
-                if fewer is None:
-                    left_out["fewer-words"] = (
-                        "fewer-words: perplexity counts tokens, and other words are other tokens"
-                    )
-                else:
-                    name = f"fewer-words-{width}"
-                    planned.append(Variant(name, "fewer-words", fewer, scale=scale, rows=rows))
-        return planned + after_variants(families, sizes), left_out
 
-    def _narrower(self, sizes: int) -> Iterator[tuple[int, dict[str, Any], float]]:
-        """Yield widths with their settings, and how many times narrower they are."""
+        def made(own: dict[str, Any]) -> nn.Module:
+            with without_remarks():
+                return planned_model(self.config_of(Variant("", "given", own), 1.0, 0))
+
+        widths = [Width(str(self.config.width), {}), *self._narrower(sizes)]
+        planned, left_out = plan_variants(families, sizes, widths, made, self._fewer)
+        layers = self.config.model.num_layers if self.config.clicks is None else 0
+        if "shallower" in families:
+            depths = {max(1, layers // share) for share in _SHARES[: max(1, sizes - 1)]}
+            planned[1:1] = [
+                Variant(f"shallower-{depth}", "shallower", {"model": {"num_layers": depth}})
+                for depth in sorted(depths)
+                if depth < layers
+            ]
+        if "configured" in families and self.configured is not None:
+            planned.append(Variant("configured", "configured"))
+        return planned, left_out
+
+    def _narrower(self, sizes: int) -> Iterator[Width]:
+        """Yield narrower widths, each with the settings that make it."""
         model, width = self.config.model, self.config.width
         for share in _SHARES[:sizes]:
             narrow = width // share
             if narrow < 8:
                 break
             if self.config.clicks is not None:
-                yield narrow, {"dlrm": {"embedding_dim": narrow}}, 1.0
+                yield Width(str(narrow), {"dlrm": {"embedding_dim": narrow}})
                 continue
             heads = max(1, model.num_heads // share)
             own = {"d_model": narrow // heads * heads, "num_heads": heads}
             own["ffn_dim"] = max(1, model.ffn_dim // share)
-            yield narrow, {"model": own}, width / narrow
+            yield Width(str(narrow), {"model": own}, width / narrow)
 
-    def _fewer(self, rows: int, own: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the settings of a width with tables of fewer rows; None for streams of text."""
+    def _fewer(self, own: dict[str, Any], rows: int) -> dict[str, Any] | str:
+        """Return the settings of a width with tables of fewer rows, or why there are none."""
         if self.config.nli is not None:
             return {**own, "nli": {"vocab": None, "vocab_size": rows}}
         if self.config.clicks is not None:
-            width = own["dlrm"]["embedding_dim"]
+            width = own.get("dlrm", {}).get("embedding_dim", self.config.width)
             small = {"kind": "hashed", "params": rows * width, "own": 0.5}
-            return {"dlrm": {**own["dlrm"], "small_tables": small}}
-        return None
+            return {"dlrm": {"embedding_dim": width, "small_tables": small}}
+        return "perplexity counts tokens, and other words are other tokens"
 
     def config_of(self, variant: Variant, rate: float, seed: int) -> RunConfig:
         """Return the run of a variant at a rate."""

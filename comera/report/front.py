@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -148,17 +148,26 @@ def front(
     work = _Own(Path(folder), make_model, loss_fn, _by_step(batches), evaluate, test, about)
     work.get_batch(0)
     torch.manual_seed(seeds[0])
-    given = work.made(Variant("given", "given", choices[0]))
-    work.claim(given)
-    planned, left_out = _planned(work, given, choices, families, sizes)
-    planned = [
-        dataclasses.replace(v, scale=v.scale * choices[0] / v.width)
-        if numeric and v.width is not None
-        else v
-        for v in planned
-    ]
-    forked = can_fork(next(given.parameters()).device)
-    del given
+    plain = {each: work.made(Variant("", "given", each)) for each in dict.fromkeys(choices)}
+    work.claim(plain[choices[0]])
+    planned, left_out = plan_variants(
+        families,
+        sizes,
+        [
+            Width(
+                "" if each is None else re.sub(r"[^A-Za-z0-9.]+", "-", str(each)).strip("-"),
+                each,
+                choices[0] / each if numeric else 1.0,
+            )
+            for each in choices
+        ],
+        plain.__getitem__,
+        lambda width, rows: FewerRows(width, rows),
+    )
+    if "narrower" in families and not choices[1:]:
+        left_out["narrower"] = "narrower: widths=[...] names none for make_model"
+    forked = can_fork(next(plain[choices[0]].parameters()).device)
+    del plain
     return train_front(
         work, planned, left_out, dense, rates, seeds, metric, higher,
         (jobs or len(os.sched_getaffinity(0))) if forked else 0,
@@ -202,11 +211,35 @@ def described(
     )
 
 
-def layer_variants(families: Sequence[str], sizes: int, model: nn.Module) -> list[Variant]:
-    """Return variants of the linear layers; output layers over a table's rows stay dense."""
+class Width(NamedTuple):
+    """A width to plan variants of: its label in names, and what makes its model."""
+
+    label: str
+    key: Any
+    times: float = 1.0  # narrower than the model as given
+
+
+def plan_variants(
+    families: Sequence[str],
+    sizes: int,
+    widths: Sequence[Width],
+    made: Callable[[Any], nn.Module],
+    fewer: Callable[[Any, int], Any],
+) -> tuple[list[Variant], dict[str, str]]:
+    """Return the variants to train, and why families have none.
+
+    The first width is that of the model as given. ``made`` returns a model by its key, ``fewer``
+    the key of that model with tables of so many rows, or a reason against it.
+    """
+    given, left_out = made(widths[0].key), dict[str, str]()
+    planned = [Variant("given", "given", widths[0].key)]
+    if "narrower" in families:
+        planned += [
+            Variant(f"narrower-{each.label}", "narrower", each.key, scale=each.times)
+            for each in widths[1:]
+        ]
     targets: dict[str, Any] = {"target_modules": "all-linear", "init": "orthogonal"}
-    targets |= {"exclude_modules": heads_of(model) or None, "min_size": _SMALL_LAYER}
-    found = []
+    targets |= {"exclude_modules": heads_of(given) or None, "min_size": _SMALL_LAYER}
     for family in [each for each in _RATIOS if each in families]:
         for ratio in _RATIOS[family][:sizes]:
             how: dict[str, Any] = {"compression": ratio}
@@ -218,8 +251,29 @@ def layer_variants(families: Sequence[str], sizes: int, model: nn.Module) -> lis
             else:
                 name, target = f"trains-{round(ratio / _CUT)}x", _CUT
             settings = TTConfig(**how, **targets)
-            found.append(Variant(name, family, None, settings, target, scale=_FASTER))
-    return found
+            planned.append(Variant(name, family, widths[0].key, settings, target, scale=_FASTER))
+    for label, key, times in widths[-sizes:] if {"table", "fewer-words"} & {*families} else ():
+        model, end = made(key), f"-{label}" * bool(label)
+        if (of_tables := table_settings(model)) is None:
+            left_out["table"] = "table, fewer-words: no table has a tenth of the parameters"
+            continue
+        tables = targets_of(of_tables, model).values()
+        heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+        if any(id(table.weight) in heads for table in tables):
+            left_out["table"] = "table, fewer-words: a table is the weight of an output layer too"
+            continue
+        if "table" in families:
+            planned.append(Variant(f"table{end}", "table", key, of_tables, scale=times))
+        if "fewer-words" in families:
+            small = fewer(key, rows_for(of_tables, model))
+            if isinstance(small, str):
+                left_out["fewer-words"] = f"fewer-words: {small}"
+            else:
+                name = f"fewer-words{end}"
+                planned.append(Variant(name, "fewer-words", small, scale=times))
+    budgets = _BUDGETS[:sizes] if "compressed-after" in families else ()
+    planned += [Variant(f"given-to-{b:.0%}", "compressed-after", budget=b) for b in budgets]
+    return planned + [Variant("given-8-bits", "8-bits")] * ("8-bits" in families), left_out
 
 
 def table_settings(model: nn.Module) -> TTConfig | None:
@@ -229,18 +283,16 @@ def table_settings(model: nn.Module) -> TTConfig | None:
     own; the rest has rank 16, as the tables that did best on sentence pairs (docs/experiments.md).
     """
     whole = model_size(model).params
-    tables = {
-        name: module.weight
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        and module.weight.numel() > _LARGE_TABLE * whole
-    }
     hot: dict[str, list[int | None]] = {}
-    for name, weight in tables.items():
-        frequent, width = len(weight) // 20, weight.shape[1]
-        most = (frequent * width - 1) // (frequent + width)  # above it coordinates save nothing
-        rank = min(width // 2, most)
-        hot[re.escape(name)] = [frequent, rank] if rank > 0 else [0, None]
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        rows, width = module.weight.shape
+        if rows * width > _LARGE_TABLE * whole:
+            frequent = rows // 20
+            most = (frequent * width - 1) // (frequent + width)  # above it nothing is saved
+            rank = min(width // 2, most)
+            hot[re.escape(name)] = [frequent, rank] if rank > 0 else [0, None]
     if not hot:
         return None
     names = "|".join(hot)
@@ -249,18 +301,17 @@ def table_settings(model: nn.Module) -> TTConfig | None:
 
 def rows_for(settings: TTConfig, model: nn.Module) -> int:
     """Return how many rows of the tables take as many numbers as their conversion has."""
-    width = sum(m.weight.shape[1] for m in _targets(settings, model).values())  # type: ignore[misc,index,union-attr]
+    width = sum(table.weight.shape[1] for table in targets_of(settings, model).values())
     with without_remarks():
         small = tensorize_(copy.deepcopy(model), settings)
-    cores = sum(p.numel() for m in _targets(settings, small).values() for p in m.parameters())
-    return max(2, cores // int(width))
+    cores = sum(p.numel() for m in targets_of(settings, small).values() for p in m.parameters())
+    return max(2, cores // width)
 
 
-def after_variants(families: Sequence[str], sizes: int) -> list[Variant]:
-    """Return variants of the trained model as given."""
-    budgets = _BUDGETS[:sizes] if "compressed-after" in families else ()
-    found = [Variant(f"given-to-{b:.0%}", "compressed-after", budget=b) for b in budgets]
-    return found + [Variant("given-8-bits", "8-bits")] * ("8-bits" in families)
+def targets_of(settings: TTConfig, model: nn.Module) -> dict[str, Any]:
+    """Return the modules that a conversion of tables is for, by name."""
+    names = str(settings.target_modules)
+    return {name: m for name, m in model.named_modules() if re.fullmatch(names, name)}
 
 
 def heads_of(model: nn.Module) -> list[str]:
@@ -270,45 +321,6 @@ def heads_of(model: nn.Module) -> list[str]:
     rows = {len(table.weight) for table in tables}
     linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
     return [name for name, layer in linear.items() if layer.out_features in rows]
-
-
-def _targets(settings: TTConfig, model: nn.Module) -> dict[str, nn.Module]:
-    names = str(settings.target_modules)
-    return {name: m for name, m in model.named_modules() if re.fullmatch(names, name)}
-
-
-def _planned(
-    work: "_Own", given: nn.Module, widths: Sequence[Any], families: Sequence[str], sizes: int
-) -> tuple[list[Variant], dict[str, str]]:
-    """Return the variants to train, and why families have none."""
-    planned, left_out = [Variant("given", "given", widths[0])], dict[str, str]()
-    if "narrower" in families:
-        planned += [Variant(f"narrower-{_slug(w)}", "narrower", w) for w in widths[1:]]
-        if not widths[1:]:
-            left_out["narrower"] = "narrower: widths=[...] names none for make_model"
-    layers = layer_variants(families, sizes, given)
-    planned += [dataclasses.replace(variant, width=widths[0]) for variant in layers]
-    for width in widths[-sizes:] if {"table", "fewer-words"} & {*families} else ():
-        model = given if width is widths[0] else work.made(Variant("", "narrower", width))
-        settings, end = table_settings(model), "" if width is None else f"-{_slug(width)}"
-        if settings is None:
-            left_out["table"] = "table, fewer-words: no table has a tenth of the parameters"
-            continue
-        tables = _targets(settings, model)
-        heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-        if any(id(table.weight) in heads for table in tables.values()):
-            left_out["table"] = "table, fewer-words: a table is the weight of an output layer too"
-            continue
-        if "table" in families:
-            planned.append(Variant(f"table{end}", "table", width, settings))
-        if "fewer-words" in families:
-            rows, name = rows_for(settings, model), f"fewer-words{end}"
-            planned.append(Variant(name, "fewer-words", width, settings, rows=rows))
-    return planned + after_variants(families, sizes), left_out
-
-
-def _slug(width: Any) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", str(width)).strip("-")
 
 
 def _by_step(batches: Iterable[Any] | Callable[[int], Any]) -> Callable[[int], Any]:
@@ -336,6 +348,13 @@ def _by_step(batches: Iterable[Any] | Callable[[int], Any]) -> Callable[[int], A
     return batch
 
 
+class FewerRows(NamedTuple):
+    """A width whose large tables have so many rows; the last one stands for all others."""
+
+    width: Any
+    rows: int
+
+
 class _FewerRows(nn.Embedding):
     """A table whose last row stands for all indices from it on."""
 
@@ -356,21 +375,22 @@ class _Own(Work):
 
     def made(self, variant: Variant) -> nn.Module:
         """Return a fresh model of a variant."""
-        width = () if variant.width is None else (variant.width,)
-        model = self.make_model(*width)
+        width, rows = variant.width, None
+        if isinstance(width, FewerRows):
+            width, rows = width
+        model = self.make_model() if width is None else self.make_model(width)
         if not isinstance(model, nn.Module):
             raise TypeError(f"make_model returned {model!r}, which is no module")
-        if variant.settings is None:
-            return model
-        if variant.rows is None:
+        if variant.settings is not None:
             model = tensorize_(model, variant.settings)
             if not tensor_trains(model):
                 raise ValueError(f"nothing becomes smaller by {FAMILIES[variant.family]}")
+        if rows is None or (settings := table_settings(model)) is None:
             return model
-        for name, table in _targets(variant.settings, model).items():
+        for name, table in targets_of(settings, model).items():
             if type(table) is not nn.Embedding:
                 raise ValueError(f"{name} is no nn.Embedding")
-            padding, rows = table.padding_idx, variant.rows
+            padding = table.padding_idx
             padding = padding if padding is not None and padding < rows else None
             small = _FewerRows(rows, table.embedding_dim, padding).to(table.weight)
             with torch.no_grad():
@@ -442,8 +462,9 @@ class _Own(Work):
             raise KeyboardInterrupt
         forward = forward_seconds(step, self.loss_fn, self.get_batch(0))
         save_model(model, place)
-        made = f"make_model({'' if variant.width is None else repr(variant.width)})"
-        if variant.settings is not None and variant.rows is None:
+        width = variant.width
+        made = f"make_model({'' if width is None else repr(width)})"
+        if variant.settings is not None:
             usual = TTConfig()
             given = {k: v for k, v in vars(variant.settings).items() if v != getattr(usual, k)}
             words = ", ".join(f"{key}={value!r}" for key, value in given.items())

@@ -11,6 +11,7 @@ import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,10 +57,9 @@ class Variant:
 
     name: str
     family: str
-    width: Any = None
+    width: Any = None  # what makes its model
     settings: TTConfig | None = None
     target: float | None = None  # of rank learning
-    rows: int | None = None  # that tables have left
     budget: float | None = None  # share of the parameters left after training
     scale: float = 1.0  # rate in units of that of the model as given
 
@@ -250,8 +250,9 @@ def side_by_side(
                 if process.exitcode is not None:
                     del running[place]
                     if process.exitcode:
-                        code = f"its process ended with exit code {process.exitcode}"
-                        problems[place] = said.recv() if said.poll() else code
+                        problems[place] = f"its process ended with exit code {process.exitcode}"
+                        with suppress(EOFError):  # it was killed, and said nothing
+                            problems[place] = said.recv()
                     ended(place)
     except KeyboardInterrupt:
         for process, _ in running.values():
@@ -283,7 +284,7 @@ def _child(place: Path, do: Callable[[], None], said: Any) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = file
-        logging.basicConfig(format="%(message)s", stream=file, force=True)
+        logging.basicConfig(format="%(message)s", level=logging.INFO, stream=file, force=True)
         torch.set_num_threads(1)  # more would wait for threads that only the parent has
         try:
             problem = _done(do)

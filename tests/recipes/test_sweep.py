@@ -399,14 +399,6 @@ def test_the_sweeps_that_come_along_can_be_read(path):
     assert sweep.variants[sweep.reference].tensorize is None
 
 
-def test_the_narrow_model_of_the_demo_has_as_many_parameters_as_its_blocks():
-    found = read_sweep(CONFIGS / "lm/demo-sweep.yaml").variants
-    sizes = [sum(p.numel() for p in planned_model(each).parameters()) for each in found.values()]
-    assert list(found) == ["blocks-256-wide", "dense-256-wide", "dense-128-wide"]
-    assert sizes[2] == pytest.approx(sizes[0], rel=0.02)
-    assert {each.train.seconds for each in found.values()} == {60}
-
-
 def test_a_run_is_no_sweep(tmp_path):
     (tmp_path / "run.yaml").write_text("masked_text: {}\ntrain: {steps: 3}\n")
     with pytest.raises(ValueError, match=r"run\.yaml is no sweep but a run: comera train trains"):

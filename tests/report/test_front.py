@@ -51,7 +51,7 @@ def made(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("front")
     found = comera.front(
         Bag, loss_fn, data[:20], evaluate_on(data[20:25]), test=evaluate_on(data[25:]),
-        widths=[64, 16], seconds=0.3, sizes=1, rates=(1.0, 0.5), seeds=(0, 1), folder=folder,
+        widths=[64, 16], seconds=0.2, sizes=1, rates=(1.0,), seeds=(0, 1), folder=folder,
         progress=False,
     )  # fmt: skip
     return found, folder
@@ -74,11 +74,9 @@ def test_each_family_is_trained_and_the_answer_comes_first(made):
         files = sorted(folder.glob(f"{point.name}/rate-{point.rate:g}/*/trained.json"))
         tests = [json.loads(file.read_text())["test"] for file in files]
         assert point.quality == pytest.approx(sum(tests) / 2)
-    trials = [json.loads(f.read_text()) for f in folder.glob("given/*/seed-0/trained.json")]
-    assert by_name["given"].rate == min(trials, key=lambda trial: trial["dev"])["rate"]
     given, narrow = by_name["given"], by_name["narrower-16"]
     assert given.params == sum(p.numel() for p in Bag(64).parameters())
-    assert narrow.rate in (0.256 / 16, 0.128 / 16)  # falls with the width
+    assert (given.rate, narrow.rate) == (0.256 / 64, 0.256 / 16)  # it falls with the width
     assert narrow.steps > given.steps
     assert by_name["given-to-50%"].params <= given.params / 2
     assert given.bytes / 4 < by_name["given-8-bits"].bytes < given.bytes / 3.5
@@ -93,17 +91,17 @@ def test_the_same_call_trains_nothing_again_and_more_of_it_is_added(made, data):
     files = {file: file.stat().st_mtime_ns for file in folder.rglob("trained.json")}
     again = comera.front(
         Bag, loss_fn, data[:20], evaluate_on(data[20:25]), test=evaluate_on(data[25:]),
-        widths=[64, 32, 16], seconds=0.3, sizes=1, rates=(1.0, 0.5), seeds=(0, 1), folder=folder,
+        widths=[64, 32, 16], seconds=0.2, sizes=1, rates=(1.0,), seeds=(0, 1), folder=folder,
         variants=["narrower"], progress=False,
     )  # fmt: skip
     assert [point.name for point in again.points] == ["given", "narrower-32", "narrower-16"]
     assert all(file.stat().st_mtime_ns == at for file, at in files.items())
     assert again.points[-1].quality == pytest.approx(found.points[1].quality)
-    with pytest.raises(ValueError, match=r"holds a front of seconds=0\.3: name another folder"):
+    with pytest.raises(ValueError, match=r"holds a front of seconds=0\.2: name another folder"):
         comera.front(Bag, loss_fn, data, evaluate_on(data), widths=[64], seconds=1, folder=folder)
     with pytest.raises(ValueError, match="holds a front of lr="):
         comera.front(
-            Bag, loss_fn, data, evaluate_on(data), widths=[64], seconds=0.3, lr=1.0, folder=folder
+            Bag, loss_fn, data, evaluate_on(data), widths=[64], seconds=0.2, lr=1.0, folder=folder
         )
 
 
@@ -190,7 +188,7 @@ def test_tables_of_fewer_rows_have_as_many_numbers_as_their_conversion():
     numbers = sum(p.numel() for p in small.table.parameters())
     assert 0 <= numbers - 16 * rows < 16
     assert isinstance(small.table.shape, TTMShape)
-    assert small.table.hot.num_embeddings == ROWS // 20 if hasattr(small.table, "hot") else True
+    assert small.table.hot_rows == ROWS // 20
     assert table_settings(nn.Sequential(nn.Embedding(10, 4), nn.Linear(400, 400))) is None
 
 
@@ -250,7 +248,7 @@ def test_an_interrupted_front_goes_on_from_its_steps(tmp_path):
             """
         )
     )
-    words = [sys.executable, str(script), "4", str(tmp_path / "front")]
+    words = [sys.executable, str(script), "3", str(tmp_path / "front")]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     logs = tmp_path / "front"
     while len(list(logs.rglob("metrics.jsonl"))) < 1 and process.poll() is None:

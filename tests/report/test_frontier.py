@@ -32,11 +32,11 @@ def test_the_answer_names_best_smallest_and_who_leads_where():
         "than the best."
     )
     assert sizes == (
-        "Best at each size on disk: 400 B small (2.500), 1000 B blocks (1.010) and 1.95 KiB "
+        "Best at each size on disk: 400 B small (2.500), 0.977 KiB blocks (1.010), 1.95 KiB "
         "narrower (1.000)."
     )
     assert leads == [
-        "Dense models lead, whatever the limit on memory of training and seconds of a step.",
+        "Dense models lead, whatever the limit on memory of training, seconds of a step.",
         "Who leads by parameters: compressed, dense from 500 on.",
         "Who leads by bytes on disk: compressed, dense from 1.95 KiB on.",
         "One seed each: no errors are known, and small differences may be chance.",
