@@ -5,7 +5,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -412,15 +411,13 @@ def _charts(comparison: Comparison) -> list[page.Chart]:
     named, rows = _named(comparison), comparison.rows
     sizes = {row.variant: _point(row, comparison, row.params) for row in rows}
     times = {row.variant: _point(row, comparison, row.seconds) for row in rows}
-    best: list[page.Point] = []  # the Pareto front, smallest first
+    front: list[page.Point] = []  # Pareto's, smallest first
     sign = 1 if comparison.higher_is_better else -1
     for point in sorted(sizes.values(), key=lambda point: (point.x, -sign * point.y)):
-        if not best or sign * point.y > sign * best[-1].y:
-            best.append(point)
-    # Steps, no slope: a size between two variants reaches what the smaller one does.
-    corners = [page.Point(right.x, left.y, "") for left, right in pairwise(best)]
-    steps = [replace(point, text="", error=0.0, name="") for point in best]
-    front = [point for pair in zip_longest(steps, corners) for point in pair if point]
+        if not front or sign * point.y > sign * front[-1].y:
+            # Steps, no slope: a size between two variants reaches what the smaller one does.
+            front += [page.Point(point.x, smaller.y, "") for smaller in front[-1:]]
+            front.append(page.Point(point.x, point.y, ""))
     caption = (
         "Further left is smaller. The dotted line joins the Pareto front: variants that no other "
         "beats with as many parameters or fewer."
