@@ -31,7 +31,15 @@ from comera.recipes.report import page, sweep_report
 from comera.recipes.report.sweep_report import Comparison, Trained, deviation
 from comera.recipes.run import build_step, make_model, planned_memory, planned_model
 from comera.recipes.run_config import HIGHER_IS_BETTER, TASKS, RunConfig
-from comera.recipes.sweep import Sweep, make_jobs, read_sweep, run_sweep, unskipped
+from comera.recipes.sweep import (
+    Sweep,
+    make_jobs,
+    overrides,
+    read_sweep,
+    run_sweep,
+    unskipped,
+    variant_of,
+)
 from comera.recipes.tasks.task import Batch, task_of
 from comera.train.log import print_text
 
@@ -102,11 +110,29 @@ def read_claims(published: Mapping[str, Any]) -> list[Claim]:
 
 
 def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
-    """Read the sweep file of an experiment, and check its claims too; see :func:`read_sweep`."""
-    sweep = read_sweep(path, changes)
+    """Read the sweep file of an experiment, and check its claims too; see :func:`read_sweep`.
+
+    ``changes`` are settings by dotted names that every variant gets, whatever the file says.
+    """
+    sweep = with_changes(read_sweep(path), changes or {})
     for number, claim in enumerate(read_claims(parse.read_yaml(path).get("published") or {})):
         claim.check(_CLAIM.format(number), sweep.variants)
     return sweep
+
+
+def with_changes(sweep: Sweep, changes: Mapping[str, Any]) -> Sweep:
+    """Return a sweep with settings by dotted names for every variant."""
+    over, own, given = parse.nested(changes), {}, sweep.given
+    for name in given if over else ():
+        with error_prefix(f"variant {name}: "):
+            before = parse.merged(sweep.base, overrides(name, given))
+            if before.get("tensorize", "") is None and over.get("tensorize") is not None:
+                raise ValueError("tensorize is null there, and would no longer be by --set")
+            own[name] = parse.merged(parse.nested(given[name] or {}), over)
+    if not own:
+        return sweep
+    variants = {name: variant_of(name, sweep.base, own) for name in own}
+    return dataclasses.replace(sweep, variants=variants, given=own)
 
 
 def experiments() -> dict[str, dict[str, Path]]:
@@ -164,13 +190,11 @@ def run(console: Console, options: argparse.Namespace) -> int:
         for line in try_out(name, scale, changes, skip=skip):
             print_text(console, line)
         return 0
-    read_experiment(path, changes)
     root = options.out.expanduser()
     folder = root / path.stem
+    sweep = dataclasses.replace(read_experiment(path, changes), out=folder)
     try:
-        status = run_sweep(
-            path, console, options.jobs, options.overwrite, folder, changes=changes, skip=skip
-        )
+        status = run_sweep(sweep, console, options.jobs, options.overwrite, skip=skip)
     except FileNotFoundError as problem:
         base = parse.read_yaml(path)["base"]
         source = f"`comera init {base}` says where they come from, and " * isinstance(base, str)

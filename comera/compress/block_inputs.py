@@ -21,7 +21,7 @@ from comera.extras import listed
 from comera.files import replacing
 from comera.nn.swap import call
 from comera.saved.description import describe_layers
-from comera.saved.shards import Shards, opened, read_tensor
+from comera.saved.model_folder import Shards, opened, read_tensor
 
 
 @dataclass

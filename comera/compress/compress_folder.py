@@ -31,8 +31,7 @@ from comera.nn.swap import evaluation_mode, every_layer_called
 from comera.params import checksum, model_size
 from comera.planning.printing import with_bar
 from comera.saved.description import describe, rebuild_
-from comera.saved.model_folder import DESCRIPTION, write_folder
-from comera.saved.shards import INDEX, Shards
+from comera.saved.model_folder import DESCRIPTION, INDEX, Shards, write_folder
 
 log = logging.getLogger("comera")
 

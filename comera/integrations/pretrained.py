@@ -5,7 +5,7 @@ quantizer builds the layers before the weights are loaded.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -163,7 +163,9 @@ class TensorTrainQuantizer(HfQuantizer):
         if self.pre_quantized:
             where = f"quantization_config of {model.config.name_or_path}"
             described = check_description(self.quantization_config.described, where)
-            keys = _keys_of(kwargs.get("checkpoint_files"))
+            files = [str(path) for path in kwargs.get("checkpoint_files") or ()]
+            tensors = [safe_open(path, "pt") for path in files if path.endswith(".safetensors")]
+            keys = set[str]().union(*(file.keys() for file in tensors))
             if _is_dense(described, keys):
                 log.warning("%s speaks of layers that its weights do not have: it is dense", where)
                 described |= {"layers": {}, "split_experts": [], "served": []}
@@ -223,12 +225,6 @@ def _tie_(model: Any, tied: Mapping[str, str]) -> None:
     new = {name: here[of] + name.removeprefix(of) for name, of in owner.items() if of in here}
     tie_(model, {new[name]: new[of] for name, of in tied.items() if name in new and of in new})
     rename_tied_weights_(model)
-
-
-def _keys_of(files: Sequence[str] | None) -> set[str]:
-    """Return the names of the tensors in files, of those that are safetensors."""
-    paths = [path for path in files or () if str(path).endswith(".safetensors")]
-    return set[str]().union(*(safe_open(path, "pt").keys() for path in paths))
 
 
 def _is_dense(described: Mapping[str, Any], keys: set[str]) -> bool:

@@ -3,11 +3,14 @@
 A projected parameter has a small stand-in that the inner optimizer trains. Before the inner step
 the stand-in is zero and has the projected gradient. Afterwards its value is the step in the
 subspace, which is mapped back and added to the parameter.
+
+Leading singular vectors of the gradient span a subspace. The bases are ``left (M, R)`` and
+``right (R, N)``, where M and N are the gradient's rows and columns and R is the rank.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +18,15 @@ from torch.optim import Optimizer
 
 from comera.extras import needed_by
 from comera.ops.context import without_autocast
-from comera.optim import projection, state_layout
+from comera.optim import state_layout
 from comera.optim.muon import MuonAdamW
 from comera.shapes import check_whole_numbers
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo
+
+ProjType = Literal["std", "full"]
+PROJ_TYPES = get_args(ProjType)
 
 _DEFAULTS: dict[str, Any] = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 _KEYS = {"rank", *_DEFAULTS}
@@ -242,7 +248,7 @@ class GaLore(Optimizer):
         bases = _bases(self.state[param])
         if bases:
             with without_autocast(matrix):
-                low = projection.into(matrix, bases)
+                low = into_subspace(matrix, bases)
             stand_in.data, stand_in.grad = torch.zeros_like(low), low
         return param, stand_in, factor, grad
 
@@ -250,7 +256,7 @@ class GaLore(Optimizer):
         for param, stand_in, factor, _ in begun:
             if stand_in is not None and stand_in.grad is not None:
                 with without_autocast(param):
-                    projection.add_out_of_(param, stand_in.data * factor, _bases(self.state[param]))
+                    add_out_of_subspace_(param, stand_in.data * factor, _bases(self.state[param]))
                 _release(stand_in)
 
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any]) -> None:
@@ -266,13 +272,13 @@ class GaLore(Optimizer):
             return
         if not grad_MN.any():
             if not old and not group["lr"]:  # torch.distributed.checkpoint asks what is to load
-                shapes = projection.basis_shapes(param, group["rank"], group["proj_type"])
+                shapes = basis_shapes(param, group["rank"], group["proj_type"])
                 dtype = torch.promote_types(param.dtype, torch.float32)
                 for side, shape in shapes.items():
                     state[_OURS + side] = grad_MN.new_zeros(shape, dtype=dtype)
             return
         count += 1
-        bases = projection.new_bases(grad_MN, group["rank"], group["proj_type"], steps)
+        bases = new_bases(grad_MN, group["rank"], group["proj_type"], steps)
         state.update({_OURS + side: basis for side, basis in bases.items()})
 
     def _decayed(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
@@ -339,7 +345,7 @@ class GaLore(Optimizer):
                 if param in self.stand_ins:
                     projected.append(entries)
                     rank, proj_type = mine["rank"], mine["proj_type"]
-                    wanted = projection.basis_shapes(param, rank, proj_type)
+                    wanted = basis_shapes(param, rank, proj_type)
                     here = f"at rank={rank}, proj_type={proj_type!r}, which needs {wanted}"
                 if found and found != wanted:
                     raise ValueError(
@@ -447,8 +453,8 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
         return own
     rank, settings = group["rank"], {**_DEFAULTS, **group}
     gap, scale, proj_type = (settings[key] for key in _DEFAULTS)
-    if proj_type not in projection.PROJ_TYPES:
-        names = ", ".join(map(repr, projection.PROJ_TYPES))
+    if proj_type not in PROJ_TYPES:
+        names = ", ".join(map(repr, PROJ_TYPES))
         raise ValueError(f"proj_type={proj_type!r} must be one of {names}")
     check_whole_numbers(1, rank=rank, update_proj_gap=gap)
     if not scale > 0:
@@ -461,10 +467,10 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
                 f"a parameter of shape {tuple(param.shape)} is in a group with rank={rank}: only "
                 "matrices and tensors of more dimensions are projected"
             )
-        if rank >= min(projection.matrix_shape(param)):
+        if rank >= min(matrix_shape(param)):
             return param
         wide = torch.promote_types(param.dtype, torch.float32)
-        size = projection.low_shape(param, rank, proj_type)
+        size = low_shape(param, rank, proj_type)
         stand_ins[param] = nn.Parameter(torch.zeros(size, device=param.device, dtype=wide))
         _release(stand_ins[param])
         return stand_ins[param]
@@ -479,3 +485,93 @@ def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> 
 def _release(stand_in: nn.Parameter) -> None:
     stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None
+
+
+def matrix_shape(tensor: Tensor) -> tuple[int, int]:
+    """Return the shape of a tensor taken as a matrix: its first dimension by all others."""
+    rows = tensor.shape[0]
+    return rows, tensor.numel() // max(1, rows)
+
+
+def basis_shapes(tensor: Tensor, rank: int, proj_type: ProjType) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the bases: for the shorter side (``std``) or for both (``full``)."""
+    rows, columns = matrix_shape(tensor)
+    shapes = {"left": (rows, rank), "right": (rank, columns)}
+    if proj_type == "std":
+        del shapes["right" if rows < columns else "left"]
+    return shapes
+
+
+def low_shape(tensor: Tensor, rank: int, proj_type: ProjType) -> tuple[int, int]:
+    """Return the shape of a gradient projected into the subspace."""
+    rows, columns = matrix_shape(tensor)
+    bases = basis_shapes(tensor, rank, proj_type)
+    return rank if "left" in bases else rows, rank if "right" in bases else columns
+
+
+def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dict[str, Tensor]:
+    """Compute orthonormal bases of a gradient's leading subspaces, in float32 or wider.
+
+    A randomized range finder with one power iteration (Halko, Martinsson and Tropp, arXiv
+    0909.4061, algorithm 4.4) is many times faster than a singular value decomposition. ``rank`` is
+    below both sides of the matrix; ``seed`` is that of the sketch, not of torch's random state.
+    """
+    shapes = basis_shapes(grad_MN, rank, proj_type)
+    grad_MN = _widened(grad_MN)
+    if grad_MN.is_meta:  # no numbers, but the shapes are right for counting memory
+        return {side: grad_MN.new_empty(shape) for side, shape in shapes.items()}
+    bases = {}
+    with torch.autocast(grad_MN.device.type, enabled=False):
+        generator = torch.Generator(grad_MN.device).manual_seed(seed)
+        if "left" in shapes:
+            bases["left"] = _range(grad_MN, rank, generator)
+        if "right" in shapes:
+            bases["right"] = _range(grad_MN.T, rank, generator).T.contiguous()
+    return bases
+
+
+def into_subspace(grad_MN: Tensor, bases: dict[str, Tensor]) -> Tensor:
+    """Project a gradient into the subspace, in float32 or wider."""
+    grad_MN = _widened(grad_MN)
+    if "left" in bases:
+        grad_MN = bases["left"].T @ grad_MN
+    if "right" in bases:
+        grad_MN = grad_MN @ bases["right"].T
+    return grad_MN
+
+
+def out_of_subspace(low: Tensor, bases: dict[str, Tensor]) -> Tensor:
+    """Map a step in the subspace back to a step of the whole matrix."""
+    if "left" in bases:
+        low = bases["left"] @ low
+    if "right" in bases:
+        low = low @ bases["right"]
+    return low
+
+
+def add_out_of_subspace_(param: Tensor, low: Tensor, bases: dict[str, Tensor]) -> None:
+    """Add ``out_of_subspace(low)`` to ``param``, if possible without allocating the whole step."""
+    if param.dtype != low.dtype or not param.is_contiguous():
+        param.add_(out_of_subspace(low, bases).reshape(param.shape).to(param.dtype))
+    elif "right" in bases:
+        left = bases["left"] @ low if "left" in bases else low
+        param.view(left.shape[0], -1).addmm_(left, bases["right"])
+    else:
+        param.view(-1, low.shape[1]).addmm_(bases["left"], low)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _range(grad_MN: Tensor, rank: int, generator: torch.Generator) -> Tensor:
+    """Approximate the leading left singular vectors, ``(M, R)``."""
+    width = min(rank + 8, *grad_MN.shape)  # some more than are kept
+    sketch = torch.randn(grad_MN.shape[1], width, generator=generator, device=grad_MN.device)
+    basis = torch.linalg.qr(grad_MN @ sketch.to(grad_MN.dtype)).Q
+    basis = torch.linalg.qr(grad_MN.T @ basis).Q
+    basis = torch.linalg.qr(grad_MN @ basis).Q
+    # the leading directions within the sketch, from a small symmetric problem
+    inner = basis.T @ grad_MN
+    _, vectors = torch.linalg.eigh(inner @ inner.T)
+    return basis @ vectors.flip(1)[:, :rank]

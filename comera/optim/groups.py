@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from comera.nn.linear import CompressedLinear
 from comera.nn.module import check_model, tensor_trains
 from comera.nn.targets import matches
+from comera.optim.galore import matrix_shape
 from comera.optim.muon import STEP_SIZE, block_step, core_matrix
-from comera.optim.projection import matrix_shape
 from comera.shapes import check_whole_numbers, is_number
 
 _TARGET, _OF_BLOCKS, _AT_WIDTH = 12.0, 6.0, 256

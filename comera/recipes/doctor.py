@@ -93,7 +93,6 @@ def _found() -> Table:
         ),
         "cuda-bindings": bindings,
         "NVRTC": _or_problem(lambda: "{}.{}".format(*launch.nvrtc_version())),
-        "g++": launch.find_gxx() or "none: no emulation of kernels",
         "kernels": str(launch.folder()),
         "compiled kernels": f"{launch.cubin_folder()}: {len(cached)} files, {size:.1f} MB",
         "COMERA_KERNELS": choose.mode(),

@@ -195,18 +195,15 @@ class Search:
         )
         self._of: dict[int, list[Job]] = {}  # jobs by the number of their trial
 
-    def _seed_sampler(self, number: int) -> None:
-        """Seed the sampler for one trial, by the search's seed and the trial's number alone."""
-        seed = np.random.SeedSequence([self._config.seed, number]).generate_state(1)[0]
+    def _add(self, frozen: Any) -> None:
+        # By the search's seed and the trial's number alone.
+        seed = int(np.random.SeedSequence([self._config.seed, frozen.number]).generate_state(1)[0])
         samplers = self._optuna.samplers
         if self._config.sampler == "random":
-            self._study.sampler = samplers.RandomSampler(seed=int(seed))
+            self._study.sampler = samplers.RandomSampler(seed=seed)
         else:
             # constant_liar: running trials count as bad ones, so that others go elsewhere.
-            self._study.sampler = samplers.TPESampler(seed=int(seed), constant_liar=True)
-
-    def _add(self, frozen: Any) -> None:
-        self._seed_sampler(frozen.number)
+            self._study.sampler = samplers.TPESampler(seed=seed, constant_liar=True)
         params = frozen.params
         if frozen.state.name == "RUNNING":  # what was drawn before is only read
             trial = self._optuna.trial.Trial(self._study, frozen._trial_id)

@@ -49,12 +49,11 @@ class Sweep:
     given: Mapping[str, Any]  # what each variant changes of them, as given
 
 
-def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
+def read_sweep(path: Path) -> Sweep:
     """Read a sweep file and check all of it, down to the settings of each variant.
 
-    ``changes`` are settings by dotted names that every variant gets, whatever the file says. Raises
-    ``ValueError`` with the variant and the first fault, and ``FileNotFoundError`` without the file
-    or its base.
+    Raises ``ValueError`` with the variant and the first fault, and ``FileNotFoundError`` without
+    the file or its base.
     """
     content = read_yaml(path)
     if not {"base", "variants", "search"} & content.keys() and "train" in content:
@@ -69,15 +68,6 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     # Trials of a search without variants are compared with the base as it is.
     given = content.get("variants") or ({"base": {}} if searched else content["variants"])
     _check_variants(given)
-    if changes:
-        over, own = nested(changes), {}
-        for name in given:
-            with error_prefix(f"variant {name}: "):
-                before = merged(base, _overrides(name, given))
-                if before.get("tensorize", "") is None and over.get("tensorize") is not None:
-                    raise ValueError("tensorize is null there, and would no longer be by --set")
-                own[name] = merged(nested(given[name] or {}), over)
-        given = own
     variants = {name: variant_of(name, base, given) for name in given}
     reference = content.get("reference") or next(iter(variants))
     _check_named(reference, variants, "reference=")
@@ -136,12 +126,12 @@ def _check_variants(given: Any) -> None:
 def variant_of(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> RunConfig:
     """Return the settings of a variant; raise ``ValueError`` if they do not go together."""
     with error_prefix(f"variant {name}: "):
-        config = parse_settings(RunConfig, merged(base, _overrides(name, given)))
+        config = parse_settings(RunConfig, merged(base, overrides(name, given)))
         config.check()
     return config
 
 
-def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...] = ()) -> dict[str, Any]:
+def overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the changes to the base by a variant and by the variants it extends."""
     if name in inner:
         raise ValueError(f"extends goes round in a circle: {' -> '.join((*inner, name))}")
@@ -150,7 +140,7 @@ def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...] = ())
         if key in own:
             raise ValueError(f"{key} is not for a variant to set: the sweep does")
     other = (given[name] or {}).get("extends")
-    return own if other is None else merged(_overrides(other, given, (*inner, name)), own)
+    return own if other is None else merged(overrides(other, given, (*inner, name)), own)
 
 
 def _read_metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
@@ -174,7 +164,7 @@ def _read_search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) 
     search = read_search(given)
     if search.extends is not None:
         _check_named(search.extends, variants, "search.extends=")
-        base = merged(base, _overrides(search.extends, variants))
+        base = merged(base, overrides(search.extends, variants))
     taken = next((name for name in variants if name.startswith("trial-")), None)
     if taken is not None:
         raise ValueError(f"variant {taken}: such names are those of the search's trials")
@@ -208,32 +198,29 @@ def sweep(
             settings are in the section submitit of the file.
         overwrite: Restart runs whose folders hold other settings or data; the others stay.
     """
-    return run_sweep(file_of(file), console, jobs, overwrite, Path(out) if out else None, launcher)
+    found = read_sweep(file_of(file))
+    if out:
+        found = dataclasses.replace(found, out=Path(out).expanduser())
+    return run_sweep(found, console, jobs, overwrite, launcher)
 
 
 def run_sweep(
-    path: Path,
+    sweep: Sweep,
     console: Console,
     at_once: int | None = None,
     overwrite: bool = False,
-    out: Path | None = None,
     launcher: LauncherName = "local",
-    changes: Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
 ) -> int:
     """Train the unfinished runs of a sweep, and compare the finished ones; see :func:`sweep`.
 
-    ``changes`` are settings by dotted names for every run, ``skip`` variants, or runs as
-    ``VARIANT/seed-K``, not to train this time. Returns 0, 1 if a run failed, 130 after Ctrl-C.
-    Raises ``ValueError`` if the file is wrong, or a folder holds a run with other settings or data;
-    ``FileNotFoundError`` if the file, its base, data of a started run or all data are missing; and
+    ``skip`` are variants, or runs as ``VARIANT/seed-K``, not to train this time. Returns 0, 1 if a
+    run failed, 130 after Ctrl-C. Raises ``ValueError`` if a folder holds a run with other settings
+    or data, ``FileNotFoundError`` if data of a started run or all data are missing, and
     ``FolderInUseError`` if another sweep writes to the folder. Nothing has been trained then.
     """
     if at_once is not None and at_once < 1:
         raise ValueError(f"jobs={at_once} must be at least 1")
-    sweep = read_sweep(path, changes)
-    if out is not None:
-        sweep = dataclasses.replace(sweep, out=out.expanduser())
     trials = 0 if sweep.search is None else sweep.search.trials
     if trials and launcher != "local" and at_once is None:
         raise ValueError(

@@ -12,11 +12,12 @@ from benchmarks.reproduce import (
     file_of,
     read_experiment,
     try_out,
+    with_changes,
     write_reproduction,
 )
 from comera.recipes import jobs
 from comera.recipes.report.sweep_report import Failed, Trained, compare, write_comparison
-from comera.recipes.sweep import read_sweep
+from comera.recipes.sweep import Sweep, read_sweep
 from tests.recipes.conftest import run_here
 
 TINY = {
@@ -78,6 +79,28 @@ def test_the_folder_of_all_may_be_in_ones_home(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "run_sweep", lambda *_, **__: 0)
     assert main(["reproduce", "came-shapes", "--out=~/all"]) == 0
     assert (tmp_path / "all" / "REPRODUCTION.md").is_file()
+
+
+def sweep_of(variants: dict, tmp_path) -> Sweep:
+    base = {
+        "masked_text": {"folder": str(tmp_path)},
+        "tensorize": {"rank": 4},
+        "train": {"steps": 6},
+    }
+    path = tmp_path / "sweep.yaml"
+    content = {"out": "out", "seeds": [0], "base": base, "reference": "dense", "variants": variants}
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return read_sweep(path)
+
+
+def test_changes_for_every_run_go_over_those_of_a_variant(tmp_path):
+    variants = {"dense": {"optimizer": {"lr": 1e-3}, "tensorize.rank": 2}, "like": None}
+    changes = {"optimizer.lr": 0.5, "tensorize": {"rank": 3}}
+    found = with_changes(sweep_of(variants, tmp_path), changes).variants.values()
+    assert [(each.optimizer.lr, each.tensorize.rank) for each in found] == [(0.5, 3)] * 2
+    sweep = sweep_of({"dense": {"extends": "base"}, "base": {"tensorize": None}}, tmp_path)
+    with pytest.raises(ValueError, match="variant dense: tensorize is null there, and would"):
+        with_changes(sweep, {"tensorize.rank": 3})
 
 
 def test_a_dry_run_leaves_out_what_is_skipped(capsys):

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from comera.ops.dispatch import TABLE, preferring
-from comera.ops.kernels import choose, launch
+from comera.ops.kernels import launch
+from tests.kernels import emulation
 
-ORDERS = (launch.ASCENDING, launch.DESCENDING, 7)
+ORDERS = (emulation.ASCENDING, emulation.DESCENDING, 7)
 """Of the threads of a block; the last is drawn at random."""
 
 
@@ -31,9 +32,9 @@ def _kernels_first_on_a_card(request):
 @pytest.fixture
 def emulated(monkeypatch):
     """Kernels run on the CPU."""
-    if launch.find_gxx() is None:
+    if emulation.find_gxx() is None:
         pytest.skip("no g++, which the emulation of CUDA needs")
-    monkeypatch.setattr(choose, "mode", lambda: "emulate")
+    emulation.emulate_kernels(monkeypatch)
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def _filled(make):
 
 @pytest.fixture(params=ORDERS, ids=["ascending", "descending", "shuffled"])
 def thread_order(request, emulated, unwritten, monkeypatch):
-    monkeypatch.setattr(launch, "thread_order", request.param)
+    monkeypatch.setattr(emulation, "thread_order", request.param)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def plant(emulated, unwritten, monkeypatch, tmp_path):
     def planted(text, only="_f32"):
         monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
         monkeypatch.setattr(launch, "text", lambda file: text)
-        monkeypatch.setattr(launch, "_FLAGS", (*launch._FLAGS, "-O0"))
+        monkeypatch.setattr(emulation, "_FLAGS", (*emulation._FLAGS, "-O0"))
         monkeypatch.setattr(
             launch, "entries", lambda file: [n for n in everything(file) if n.endswith(only)]
         )

@@ -9,6 +9,7 @@ import torch
 
 from comera.ops.kernels import feed_forward_kernel, launch
 from comera.ops.kernels.launch import KernelError
+from tests.kernels import emulation
 from tests.kernels.test_feed_forward import make
 from tests.kernels.test_lookup import Table
 from tests.kernels.thorough import some
@@ -36,10 +37,10 @@ class Banks:
 
 @pytest.fixture
 def banks(emulated, monkeypatch):
-    found, emulate = Banks(), launch.emulate
+    found, emulate = Banks(), emulation.emulate
 
     def counted(file, name, *given):
-        library = launch.emulated(launch.text(file), tuple(launch.entries(file)))
+        library = emulation.emulated(launch.text(file), tuple(launch.entries(file)))
         switch = ctypes.c_int.in_dll(library, "emulation_counts_banks")
         counts = (ctypes.c_int64 * 9).in_dll(library, "emulation_banks")
         counts[:], switch.value = [0] * 9, 1
@@ -47,7 +48,7 @@ def banks(emulated, monkeypatch):
         switch.value = 0
         found.add(name, counts)
 
-    monkeypatch.setattr(launch, "emulate", counted)
+    monkeypatch.setattr(emulation, "emulate", counted)
     return found
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from comera.ops.kernels import launch
 from comera.ops.kernels.launch import KernelError
+from tests.kernels import emulation
 from tests.kernels.thorough import ALL
 
 needs_nvrtc = pytest.mark.skipif(
@@ -98,7 +99,7 @@ def test_what_does_not_compile_leaves_its_log_in_a_file(cache, monkeypatch):
 
 def test_what_gxx_does_not_compile_is_said(emulated, cache):
     with pytest.raises(KernelError, match=r"g\+\+ does not compile wrong[\s\S]*nonsense"):
-        launch.emulated(
+        emulation.emulated(
             '#include "emulation.h"\n__global__ void wrong() { nonsense(); }', ("wrong",)
         )
 
@@ -120,6 +121,6 @@ def test_the_emulation_says_what_would_go_wrong_on_a_card(problem, emulated, mon
     monkeypatch.setattr(launch, "text", lambda file: text)
     monkeypatch.setattr(launch, "entries", lambda file: ["wrong"])
     with pytest.raises(KernelError, match=problem):
-        launch.emulate("wrong", "wrong", (1, 1, 1), 64, 0, None)
+        emulation.emulate("wrong", "wrong", (1, 1, 1), 64, 0, None)
     with pytest.raises(KernelError, match="too large"):
-        launch.emulate("wrong", "wrong", (1, 1, 1), 2048, 0, None)
+        emulation.emulate("wrong", "wrong", (1, 1, 1), 2048, 0, None)

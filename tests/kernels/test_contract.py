@@ -14,6 +14,7 @@ from comera.ops.contract_cores import (
 from comera.ops.cores import Chains
 from comera.ops.kernels import choose, contract_kernel, launch
 from comera.ops.kernels.launch import KernelError
+from tests.kernels import emulation
 from tests.kernels.numbers import assert_near, displaced, distance, taken_by
 from tests.kernels.thorough import some
 from tests.ops.test_contract_cores import SHAPES, Group
@@ -317,8 +318,8 @@ def test_few_descriptions_are_kept_beside_those_of_graphs(emulated, monkeypatch)
 
 def test_results_are_the_same_each_time(emulated, monkeypatch):
     group, found = make("3+3"), []
-    for order in (launch.ASCENDING, launch.DESCENDING, 7):
-        monkeypatch.setattr(launch, "thread_order", order)
+    for order in (emulation.ASCENDING, emulation.DESCENDING, 7):
+        monkeypatch.setattr(emulation, "thread_order", order)
         found.append(run(group))
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
@@ -474,8 +475,8 @@ def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     groups = [make(name, 1) for name in ("2+4", "3+3", "5+8")]
     wants = [in_float64(group) for group in groups]
     off = []
-    for order in (launch.ASCENDING, launch.DESCENDING, 7):
-        monkeypatch.setattr(launch, "thread_order", order)
+    for order in (emulation.ASCENDING, emulation.DESCENDING, 7):
+        monkeypatch.setattr(emulation, "thread_order", order)
         try:
             gots = [run(group) for group in groups]
         except KernelError:

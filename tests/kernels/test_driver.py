@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from comera.ops.kernels import contract_kernel, launch
+from tests.kernels import emulation
 from tests.kernels.test_build import needs_nvrtc
 
 HERE = Path(__file__).parent
@@ -30,7 +31,7 @@ card = torch.device("cuda", 0)
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory):
     """Runs Python code where the driver is a stand-in, and gives what that wrote down."""
-    gxx = launch.find_gxx()
+    gxx = emulation.find_gxx()
     if gxx is None:
         pytest.skip("no g++, which the stand-in for the driver needs")
     folder = tmp_path_factory.mktemp("driver")

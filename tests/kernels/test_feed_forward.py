@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from comera.ops.kernels import choose, feed_forward_kernel, launch
 from comera.ops.linear.feed_forward import _gated_hidden, factorized_feed_forward
 from comera.ops.linear.tt_linear import Factors
+from tests.kernels import emulation
 from tests.kernels.numbers import ROUNDED, assert_near, displaced, distance
 from tests.kernels.thorough import some
 
@@ -205,8 +206,8 @@ def test_what_is_no_number_stays_one(activation, emulated):
 @dtypes
 def test_gradients_are_summed_over_parts_of_the_batch_in_one_order(dtype, emulated, monkeypatch):
     layers, found = Layers("a few rows", dtype=dtype, rows=150), []
-    for order in (launch.ASCENDING, launch.DESCENDING, 7):
-        monkeypatch.setattr(launch, "thread_order", order)
+    for order in (emulation.ASCENDING, emulation.DESCENDING, 7):
+        monkeypatch.setattr(emulation, "thread_order", order)
         found.append(layers.run())
     assert_near(found[0], layers.want(), layers.rounded, factor=2)
     for other in found[1:]:
@@ -351,8 +352,8 @@ def test_planted_bugs_are_caught(bug, dtype, plant, monkeypatch):
     plant(mutant, "")
     layers = make("gated, the first stage last" if gated else "ranks apart", dtype, rows=80)
     off = []
-    for order in (launch.ASCENDING, launch.DESCENDING, 7):
-        monkeypatch.setattr(launch, "thread_order", order)
+    for order in (emulation.ASCENDING, emulation.DESCENDING, 7):
+        monkeypatch.setattr(emulation, "thread_order", order)
         pairs = zip(layers.run(), layers.want(), strict=True)
         off += [distance(one, other) for one, other in pairs]
     assert not all(far <= 8e-3 for far in off)  # NaN is caught too

@@ -15,6 +15,7 @@ from comera.ops.kernels.launch import KernelError
 from comera.ops.table.distinct_rows import Lookup
 from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD
 from comera.ops.table.lookup import lookup as lookup_op
+from tests.kernels import emulation
 from tests.kernels.numbers import assert_near, displaced, distance, taken_by
 from tests.kernels.thorough import some
 
@@ -287,8 +288,8 @@ def test_any_number_of_entries_of_warps(entries, emulated):
 
 def test_gradients_of_warps_are_the_same_in_each_order_of_threads(emulated, monkeypatch):
     table, found = Table("the paper's, by warps", dtype=torch.bfloat16, entries=200), []
-    for order in (launch.ASCENDING, launch.DESCENDING, 7):
-        monkeypatch.setattr(launch, "thread_order", order)
+    for order in (emulation.ASCENDING, emulation.DESCENDING, 7):
+        monkeypatch.setattr(emulation, "thread_order", order)
         found.append(table.run())
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
@@ -489,8 +490,8 @@ def test_planted_bugs_are_caught(bug, plant, monkeypatch):
         names = "a width that is cut", "little"
         tables = [Table(name, dtype=torch.bfloat16, entries=100) for name in names]
     off = []
-    for order in (launch.ASCENDING, launch.DESCENDING, 7):
-        monkeypatch.setattr(launch, "thread_order", order)
+    for order in (emulation.ASCENDING, emulation.DESCENDING, 7):
+        monkeypatch.setattr(emulation, "thread_order", order)
         for table in tables:
             off += [distance(a, b) for a, b in zip(table.run(), table.want(), strict=True)]
     assert not all(far <= (2e-6 if bug in BUGS else 4e-3) for far in off)  # NaN is caught too

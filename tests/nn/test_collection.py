@@ -7,8 +7,8 @@ from torch import nn
 import comera
 from comera.nn.collection import TTEmbeddingBagCollection
 from comera.ops.context import static_shapes
-from comera.ops.kernels import choose, launch
 from comera.ops.table import tt_embedding
+from tests.kernels import emulation
 
 WIDTH = 16
 
@@ -221,13 +221,13 @@ def test_bad_input_is_named():
 
 
 def test_kernels_join_the_cores_of_all_tables_at_once(monkeypatch):
-    if launch.find_gxx() is None:
+    if emulation.find_gxx() is None:
         pytest.skip("no g++, which the emulation of CUDA needs")
     collection = tables(**others()).float()
     asked = ask(collection)
     want = collection(asked)
     grads = torch.autograd.grad(loss(want), list(collection.parameters()))
-    monkeypatch.setattr(choose, "mode", lambda: "emulate")
+    emulation.emulate_kernels(monkeypatch)
     calls = []
     together = tt_embedding.contract_groups
     monkeypatch.setattr(

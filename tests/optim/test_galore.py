@@ -19,14 +19,16 @@ from torch.nn import functional as F
 
 import comera
 from comera.models.transformer import Encoder, SequenceClassifier
-from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW
-from comera.optim.projection import (
+from comera.optim.galore import (
     PROJ_TYPES,
+    GaLore,
+    GaLoreAdafactor,
+    GaLoreAdamW,
     basis_shapes,
-    into,
+    into_subspace,
     low_shape,
     new_bases,
-    out_of,
+    out_of_subspace,
 )
 from tests.peers import peer
 
@@ -95,7 +97,7 @@ def eight_bit():
 def test_trajectory_equals_that_of_galore_torch(proj_type, monkeypatch):
     """Once the randomized range finder has made way for the exact decomposition they take."""
     theirs = peer("galore_torch")
-    monkeypatch.setattr("comera.optim.projection.new_bases", bases_by_svd)
+    monkeypatch.setattr("comera.optim.galore.new_bases", bases_by_svd)
     a, b = make_model(), make_model()
     eps = 1e-20  # next to nothing: theirs lacks the bias correction that torch gives it
     other = theirs.GaLoreAdamW(
@@ -128,13 +130,13 @@ def test_subspaces(shape, proj_type):
     state = torch.get_rng_state()
     bases = new_bases(grad, 6, proj_type, 3)
     assert torch.equal(state, torch.get_rng_state())
-    low = into(grad, bases)
+    low = into_subspace(grad, bases)
     assert low.shape == low_shape(grad, 6, proj_type)
     for basis in bases.values():
         small = basis.T @ basis if basis.shape[0] > 6 else basis @ basis.T
         torch.testing.assert_close(small, torch.eye(6), rtol=0, atol=1e-5)
     # the leading directions are all in it
-    torch.testing.assert_close(out_of(low, bases), grad, rtol=0, atol=2e-2)
+    torch.testing.assert_close(out_of_subspace(low, bases), grad, rtol=0, atol=2e-2)
     again, other = (new_bases(grad, 6, proj_type, seed) for seed in (3, 4))
     assert all(torch.equal(bases[side], again[side]) for side in bases)
     assert not any(torch.equal(bases[side], other[side]) for side in bases)
@@ -378,7 +380,7 @@ def test_the_trajectory_of_adafactor_equals_that_of_galore_torch(
     their_adafactor, proj_type, monkeypatch
 ):
     """Once the randomized range finder has made way for the exact decomposition they take."""
-    monkeypatch.setattr("comera.optim.projection.new_bases", bases_by_svd)
+    monkeypatch.setattr("comera.optim.galore.new_bases", bases_by_svd)
     a, b = make_model(), make_model()
     start = [p.detach().clone() for p in a.parameters()]
     other = their_adafactor(all_at(a, 1e-2, proj_type=proj_type), 1e-2)

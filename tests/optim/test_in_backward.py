@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import comera
 from comera import OptimizerInBackward
-from comera.optim import projection
-from comera.optim.projection import new_bases
+from comera.optim import galore
 from tests.peers import peer
 
 from .updating import (
@@ -52,13 +51,13 @@ def test_equals_steps_after_backward(name, dtype):
 
 @pytest.mark.parametrize("later", [False, True])
 def test_subspaces_are_found_in_the_same_steps_with_the_same_seeds(monkeypatch, later):
-    asked = []
+    asked, new_bases = [], galore.new_bases
 
     def note(grad, rank, proj_type, seed):
         asked[-1].append((tuple(grad.shape), seed))
         return new_bases(grad, rank, proj_type, seed)
 
-    monkeypatch.setattr(projection, "new_bases", note)
+    monkeypatch.setattr(galore, "new_bases", note)
     logs = []
     for wrap in (lambda optimizer: optimizer, OptimizerInBackward):
         model = make_model()

@@ -21,7 +21,7 @@ from comera.recipes.parse import parse_settings
 from comera.recipes.run import run
 from comera.recipes.run_config import DlrmConfig, ModelConfig, RunConfig, TrainConfig
 from comera.recipes.run_folder import NAME, DataRecord, changed_data
-from comera.recipes.sweep import run_sweep
+from comera.recipes.sweep import read_sweep, run_sweep
 from tests.data.test_clicks import table
 from tests.data.test_nli import pairs, write_plain, write_snli
 from tests.recipes.test_folder import contents
@@ -320,7 +320,7 @@ def sweep(tmp_path: Path, config: RunConfig, seeds: list[int], **options) -> tup
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content))
     console = Console(file=(tmp_path / "said").open("w"), width=300)
     try:
-        status = run_sweep(tmp_path / "sweep.yaml", console=console, **options)
+        status = run_sweep(read_sweep(tmp_path / "sweep.yaml"), console=console, **options)
     finally:
         console.file.close()
     return status, (tmp_path / "said").read_text()

@@ -342,4 +342,4 @@ def test_variants_of_a_sweep_choose(config, tmp_path):
     content["variants"]["wrong"] = {"optimizer": {"name": "galore_adamw", "rank": 999}}
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(ValueError, match=r"variant wrong: optimizer.name=galore_adamw: there is"):
-        run_sweep(path, console=Console(quiet=True))
+        run_sweep(read_sweep(path), console=Console(quiet=True))

@@ -20,7 +20,6 @@ from comera.recipes.report.run_report import (
     gather,
     layer_ranks,
     loss_by_clock,
-    loss_by_size,
     loss_by_step,
     read_histories,
     write_report,
@@ -150,7 +149,7 @@ def test_report_of_a_finished_run_with_a_twin(tmp_path):
     write_twin(tmp_path / "my run")
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "my run").rglob("*.*")}
     _, page = report(tmp_path / "my run")
-    assert page.tags.count("svg") == 5 + len(LAYERS)
+    assert page.tags.count("svg") == 4 + len(LAYERS)
     assert page.text.count("my run") >= 2
     for number in (
         "6.4321", "0.8765", "7,654,321", "15,308,642", "1,920", "12,288", "987,654", "43.2", "30",
@@ -201,13 +200,10 @@ def test_every_point_of_a_chart_says_what_it_is(tmp_path):
     by_clock = loss_by_clock(models).lines[1].points[0]
     assert (by_clock.x, by_clock.y) == (1.0, 8.5)  # of the line logged at the same step
     assert by_clock.text.endswith(", step 10, 1.0 seconds")
-    by_size = loss_by_size(models).lines
-    assert [p.x for p in by_size[0].points][:2] == [54321 - 5000, 54321 - 10000]
-    assert [(p.x, p.y) for p in by_size[1].points] == [(54321 - 30000, 8.5)]
     text, page = report(tmp_path)
     marks = re.findall(r'class="mark[^>]*>\s*<title>([^<]+)</title>', text)
-    assert len(marks) == text.count('class="mark') > 60
-    assert page.tags.count("polyline") == 2 + 2 + 1 + 3 + 2
+    assert len(marks) == text.count('class="mark') > 50
+    assert page.tags.count("polyline") == 2 + 2 + 3 + 2
 
 
 def test_a_chart_puts_values_where_they_belong():
@@ -290,7 +286,7 @@ def test_an_unfinished_run_is_reported_as_far_as_it_is(tmp_path):
     assert "The compressed model is unfinished: step 30, training loss 6.0000" in page.text
     assert "evaluation accuracy 0.4000" in page.text
     assert "After training" not in page.text
-    assert page.tags.count("svg") == 5 + len(LAYERS)
+    assert page.tags.count("svg") == 4 + len(LAYERS)
     assert "4 6 4 → 2 3 2" in page.text
 
 

@@ -164,7 +164,7 @@ def test_a_search_in_a_queue_has_to_say_how_many_at_a_time(content, tmp_path):  
     peer("optuna")
     content["search"] = {"trials": 9, "over": {"optimizer.lr": [1e-4, 1e-3]}}
     with pytest.raises(ValueError, match=r"would begin all 9 trials at once.* give --jobs"):
-        run_sweep(written(content, tmp_path), console=Console(quiet=True), launcher="submitit")
+        run_sweep(sweep_of(content, tmp_path), console=Console(quiet=True), launcher="submitit")
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def sweep_of(content: dict, tmp_path: Path):
 def carried_out(content: dict, tmp_path: Path, **options) -> tuple[int, str]:
     """Exit status and what was printed."""
     console = Console(width=200, record=True, file=(tmp_path / "printed").open("w"))
-    status = run_sweep(written(content, tmp_path), console=console, **options)
+    status = run_sweep(sweep_of(content, tmp_path), console=console, **options)
     console.file.close()
     return status, console.export_text()
 
@@ -158,7 +158,7 @@ def assert_refused(content: dict, tmp_path: Path, path: str, value, message: str
         place = place.setdefault(key, {})
     place[last] = value
     with pytest.raises(ValueError, match=message) as caught:
-        run_sweep(written(content, tmp_path), console=Console(quiet=True))
+        run_sweep(sweep_of(content, tmp_path), console=Console(quiet=True))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -222,16 +222,6 @@ def test_a_name_given_twice_is_not_lost(content, tmp_path):
         read_sweep(path)
 
 
-def test_changes_for_every_run_go_over_those_of_a_variant(content, tmp_path):
-    content["variants"] = {"dense": {"optimizer": {"lr": 1e-3}, "tensorize.rank": 2}, "like": None}
-    changes = {"optimizer.lr": 0.5, "tensorize": {"rank": 3}}
-    found = read_sweep(written(content, tmp_path), changes).variants.values()
-    assert [(each.optimizer.lr, each.tensorize.rank) for each in found] == [(0.5, 3)] * 2
-    content["variants"] = {"dense": {"extends": "base"}, "base": {"tensorize": None}}
-    with pytest.raises(ValueError, match="variant dense: tensorize is null there, and would"):
-        read_sweep(written(content, tmp_path), {"tensorize.rank": 3})
-
-
 @pytest.mark.slow
 def test_a_folder_with_other_settings_is_refused_or_begun_anew(content, tmp_path):
     for job in make_jobs(sweep_of(content, tmp_path)):
@@ -288,7 +278,7 @@ def test_a_pattern_that_no_file_matches_is_said_once_before_anything_starts(cont
     content["base"]["masked_text"]["pattern"] = "**/*.rst"
     said = r"^no run can begin without its data: no file matches '\*\*/\*\.rst' under \S+text$"
     with pytest.raises(FileNotFoundError, match=said):
-        run_sweep(written(content, tmp_path), console=Console(quiet=True))
+        run_sweep(sweep_of(content, tmp_path), console=Console(quiet=True))
     assert not list((tmp_path / "out").glob("*/*"))
 
 
@@ -306,7 +296,7 @@ def test_a_sweep_in_the_folder_of_another_is_refused(content, tmp_path):
         finish(job)
     refused = "out is being written to by another process: let that sweep end, or choose another"
     with lock(tmp_path / "out"), pytest.raises(FolderInUseError, match=refused):
-        run_sweep(written(content, tmp_path), console=Console(quiet=True))
+        run_sweep(sweep_of(content, tmp_path), console=Console(quiet=True))
     assert not (tmp_path / "out" / "results.json").exists()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
-from comera.report.exploration import WHOLE, Exploration, Point
+from comera.report.explore import WHOLE, Exploration, Point
 
 
 def loss_fn(model, batch):

@@ -15,7 +15,7 @@ from torch import nn
 import comera
 from comera.extras import MissingPackageError
 from comera.nn.embedding import TiedTTLinear
-from comera.saved.shards import _DTYPES
+from comera.saved.model_folder import _DTYPES
 from tests.mixtures import CONFIGS, DTYPES, ROWS, TIES, Mixture, draw_mixture
 
 

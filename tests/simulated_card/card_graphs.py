@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from comera.ops.kernels.launch import emulate
+from tests.kernels.emulation import emulate
 from tests.simulated_card import places
 from tests.simulated_card.places import CARD, CaptureError, counts
 from tests.train import tape
@@ -26,7 +26,7 @@ def keep_value(value: object) -> None:
     del values[:-_VALUES_KEPT]
 
 
-def launch(file, name, number, sizes, threads, shared, pointers) -> None:
+def launch(file, name, device, sizes, threads, shared, pointers) -> None:
     """Run a kernel in the emulator, and note it in a capture."""
     counts[f"launch: {name}"] += 1
     emulate(file, name, sizes, threads, shared, pointers)

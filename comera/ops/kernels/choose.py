@@ -1,8 +1,7 @@
 """Decide whether an operator's kernel runs, or torch operations in its place.
 
 ``COMERA_KERNELS=auto``, the default, runs kernels for tensors on a GPU if the kernels take their
-dtype and the compiler is installed; ``ref`` runs none, ``emulate`` runs them on a CPU too, for
-tests.
+dtype and the compiler is installed; ``ref`` runs none. Tests emulate them on a CPU.
 """
 
 import functools
@@ -12,7 +11,7 @@ import warnings
 import torch
 from torch import Tensor
 
-MODES = ("auto", "ref", "emulate")
+MODES = ("auto", "ref")
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Dtypes that kernels take, and the suffixes of their functions' names."""
 

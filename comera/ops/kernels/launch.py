@@ -1,9 +1,8 @@
-"""Compile kernels, launch them on the GPU of their tensors, or emulate them on a CPU.
+"""Compile kernels, and launch them on the GPU of their tensors.
 
 NVRTC compiles each kernel once for a card's architecture, to machine code (a cubin) that is cached
 on disk, as an older driver refuses the PTX of a newer NVRTC; it needs neither a driver nor a card.
-On a GPU a launch goes to torch's stream. The emulation compiles the same sources by g++ with
-``kernels/emulation.h``, for tests: threads of a block run one after the other.
+A launch goes to torch's stream.
 """
 
 import ctypes
@@ -11,8 +10,6 @@ import functools
 import hashlib
 import importlib
 import re
-import shutil
-import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,11 +159,7 @@ def launch(
         return
     values = [_value(argument) for argument in arguments]
     places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    if device.type == "cuda":
-        number = torch.cuda.current_device() if device.index is None else device.index
-        start(file, name, number, sizes, threads, shared, places)
-    else:
-        emulate(file, name, sizes, threads, shared, places)
+    start(file, name, device, sizes, threads, shared, places)
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -230,7 +223,7 @@ def _allow_shared(file: str, name: str, device: int, shared: int) -> None:
 def start(
     file: str,
     name: str,
-    device: int,
+    on: torch.device,
     grid: Sequence[int],
     threads: int,
     shared: int,
@@ -238,6 +231,7 @@ def start(
 ) -> None:
     """Start a kernel on torch's current stream of the card."""
     driver = bindings("driver")
+    device = torch.cuda.current_device() if on.index is None else on.index
     kernel = function(file, name, device)
     with torch.cuda.device(device):
         _enter_context(device)
@@ -265,63 +259,3 @@ def _enter_context(device: int) -> None:
         context = checked(driver.cuDevicePrimaryCtxRetain(card), f"the context of {device}")
         checked((*driver.cuCtxSetCurrent(context), None), f"the context of {device}")
     _thread.entered = device
-
-
-ASCENDING, DESCENDING = 0, 1
-thread_order = ASCENDING
-"""Order in which the threads of a block run between two barriers; above 1 a shuffle's seed."""
-
-_PROBLEMS = {
-    1: "the grid or block is empty or too large",
-    2: "some threads wait at a barrier that others never reach",
-    3: "a thread returned and left others waiting at a barrier",
-    4: "a thread met an index out of range, copied beyond its shared memory, or read several "
-    "numbers at once from no multiple of their size",
-    5: "a thread wrote behind the shared memory of its block",
-}
-_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas")
-_alone = threading.Lock()
-
-
-def find_gxx() -> str | None:
-    return shutil.which("g++")
-
-
-def emulate(
-    file: str,
-    name: str,
-    grid: Sequence[int],
-    threads: int,
-    shared: int,
-    arguments: ctypes.Array[ctypes.c_void_p],
-) -> None:
-    """Run a kernel on a CPU; raise ``KernelError`` where it would hang or fail on a card."""
-    run = getattr(emulated(text(file), tuple(entries(file))), f"emulate_{name}")
-    three = ctypes.c_uint * 3
-    with _alone:
-        problem = run(
-            three(*grid), three(threads, 1, 1), ctypes.c_size_t(shared),
-            ctypes.c_uint(thread_order), arguments,
-        )  # fmt: skip
-    if problem:
-        raise KernelError(f"{name} of {file}.cu: {_PROBLEMS[problem]}")
-
-
-@functools.cache
-def emulated(source: str, names: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile a source for the CPU and return it as a loaded library."""
-    header = (folder() / "emulation.h").read_text()
-    exports = "\n".join(f"EXPORT({name})" for name in names)
-    whole = f"#define COMERA_EMULATION\n{source}\n{exports}\n"
-    digest = hashlib.sha256("\n".join([whole, header, *_FLAGS]).encode()).hexdigest()[:20]
-    path = cache_folder() / "kernels" / f"emulated-{digest}.so"
-    if not path.is_file():
-        gxx = find_gxx()
-        if gxx is None:
-            raise KernelError("COMERA_KERNELS=emulate needs g++, which is not installed")
-        with replacing(path) as temporary:
-            command = [gxx, *_FLAGS, f"-I{folder()}", "-xc++", "-", "-o", str(temporary)]
-            done = subprocess.run(command, input=whole, capture_output=True, text=True)
-            if done.returncode:
-                raise KernelError(f"g++ does not compile {names[0]} and others:\n{done.stderr}")
-    return ctypes.CDLL(str(path))

@@ -142,7 +142,11 @@ def loss_by_clock(models: Sequence[History]) -> page.Chart | None:
             for line in _losses(model):
                 steps = [point.x for point in line.points]
                 places = np.interp(steps, (0, *known), (0.0, *seconds)).tolist()
-                lines.append(_moved(line, places, "{:,.1f} seconds"))
+                points = [
+                    dataclasses.replace(point, x=x, text=f"{point.text}, {x:,.1f} seconds")
+                    for point, x in zip(line.points, places, strict=True)
+                ]
+                lines.append(dataclasses.replace(line, points=points))
     return _chart("Loss by the wall clock", caption, "seconds in training steps", "loss", lines)
 
 
@@ -154,29 +158,6 @@ def metric_by_step(models: Sequence[History], key: str) -> page.Chart | None:
     lines = [_line(model, key, series, dots=True) for model, series in found]
     title, caption = f"Evaluation: {key}", "On data the model was not trained on."
     return _chart(title, caption, steps_axis(models), key, lines, log=key == "perplexity")
-
-
-def loss_by_size(models: Sequence[History]) -> page.Chart | None:
-    model, twins = models[0], models[1:]
-    sizes = dict(_finite(model.series("size")))
-    if not sizes:
-        return None
-    losses = [(s, loss) for s, loss in _averaged(_finite(model.series("loss"))) if s in sizes]
-    way = _line(model, "training loss", losses)
-    lines = [_moved(way, [sizes[step] for step, _ in losses], "{:,.0f} entries")]
-    ends = [(model, list(sizes.values())[-1])]
-    ends += [(twin, twin.result["layer_params"]) for twin in twins if twin.result]
-    for each, size in ends:
-        last = _finite(each.series("eval/loss"))[-1:]
-        line = _line(each, "last evaluation", last, joined=False, dots=True)
-        lines.append(_moved(line, [size] * len(last), "{:,.0f} entries"))
-    caption = (
-        "Further left is smaller, lower is better. Training comes down at full size, then gives "
-        "up entries where they cost the least loss, and goes on at the size that is left."
-    )
-    if len(ends) > 1:
-        caption += " The dense twin stands at the size of the weights that the cores replace."
-    return _chart("Loss against size", caption, "entries in the cores", "loss", lines, log_x=True)
 
 
 def size_by_step(model: History) -> page.Chart | None:
@@ -237,7 +218,6 @@ def _chart(
     x: page.Axis | str,
     y: str,
     lines: Sequence[page.Line],
-    log_x: bool = False,
     bands: Sequence[page.Band] = (),
     **up: bool,
 ) -> page.Chart | None:
@@ -247,7 +227,7 @@ def _chart(
     if not points:
         return None
     if isinstance(x, str):
-        x = page.axis_around(x, [point.x for point in points], log=log_x, zero=not log_x)
+        x = page.axis_around(x, [point.x for point in points], zero=True)
     up_axis = page.axis_around(y, [point.y for point in points], **up)
     return page.Chart(title, caption, x, up_axis, shown, bands)
 
@@ -272,14 +252,6 @@ def _points(name: str, series: Series, form: str) -> list[page.Point]:
         page.Point(step, value, f"{name}: {form.format(value)}, step {step:,}")
         for step, value in series
     ]
-
-
-def _moved(line: page.Line, places: Sequence[float], form: str) -> page.Line:
-    points = [
-        dataclasses.replace(point, x=x, text=f"{point.text}, {form.format(x)}")
-        for point, x in zip(line.points, places, strict=True)
-    ]
-    return dataclasses.replace(line, points=points)
 
 
 def _finite(series: Series) -> Series:
@@ -330,7 +302,7 @@ def gather(folder: Path) -> dict[str, Any]:
         "unfinished": [_progress(each) for each in models if each.result is None],
         "figures": figures if results else None,
         "losses": [loss_by_step(models), *metrics, loss_by_clock(models)],
-        "sizes": [loss_by_size(models), size_by_step(model)],
+        "sizes": [size_by_step(model)],
         "ranks": layer_ranks(model),
         "steps": steps_axis(models),
         "rate": rate_by_step(models),

@@ -5,7 +5,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -410,28 +409,24 @@ def _differences(row: Row, comparison: Comparison) -> dict[str, Any]:
 
 def _charts(comparison: Comparison) -> list[page.Chart]:
     named, rows = _named(comparison), comparison.rows
-    sizes = {row.variant: _point(row, comparison, row.params) for row in rows}
-    times = {row.variant: _point(row, comparison, row.seconds) for row in rows}
-    best: list[page.Point] = []  # the Pareto front, smallest first
+    sizes = [_point(row, comparison, row.params) for row in rows]
+    times = [_point(row, comparison, row.seconds) for row in rows]
+    front: list[page.Point] = []  # Pareto's, smallest first
     sign = 1 if comparison.higher_is_better else -1
-    for point in sorted(sizes.values(), key=lambda point: (point.x, -sign * point.y)):
-        if not best or sign * point.y > sign * best[-1].y:
-            best.append(point)
-    # Steps, no slope: a size between two variants reaches what the smaller one does.
-    corners = [page.Point(right.x, left.y, "") for left, right in pairwise(best)]
-    steps = [replace(point, text="", error=0.0, name="") for point in best]
-    front = [point for pair in zip_longest(steps, corners) for point in pair if point]
+    for point in sorted(sizes, key=lambda point: (point.x, -sign * point.y)):
+        if not front or sign * point.y > sign * front[-1].y:
+            # Steps, no slope: a size between two variants reaches what the smaller one does.
+            front += [page.Point(point.x, smaller.y, "") for smaller in front[-1:]]
+            front.append(page.Point(point.x, point.y, ""))
     caption = (
         "Further left is smaller. The dotted line joins the Pareto front: variants that no other "
         "beats with as many parameters or fewer."
     )
     if len(comparison.seeds) > 1:
         caption += " Bars are standard deviations over the seeds."
-    x = page.axis_around("parameters", [point.x for point in sizes.values()], log=True, room=0.1)
-    seconds = page.axis_around(
-        "seconds", [point.x for point in times.values()], zero=True, room=0.1
-    )
-    ends = [y for p in sizes.values() for y in (p.y - p.error, p.y + p.error)]
+    x = page.axis_around("parameters", [point.x for point in sizes], log=True, room=0.1)
+    seconds = page.axis_around("seconds", [point.x for point in times], zero=True, room=0.1)
+    ends = [y for p in sizes for y in (p.y - p.error, p.y + p.error)]
     y = page.axis_around(named, ends, room=0.1)
     lines = [page.Line("best at that size or below", "front", front), *_dots(sizes, comparison)]
     said = "Seconds in training steps by the wall clock, the mean. Further left is faster."
@@ -450,12 +445,11 @@ def _point(row: Row, comparison: Comparison, x: float) -> page.Point:
     return page.Point(x, row.mean, text, row.variant, row.deviation or 0.0)
 
 
-def _dots(points: dict[str, page.Point], comparison: Comparison) -> list[page.Line]:
+def _dots(points: Sequence[page.Point], comparison: Comparison) -> list[page.Line]:
     """Return the dots of the variants, with another look for the reference."""
-    base = comparison.reference
     # From left to right, so that the names of neighbours can stand above and below.
-    ordered = sorted(points.items(), key=lambda item: item[1].x)
-    others = [point for name, point in ordered if name != base]
-    own = [point for name, point in ordered if name == base]
+    base, ordered = comparison.reference, sorted(points, key=lambda point: point.x)
+    others = [point for point in ordered if point.name != base]
+    own = [point for point in ordered if point.name == base]
     named = (("variants", "variant", others), (base, "reference", own))
     return [page.Line(*each, joined=False, dots=True) for each in named if each[2]]
