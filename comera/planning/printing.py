@@ -156,7 +156,10 @@ class Table:
             drawn.add_row(*(cells[k][number] for k in widths), end_section=last)
         out = io.StringIO()
         width = max(len(title), _together(widths.values()))
-        console.Console(file=out, width=width, color_system=None, markup=False).print(drawn)
+        plain = console.Console(
+            file=out, width=width, color_system=None, markup=False, force_jupyter=False
+        )
+        plain.print(drawn)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
