@@ -3,6 +3,7 @@
 Stored pictures are what people see who have not installed anything, and what the site shows.
 """
 
+import hashlib
 import os
 import sys
 import tempfile
@@ -36,6 +37,12 @@ def executed(path: Path, folder: Path, *last: str) -> Any:
     return notebook
 
 
+def code_digest(notebook: Any) -> str:
+    """Return a digest of the code of a notebook, by which stored outputs are known to be of it."""
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return hashlib.sha256("\0".join(code).encode()).hexdigest()[:16]
+
+
 def store(path: Path) -> None:
     """Run a notebook and write it back with its outputs.
 
@@ -55,6 +62,7 @@ def store(path: Path) -> None:
                 )
     notebook.metadata.pop("widgets", None)
     notebook.metadata.language_info = {"name": "python"}  # no version, which differs by machine
+    notebook.metadata.comera = {"code": code_digest(notebook)}
     nbformat.write(notebook, path)
 
 
