@@ -10,7 +10,7 @@ AS_NEEDED := --no-compile
 # What tests start would else compile the package anew, each time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint format site kernels simulated-card gpu sanitize clean
+.PHONY: demo test test-all lint format site notebooks kernels simulated-card gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/comera front lm/demo --seconds=30 --rates='[1]' --overwrite=true
@@ -31,6 +31,11 @@ lint: $(VENV)/installed-dev
 # To be read from the disk: build/site/index.html.
 site: $(VENV)/installed-dev
 	$(BIN)/mkdocs build --quiet --strict
+
+# Runs all notebooks, five minutes on two cores, and stores what they show.
+notebooks: $(VENV)/installed-dev $(VENV)/installed-peers
+	$(INSTALL) $(AS_NEEDED) plotly
+	$(BIN)/python -m notebooks.store
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .

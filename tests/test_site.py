@@ -47,3 +47,16 @@ def test_it_can_be_read_and_searched_from_the_disk(site):
 def test_pages_of_the_root_are_in_it(site):
     assert "BENCHMARKS.html" in (site / "when-they-lose.html").read_text()
     assert (site / "BENCHMARKS.html").is_file()
+
+
+def test_notebooks_are_in_it_with_their_pictures(site):
+    index = (site / "notebooks.html").read_text()
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert f'href="notebooks/{path.stem}.html"' in index
+        page = (site / f"notebooks/{path.stem}.html").read_text()
+        assert page.count("<h1") == 1
+        pictures = re.findall(rf'<img [^>]*src="({path.stem}-[^"]+\.png)"', page)
+        stored = path.read_text(encoding="utf-8").count('"image/png"')
+        assert len(pictures) == stored > 0
+        assert all((site / "notebooks" / name).is_file() for name in pictures)
+        assert ".ipynb)" not in page

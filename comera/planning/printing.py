@@ -86,14 +86,14 @@ class Table:
     total: bool = False
 
     def html(self) -> str:
-        """Return the table as plain HTML for notebooks, with all columns."""
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
-        body = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
-            for row in self.rows
-        )
-        caption = f"<caption>{html.escape(self.title)}</caption>"
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        """Return the table as plain HTML for notebooks, with all columns, ``spare`` ones last."""
+        order = sorted(range(len(self.header)), key=lambda k: self.header[k] in self.spare)
+
+        def tr(tag: str, cells: Sequence[str]) -> str:
+            return f"<tr>{''.join(f'<{tag}>{html.escape(cells[k])}</{tag}>' for k in order)}</tr>"
+
+        top = f"<caption>{html.escape(self.title)}</caption><thead>{tr('th', self.header)}</thead>"
+        return f"<table>{top}<tbody>{''.join(tr('td', row) for row in self.rows)}</tbody></table>"
 
     def text(self) -> str:
         """Return text no wider than the terminal; headings break first, then names, then words.
@@ -155,8 +155,8 @@ class Table:
             last = self.total and number == len(self.rows) - 2
             drawn.add_row(*(cells[k][number] for k in widths), end_section=last)
         out = io.StringIO()
-        width = max(len(title), _together(widths.values()))
-        console.Console(file=out, width=width, color_system=None, markup=False).print(drawn)
+        options: Any = {"width": max(len(title), _together(widths.values())), "color_system": None}
+        console.Console(file=out, markup=False, force_jupyter=False, **options).print(drawn)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

@@ -92,6 +92,21 @@ def test_a_file_gets_all_and_a_notebook_80_columns(table, monkeypatch):
     assert made.text() == narrow
 
 
+def test_a_notebook_gets_all_columns_with_those_that_can_be_spared_last():
+    made = Table("a < b", HEADER, ROWS, spare=["bytes", "shape and ranks"])
+    assert made.html() == (
+        "<table><caption>a &lt; b</caption><thead><tr><th>layer</th><th>parameters / dense</th>"
+        "<th>shape and ranks</th><th>bytes</th></tr></thead><tbody>"
+        + "".join(
+            f"<tr><td>{name}</td><td>{share}</td><td>{shape}</td><td>{size}</td></tr>"
+            for name, shape, share, size in (
+                (row[0], row[1].replace(">", "&gt;"), *row[2:]) for row in ROWS
+            )
+        )
+        + "</tbody></table>"
+    )
+
+
 def test_names_without_a_beginning_in_common_stay_whole(table):
     rows = [(f"{'abcdefgh'[k] * 30}", *row[1:]) for k, row in enumerate(ROWS)]
     text = table(90, rows)
