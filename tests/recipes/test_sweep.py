@@ -17,7 +17,7 @@ from comera.checkpoint.archive import FolderInUseError
 from comera.recipes.cli import main
 from comera.recipes.jobs import Job, resolve
 from comera.recipes.parse import merged, nested
-from comera.recipes.run import planned_model, run
+from comera.recipes.run import run
 from comera.recipes.run_config import RunConfig
 from comera.recipes.run_folder import lock, settings_of
 from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, show_progress
