@@ -81,7 +81,8 @@ def front(
         jobs: Trainings at a time, by default one a processor; on a GPU one.
         overwrite: Begin again if the folder holds a front with other settings.
     """
-    rates, seeds = rates or [0.7, 1.4], [0] if seeds is None else seeds
+    rates = [0.7, 1.4] if rates is None else rates
+    seeds = [0] if seeds is None else seeds
     check_front(seconds, rates, seeds, sizes, jobs)
     path = file_of(config)
     settings = read_yaml(path)

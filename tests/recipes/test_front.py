@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import sys
 import textwrap
 
 import pytest
@@ -108,7 +109,7 @@ def test_the_demo_has_a_dozen_variants_and_their_muon_steps_the_layers():
     names = [
         name for name, layer in planned_model(table).named_modules() if hasattr(layer, "cores")
     ]
-    assert names == ["model.embed_tokens"]
+    assert names == ["model.embed_tokens", "model.embed_tokens.hot"]
     assert by_name["table-64"].scale == 4
 
 
@@ -154,6 +155,7 @@ def test_rates_are_the_configurations_own_if_it_has_one(content, tmp_path):
 @pytest.mark.slow
 def test_a_model_of_ones_own_is_the_given_one(content, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
     (tmp_path / "mine.py").write_text(
         textwrap.dedent(
             """
@@ -185,6 +187,7 @@ def test_what_makes_no_model_is_refused_before_anything_is_written(
     content, tmp_path, monkeypatch, capsys, make, said
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
     lines = "def wants(width, color): ...\ndef three(**sizes): return 3\n"
     (tmp_path / "mine.py").write_text(lines.replace("**sizes", "width"))
     assert main(["front", written(content, tmp_path), f"--model={make}"]) == 1
