@@ -9,7 +9,7 @@ import pytest
 from notebooks.store import code_digest, executed
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-NEEDS = {"7-a-model-of-transformers": "transformers"}
+NEEDS = {"7-a-model-of-transformers": "transformers", "8-before-training": "transformers"}
 LIMIT_SECONDS = 60
 """Of one processor: a minute of a reader's time on a machine with nothing else to do, of which a
 busy one that runs the tests may need several."""

@@ -59,7 +59,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
     ("words", "message"),
     [
         (["trian", "x.yaml"], "comera has no command trian: did you mean train?"),
-        ([], "comera needs a command; there are train, plan, sweep, "),
+        ([], "comera needs a command; there are train, plan, front, sweep, "),
         (["checkpoint"], "comera checkpoint needs a command; there are "),
         (["sweep", "x.yaml", "--job=2"], "comera sweep has no option --job: did you mean --jobs?"),
         (["sweep", "x.yaml", "--over-writ=1"], "comera sweep has no option --over-writ"),
