@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-all lint format site notebooks kernels simulated-card gpu sanitize clean
 
 demo: $(VENV)/installed
-	$(BIN)/comera front lm/demo --seconds=30 --rates='[1]' --overwrite=true
+	$(BIN)/comera front lm/demo --seconds=30 --rates='[1.4]' --overwrite=true
 
 test: $(VENV)/installed-dev $(VENV)/installed-peers
 	$(BIN)/python -m pytest -n 2 -m "not slow"

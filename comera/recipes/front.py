@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -144,7 +145,7 @@ class RunWork(Work):
         """The rate of the model as given: the configuration's for dense models, if it has one."""
         given = self.config.optimizer
         own = None if given is None else given.dense_lr or given.lr
-        return own or BASE_RATE / self.config.width
+        return own or BASE_RATE / math.sqrt(self.config.width)
 
     @property
     def is_tested(self) -> bool:
@@ -203,7 +204,7 @@ class RunWork(Work):
             heads = max(1, model.num_heads // share)
             own = {"d_model": narrow // heads * heads, "num_heads": heads}
             own["ffn_dim"] = max(1, model.ffn_dim // share)
-            yield Width(str(narrow), {"model": own}, width / narrow)
+            yield Width(str(narrow), {"model": own}, math.sqrt(width / narrow))
 
     def _fewer(self, own: dict[str, Any], rows: int) -> dict[str, Any] | str:
         """Return the settings of a width with tables of fewer rows, or why there are none."""

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -48,8 +49,9 @@ _BUDGETS = (0.5, 0.25, 0.1)
 _CUT = 0.5  # share of the cores that is left once ranks are cut
 _LARGE_TABLE = 0.1  # share of all parameters from which a table is worth a variant
 _SMALL_LAYER = 1 << 12  # entries of a weight up to which a layer stays dense
-BASE_RATE = 0.256
-"""Rate of a dense model under Muon, over its width (docs/experiments.md, front of one minute)."""
+BASE_RATE = 0.032
+"""Rate of a dense model under Muon, over the root of its width: of the rates 1, 2 and 4 times
+0.256 over the width, 4e-3 was best at widths 64, 128 and 256 (text, 30 seconds, one seed)."""
 
 _FASTER = 1.5  # times the dense rate that cores learn best at, there
 CALIBRATED = 16
@@ -104,8 +106,8 @@ def front(
             ``low-rank``, ``blocks``, ``trains``, ``table``, ``fewer-words``, ``compressed-after``,
             ``8-bits``.
         sizes: Number of variants of each family, up to three.
-        lr: Rate of the model as given, by default ``0.256 / width`` if the first width is a number,
-            else 2e-3. Other widths that are numbers get a rate that falls with the width,
+        lr: Rate of the model as given, by default ``0.032 / sqrt(width)`` if the widths are
+            numbers, else 2e-3. Narrower models then have a rate by their own width, models with
             compressed layers 1.5 times the rate.
         rates: Multiples of these rates to train each variant at.
         seeds: Seeds; the first is trained at each rate, others at the best.
@@ -143,7 +145,7 @@ def front(
         )
     choices = [*widths] or [None]
     numeric = all(map(is_number, choices))
-    dense = lr or (BASE_RATE / choices[0] if numeric else 2e-3)
+    dense = lr or (BASE_RATE / math.sqrt(choices[0]) if numeric else 2e-3)
     about = {"seconds": seconds, "lr": dense, "metric": metric, "width": choices[0]}
     work = _Own(Path(folder), make_model, loss_fn, _by_step(batches), evaluate, test, about)
     work.get_batch(0)
@@ -157,7 +159,7 @@ def front(
             Width(
                 "" if each is None else re.sub(r"[^A-Za-z0-9.]+", "-", str(each)).strip("-"),
                 each,
-                choices[0] / each if numeric else 1.0,
+                math.sqrt(choices[0] / each) if numeric else 1.0,
             )
             for each in choices
         ],
@@ -216,7 +218,7 @@ class Width(NamedTuple):
 
     label: str
     key: Any
-    times: float = 1.0  # narrower than the model as given
+    scale: float = 1.0  # of the rate, in units of the given model's
 
 
 def plan_variants(
@@ -235,7 +237,7 @@ def plan_variants(
     planned = [Variant("given", "given", widths[0].key)]
     if "narrower" in families:
         planned += [
-            Variant(f"narrower-{each.label}", "narrower", each.key, scale=each.times)
+            Variant(f"narrower-{each.label}", "narrower", each.key, scale=each.scale)
             for each in widths[1:]
         ]
     targets: dict[str, Any] = {"target_modules": "all-linear", "init": "orthogonal"}
@@ -252,7 +254,7 @@ def plan_variants(
                 name, target = f"trains-{round(ratio / _CUT)}x", _CUT
             settings = TTConfig(**how, **targets)
             planned.append(Variant(name, family, widths[0].key, settings, target, scale=_FASTER))
-    for label, key, times in widths[-sizes:] if {"table", "fewer-words"} & {*families} else ():
+    for label, key, scale in widths[-sizes:] if {"table", "fewer-words"} & {*families} else ():
         model, end = made(key), f"-{label}" * bool(label)
         if (of_tables := table_settings(model)) is None:
             left_out["table"] = "table, fewer-words: no table has a tenth of the parameters"
@@ -263,14 +265,14 @@ def plan_variants(
             left_out["table"] = "table, fewer-words: a table is the weight of an output layer too"
             continue
         if "table" in families:
-            planned.append(Variant(f"table{end}", "table", key, of_tables, scale=times))
+            planned.append(Variant(f"table{end}", "table", key, of_tables, scale=scale))
         if "fewer-words" in families:
             small = fewer(key, rows_for(of_tables, model))
             if isinstance(small, str):
                 left_out["fewer-words"] = f"fewer-words: {small}"
             else:
                 name = f"fewer-words{end}"
-                planned.append(Variant(name, "fewer-words", small, scale=times))
+                planned.append(Variant(name, "fewer-words", small, scale=scale))
     budgets = _BUDGETS[:sizes] if "compressed-after" in families else ()
     planned += [Variant(f"given-to-{b:.0%}", "compressed-after", budget=b) for b in budgets]
     return planned + [Variant("given-8-bits", "8-bits")] * ("8-bits" in families), left_out

@@ -101,7 +101,7 @@ def test_the_demo_has_a_dozen_variants_and_their_muon_steps_the_layers():
     narrow = work.config_of(by_name["narrower-64"], 1e-3, 3)
     sizes = narrow.model.d_model, narrow.model.num_heads, narrow.model.ffn_dim, narrow.seed
     assert sizes == (64, 2, 192, 3)
-    assert by_name["narrower-64"].scale == 4
+    assert by_name["narrower-64"].scale == 2
     trains = work.config_of(by_name["trains-8x"], 1e-3, 0)
     assert trains.two_stage.target == 0.5
     assert trains.optimizer.target_modules is None  # no dense layer is left
@@ -110,7 +110,7 @@ def test_the_demo_has_a_dozen_variants_and_their_muon_steps_the_layers():
         name for name, layer in planned_model(table).named_modules() if hasattr(layer, "cores")
     ]
     assert names == ["model.embed_tokens", "model.embed_tokens.hot"]
-    assert by_name["table-64"].scale == 4
+    assert by_name["table-64"].scale == 2
 
 
 def test_sentence_pairs_have_fewer_words_of_a_vocabulary_of_their_own():
@@ -140,7 +140,7 @@ def test_a_configuration_that_compresses_is_a_variant_of_its_own(content, tmp_pa
 
 def test_rates_are_the_configurations_own_if_it_has_one(content, tmp_path):
     config = parse_settings(RunConfig, content)
-    assert RunWork(tmp_path, config, None).base_rate == 0.256 / 64
+    assert RunWork(tmp_path, config, None).base_rate == 0.032 / 8
     named = content | {"optimizer": {"name": "adamw", "lr": 3e-4, "betas": [0.8, 0.9]}}
     work = RunWork(tmp_path, parse_settings(RunConfig, named), None)
     assert work.base_rate == 3e-4
