@@ -23,6 +23,10 @@ COSTS = {
 
 SIDES = {False: "dense", True: "compressed"}
 _LEVEL = "level"
+_UNITS = {
+    "params": "parameters", "bytes": "on disk", "memory": "of training memory",
+    "step_seconds": "a step", "forward_seconds": "a forward pass",
+}  # fmt: skip
 _WITHIN = 0.02  # share of the best's quality that the smallest good model may give away
 _ERRORS = 2.0  # standard errors of a difference up to which two models are level
 
@@ -187,8 +191,8 @@ class Front(printing.Report):
         said = [f"Best: {self._described(best)}."]
         if best is not given and given.family == "given":
             said[0] += f" As given: {self._described(given).partition(', ')[2]}."
-        if alike := [p.name for p in self.points if p is not best and self.level(p, best)]:
-            said[0] += f" Level with the best within its error: {listed(alike)}."
+        if near := [p.name for p in self.points if p is not best and self.level(p, best)]:
+            said[0] += f" Level with the best within its error: {listed(near)}."
         if least is best:
             said.append(f"Smallest within {_WITHIN:.0%} of the best: itself.")
         else:
@@ -198,18 +202,24 @@ class Front(printing.Report):
         front = self.pareto("bytes")
         steps = [f"{shown(p.bytes, 'B')} {p.name} ({self._shown(p)})" for p in front]
         said.append(f"Best at each size on disk: {listed(steps, 8)}.")
-        leads = {key: found for key in COSTS if (found := self._leads(key))}
-        for side in (*SIDES.values(), _LEVEL):
-            always = [COSTS[k][0] for k, found in leads.items() if [w for w, _ in found] == [side]]
-            if always:
-                who = "Neither side leads" if side == _LEVEL else f"{side.capitalize()} models lead"
-                which = "every cost" if len(always) == len(leads) else listed(always)
-                said.append(f"{who}, whatever the limit on {which}.")
-        for cost, ((first, _), *others) in leads.items():
-            if others:
-                name, unit = COSTS[cost]
-                changes = [f"{who} from {shown(at, unit)} on" for who, at in others]
-                said.append(f"Who leads by {name}: {', '.join([first, *changes])}.")
+        alike: dict[tuple[str, ...], list[tuple[str, list[float]]]] = {}
+        for key in COSTS:
+            if leads := self._leads(key):
+                sides = tuple(side for side, _ in leads)
+                alike.setdefault(sides, []).append((key, [start for _, start in leads[1:]]))
+        for (first, *others), costs in alike.items():
+            if not others:
+                which = "every cost" if len(alike) == 1 else listed([COSTS[k][0] for k, _ in costs])
+                said.append(f"{_lead(first)}, whatever the limit on {which}.")
+            elif len(others) == 1:
+                limits = [f"{shown(at[0], COSTS[k][1])} {_UNITS[k]}" for k, at in costs]
+                said.append(
+                    f"{_lead(first)} below {listed(limits)}; {_lead(*others).lower()} from there."
+                )
+            for key, starts in costs if len(others) > 1 else ():
+                changes = zip(others, starts, strict=True)
+                where = [f"{who} from {shown(at, COSTS[key][1])}" for who, at in changes]
+                said.append(f"Who leads by {COSTS[key][0]}: {first}, {', '.join(where)}.")
         if all(point.error is None for point in self.points):
             said.append("One seed each: no errors are known, and small differences may be chance.")
         return said
@@ -343,6 +353,10 @@ class Front(printing.Report):
 
     def _described(self, point: FrontPoint) -> str:
         return f"{point.name}, {self.metric} {self._shown(point)}, {point.params:,} parameters"
+
+
+def _lead(side: str) -> str:
+    return "Both sides are level" if side == _LEVEL else f"{side.capitalize()} models lead"
 
 
 def _text(cost: float | None, unit: str) -> str:
