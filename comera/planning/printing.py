@@ -225,11 +225,21 @@ def data_frame(rows: Iterable[Mapping[str, Any]], what: str = "to_pandas()") -> 
 def empty_figure(
     columns: int = 1, height: float = 3.6, margin: float = 0.0
 ) -> tuple["Figure", Any]:
-    """Return an empty figure with axes side by side, and these axes. Needs matplotlib."""
+    """Return an empty figure with axes side by side, and these axes. Needs matplotlib.
+
+    A notebook shows it whether matplotlib's own display is set up there or not.
+    """
     with needed_by("a plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    figure = Figure(figsize=(5.5 * columns + margin, height), layout="constrained")
+
+    class Picture(Figure):
+        def _repr_png_(self) -> bytes:
+            out = io.BytesIO()
+            self.savefig(out, format="png")
+            return out.getvalue()
+
+    figure = Picture(figsize=(5.5 * columns + margin, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, squeeze=False).flatten()
 
