@@ -201,7 +201,11 @@ def assert_compiled(model, **settings):
         got, want = compiled(x), model(x)
         torch.testing.assert_close(got, want)
         got, want = (torch.autograd.grad(y.sum(), model.parameters()) for y in (got, want))
-        torch.testing.assert_close(got, want)
+        for grad, reference in zip(got, want, strict=True):
+            # Sums in another order: rounding is that of the largest entry, not of each.
+            torch.testing.assert_close(
+                grad, reference, rtol=1.3e-6, atol=1e-5 * float(reference.abs().max())
+            )
 
 
 @pytest.mark.slow
