@@ -152,7 +152,7 @@ def test_on_a_cpu_it_is_the_time_inside(monkeypatch):
 @pytest.fixture
 def slow(device, monkeypatch):
     """Settings of a run whose steps, evaluations and checkpoints take that device's time."""
-    monkeypatch.setattr(loop, "StepClock", lambda on: StepClock(CUDA))
+    monkeypatch.setattr(loop, "StepClock", lambda on, *by: StepClock(CUDA, *by))
     save = loop.save_checkpoint
 
     def saves(*given, **options):

@@ -323,7 +323,8 @@ def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
         "contract_groups",
         lambda *args: joined.append("together") or original(*args),
     )
-    monkeypatch.setattr("comera.nn.linear.contract_cores", lambda *args: joined.append("alone"))
+    for name in ("contract_layer", "contract_groups"):
+        monkeypatch.setattr(f"comera.nn.linear.{name}", lambda *args: joined.append("alone"))
 
     def many(model):
         before = len(joined)
