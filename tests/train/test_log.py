@@ -137,16 +137,17 @@ def test_a_step_that_raises_is_not_counted(device):
     assert clock.seconds() == 1.5
 
 
-def test_on_a_cpu_it_is_the_time_inside(monkeypatch):
+@pytest.mark.parametrize(("by_processor", "seconds"), [(False, 6.0), (True, 12.0)])
+def test_on_a_cpu_it_is_the_time_inside(by_processor, seconds, monkeypatch):
     now = SimpleNamespace(value=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now.value)
     monkeypatch.setattr(time, "process_time", lambda: 2 * now.value)  # two threads
-    clock = StepClock(torch.device("cpu"))
+    clock = StepClock(torch.device("cpu"), by_processor)
     for _ in range(3):
         with clock.step():
             now.value += 2.0
         now.value += 10.0
-    assert (clock.seconds(), clock.processor) == (6.0, 12.0)
+    assert (clock.seconds(), clock.processor) == (seconds, 12.0)
 
 
 @pytest.fixture
