@@ -28,7 +28,7 @@ from comera.files import write_text
 from comera.nn.targets import TTConfig
 from comera.params import model_size
 from comera.report.frontier import Front, Trained, chosen_rates, points_of
-from comera.train.log import from_json, progress_bar, to_json
+from comera.train.log import PlainLines, from_json, progress_bar, to_json
 from comera.train.processes import PARENT, stop_with_parent
 
 FAMILIES = {
@@ -140,11 +140,13 @@ def train_front(
     total = len(trained) * (len(rates) + len(seeds) - 1) + len(after) * len(seeds)
     with progress_bar(not progress, Console()) as bar:
         task = bar.add_task("all trainings", total=total, figures="")
+        lines = PlainLines(bar, "training", total)
 
         def run(pieces: Iterable[Piece]) -> None:
             def ended(place: Path) -> None:
-                bar.advance(task)
-                bar.update(task, figures=f"{place.relative_to(work.folder).parts[0]},")
+                name = place.relative_to(work.folder).parts[0]
+                bar.update(task, advance=1, figures=f"{name},")
+                lines.show(round(bar.tasks[0].completed), name)
 
             problems.update(side_by_side(dict(pieces), jobs, ended))
 

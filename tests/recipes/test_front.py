@@ -16,6 +16,7 @@ from comera.recipes.parse import file_of, parse_settings, read_yaml
 from comera.recipes.run import planned_model
 from comera.recipes.run_config import RunConfig
 from comera.report.front_work import FAMILIES
+from comera.train.log import PlainLines
 from tests.texts import write_functions
 
 
@@ -41,11 +42,15 @@ def written(content, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_front_of_a_run_ends_in_a_page_and_commands_that_train_on(content, tmp_path, capsys):
+def test_a_front_of_a_run_ends_in_a_page_and_commands_that_train_on(
+    content, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(PlainLines, "EVERY", 0.0)
     words = [written(content, tmp_path), "--seconds=0.3", "--sizes=1", "--rates=[1]"]
     words += ["--variants=[narrower,shallower,blocks,table,fewer-words,compressed-after,8-bits]"]
     assert main(["front", *words]) == 0
     printed = capsys.readouterr().out
+    assert re.search(r"^training 7/7: given-", printed, re.M)
     assert re.search(r"^Best: .*perplexity", printed, re.M)
     assert "fewer-words: perplexity counts tokens" in printed
     out = tmp_path / "out"
