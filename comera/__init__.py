@@ -1,4 +1,4 @@
-"""Train models in compressed form: tensor-train layers that learn their own ranks.
+"""How small a PyTorch model can be: training in compressed form, beside its simple rivals.
 
 Importing this package registers the operators, which exported programs and compiled graphs find by
 name. Everything else is imported when it is first used.
