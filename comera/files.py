@@ -40,6 +40,26 @@ def naming_a_full_disk(
         raise OSError(number, advice, str(path)) from problem
 
 
+def local_folder(path: str | os.PathLike[str]) -> Path:
+    """Return a path, ``~`` expanded; raise ``ValueError`` for a URL, which names no folder here."""
+    folder = Path(path).expanduser()
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(folder)):  # Path makes one stroke of two
+        raise ValueError(
+            f"{os.fspath(path)} is a URL, and what is written goes to folders of this machine: "
+            "name one, and copy it from there"
+        )
+    return folder
+
+
+def flush(path: str | Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path: on success it is flushed and renamed to ``path``, else removed."""
@@ -50,9 +70,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
         temporary.touch(exist_ok=False)
         try:
             yield temporary
-            with temporary.open("rb+") as file:
-                os.fsync(file.fileno())
+            flush(temporary)
             temporary.replace(path)
+            flush(path.parent)  # else its name may be lost with the power
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ A manifest holds checksums of the tensor file, of itself, and of the manifest th
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,7 +23,9 @@ from safetensors.numpy import save as save_tensors
 
 from comera.checkpoint.skeleton import parsed
 from comera.checkpoint.streams import DamagedError
-from comera.files import naming_a_full_disk
+from comera.files import flush, naming_a_full_disk
+
+log = logging.getLogger("comera")
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -75,8 +78,19 @@ class FolderInUseError(RuntimeError):
 
 
 def take(lock: FileLock, folder: Path, advice: str) -> None:
-    """Make a folder and lock it; raise ``FolderInUseError`` with ``advice`` if it is locked."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make a folder and lock it; raise ``FolderInUseError`` with ``advice`` if it is locked.
+
+    Raises ``NotADirectoryError`` where something else has its name.
+    """
+    if not folder.is_dir():
+        try:
+            folder.mkdir(parents=True)
+        except (FileExistsError, NotADirectoryError):
+            taken = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+            to = taken.is_symlink() and os.readlink(taken)
+            what = f"is a link to {to}, which is not there" if to else "is a file"
+            raise NotADirectoryError(f"{taken} {what}: name a folder") from None
+        flush(folder.parent)
     try:
         lock.acquire()
     except Timeout:
@@ -94,8 +108,9 @@ class Archive:
         """Return the steps of all checkpoints in ascending order, even of damaged ones."""
         if not self.folder.is_dir():
             return []
-        names = (_STEP.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(name[1]) for name in names if name)
+        names = [path.name for path in self.folder.iterdir()]
+        found = [int(name[1]) for name in map(_STEP.fullmatch, names) if name]
+        return sorted({step for step in found if self.path(step).name in names})
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:09d}"
@@ -159,6 +174,16 @@ class Archive:
         except (SafetensorError, ValueError, KeyError) as problem:
             raise DamagedError(f"{path} is not a safetensors file: {problem}") from problem
 
+    def check_base(self, manifest: Manifest) -> None:
+        """Raise ``DamagedError`` if what a checkpoint builds on, or itself, is gone or another."""
+        *_, last = links = self.links(manifest.step)
+        if last.checksum != manifest.checksum:
+            raise DamagedError(f"{self.path(manifest.step)} is another checkpoint than was written")
+        for each in links:
+            path = self.path(each.step) / TENSORS
+            if not path.is_file() or path.stat().st_size != each.size:
+                raise DamagedError(f"{path} is gone or not as long as it was")
+
     def links(self, step: int) -> list[Manifest]:
         """Return the manifests from key frame to a step; ``DamagedError`` if a link is broken."""
         found = [self.manifest(step)]
@@ -183,7 +208,10 @@ class Archive:
             "folder",
         )
         for left in self.folder.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(left)
+            try:
+                _delete(left)
+            except OSError as problem:  # nothing reads it
+                log.warning("%s stays, which an interrupted process left: %s", left, problem)
 
     def unlock(self) -> None:
         self._lock.release()
@@ -206,15 +234,21 @@ class Archive:
         path, partial = self.path(step), self.folder / f"{_PARTIAL}{step:09d}"
         with naming_a_full_disk(path, _INSTEAD):
             try:
+                if not self.folder.is_dir():
+                    raise FileNotFoundError(
+                        f"{self.folder} is gone: it was removed or renamed while checkpoints were "
+                        "written to it"
+                    )
+                shutil.rmtree(partial, ignore_errors=True)  # one that could not be deleted
                 partial.mkdir()
                 _write_through(partial / TENSORS, file)
                 _write_through(partial / MANIFEST, manifest.text().encode())
-                _sync(partial)
+                flush(partial)
                 partial.rename(path)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            _sync(self.folder)
+            flush(self.folder)
         return manifest
 
     def remove(self, steps: list[int]) -> None:
@@ -222,14 +256,14 @@ class Archive:
         for step in sorted(steps, reverse=True):
             leaving = self.folder / f"{_PARTIAL}removed-{step:09d}"
             self.path(step).rename(leaving)
-            shutil.rmtree(leaving)
+            _delete(leaving)
 
     def clear(self) -> None:
         """Delete all files of the chain, and the folder if nothing else is in it."""
         self.remove(self.steps())
         for pattern in (f"{_PARTIAL}*", f"{_DAMAGED}step-*"):
             for left in self.folder.glob(pattern):
-                shutil.rmtree(left)
+                _delete(left)
         (self.folder / ".lock").unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.folder.rmdir()
@@ -243,18 +277,18 @@ class Archive:
         raise OSError(f"no free name to set {self.path(step)} aside")
 
 
+def _delete(path: Path) -> None:
+    """Delete a folder, or a link to one, which stays."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
 def packed(streams: Mapping[str, bytes]) -> bytes:
     return save_tensors({name: np.frombuffer(blob, np.uint8) for name, blob in streams.items()})
 
 
 def _write_through(path: Path, raw: bytes) -> None:
     path.write_bytes(raw)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush(path)

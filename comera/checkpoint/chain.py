@@ -18,6 +18,7 @@ from comera.checkpoint.archive import Archive, Manifest, packed
 from comera.checkpoint.contents import Quality, Snapshot, decode, encode, take_snapshot
 from comera.checkpoint.streams import DamagedError
 from comera.extras import error_prefix, listed
+from comera.files import local_folder
 from comera.shapes import check_whole_numbers
 
 log = logging.getLogger("comera")
@@ -148,7 +149,7 @@ class CheckpointChain:
                 call of a method raises errors of that thread.
 
         Raises:
-            ValueError: If an argument is out of range.
+            ValueError: If an argument is out of range, or ``folder`` a URL.
         """
         if mode not in ("lossy", "lossless"):
             raise ValueError(f"mode is {mode!r}: choose 'lossy' or 'lossless'")
@@ -161,7 +162,7 @@ class CheckpointChain:
                 raise ValueError(f"{name} is {size}; it must be 0 or more")
         kept = {"key_every": key_every, "keep_last": keep_last, "keep_every": keep_every}
         check_whole_numbers(1, **{name: n for name, n in kept.items() if n is not None})
-        self._archive = Archive(Path(folder).expanduser())
+        self._archive = Archive(local_folder(folder))
         self._policy = Policy(policy, lossless=mode == "lossless")
         self._quality = Quality(bits, rate, alpha, beta, key_bits)
         self._key_every, self._keep_last, self._keep_every = key_every, keep_last, keep_every
@@ -271,6 +272,15 @@ class CheckpointChain:
         before = self._last
         if before is not None and before[1] + 1 >= self._key_every:
             before = None
+        if before is not None:
+            try:
+                self._archive.check_base(before[0])
+            except DamagedError as problem:
+                log.warning(
+                    "the checkpoint of step %d is complete, as what it would build on was removed "
+                    "or changed since: %s", step, problem,
+                )  # fmt: skip
+                before = None
         streams, figures, weights = encode(snapshot, before and before[2], self._quality)
         file = packed(streams.done)
         encoding = time.perf_counter() - began

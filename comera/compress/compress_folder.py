@@ -111,7 +111,7 @@ def compress_folder(
         )
     begun = time.monotonic()
     shards = Shards(source)
-    folder = Path(folder).expanduser()
+    folder = local_folder(folder)
     if folder.resolve() == shards.folder.resolve():
         raise ValueError(f"folder={str(folder)!r} is the source: the result needs one of its own")
     model = _on_meta(model)

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import nn
 
 from comera.extras import listed, needed_by
+from comera.files import local_folder
 from comera.nn.convert import densify_, tensorize_
 from comera.nn.embedding import TableHead, TiedTTLinear
 from comera.nn.forms import experts_apart
@@ -291,6 +292,7 @@ def _save_pretrained(
     **kwargs: Any,
 ) -> None:
     """Save the given ``state_dict``, which transformers ignores if there is a quantizer."""
+    local_folder(save_directory)
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, TensorTrainQuantizer):
         quantizer.given = state_dict

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from comera import __version__
 from comera.checkpoint.archive import Archive
 from comera.extras import error_prefix, without_remarks
-from comera.files import write_text
+from comera.files import local_folder, write_text
 from comera.nn.convert import tensorize_
 from comera.nn.init import init_keys_as_queries_
 from comera.nn.module import tensor_trains
@@ -62,7 +62,7 @@ def run(
     ``OtherProcessError`` if one of the processes has failed.
     """
     processes = processes or Processes()
-    config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))
+    config = dataclasses.replace(config, out=str(local_folder(config.out)))
     config.check()
     config = run_folder.with_whole_paths(config)
     check_processes(config, processes.count)

@@ -14,6 +14,7 @@ from rich.progress import TaskID
 
 from comera._command import INTERRUPTED
 from comera.extras import check_known, did_you_mean, error_prefix
+from comera.files import local_folder
 from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
 from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
 from comera.recipes.report import sweep_report
@@ -79,7 +80,7 @@ def read_sweep(path: Path) -> Sweep:
     if not isinstance(submitit := content.get("submitit"), Mapping | None):
         raise ValueError(f"submitit={submitit!r} must be a mapping of settings of submitit")
     return Sweep(
-        out=Path(str(content["out"])).expanduser(),
+        out=local_folder(str(content["out"])),
         seeds=tuple(seeds),
         reference=reference,
         metric=_read_metric(content.get("metric"), variants),
@@ -200,7 +201,7 @@ def sweep(
     """
     found = read_sweep(file_of(file))
     if out:
-        found = dataclasses.replace(found, out=Path(out).expanduser())
+        found = dataclasses.replace(found, out=local_folder(out))
     return run_sweep(found, console, jobs, overwrite, launcher)
 
 

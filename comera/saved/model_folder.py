@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from comera.extras import listed, needed_by
-from comera.files import replacing, write_text
+from comera.files import local_folder, replacing, write_text
 from comera.nn.forms import experts_apart
 from comera.nn.module import check_unsharded, dtype_name
 from comera.nn.targets import TTConfig
@@ -60,7 +60,7 @@ def save_model(model: nn.Module, folder: str | Path, *, config: TTConfig | None 
 
     Raises:
         ValueError: If the files cannot hold a layer or a part of the state: anything but a tensor,
-            or a tensor that is sharded or on the ``meta`` device.
+            or a tensor that is sharded or on the ``meta`` device; or if ``folder`` is a URL.
         RuntimeError: If another thread trains the model meanwhile; earlier files stay.
         OSError: If the disk is full; the message has the path and a remedy.
 
@@ -82,7 +82,7 @@ def save_state(
     model: nn.Module, state: Mapping[str, Any], folder: str | Path, config: TTConfig | None = None
 ) -> Path:
     """Save a model as :func:`save_model` does, but with the given, gathered, state dict."""
-    folder = Path(folder).expanduser()
+    folder = local_folder(folder)
     described = describe(model, config)
     watched = Undisturbed(state)
     tensors = {name: value for name, value in state.items() if name not in described["tied"]}
