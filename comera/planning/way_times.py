@@ -20,7 +20,7 @@ log = logging.getLogger("comera")
 
 _FORMAT = 1
 _EVEN = 1.05
-"""Times whose ratio is below this are even: the way that is listed first is taken."""
+"""Times whose ratio is below this are even."""
 
 Size = int | str
 """A number, for which the nearest measured one counts, or a word, which must be equal."""
@@ -51,14 +51,11 @@ class Timing:
         """Key of the measurement; a later measurement with the same key replaces it."""
         return self.group, self.dtype, self.captured, self.sizes
 
-    def order(self, names: Sequence[str]) -> list[str]:
-        """Return the names that have times, fastest first; near ties stay in the given order."""
-        left, found = [name for name in names if name in self.seconds], list[str]()
-        while left:
-            enough = _EVEN * min(self.seconds[name] for name in left)
-            found.append(next(name for name in left if self.seconds[name] <= enough))
-            left.remove(found[-1])
-        return found
+    @property
+    def fastest(self) -> str:
+        """The faster way, ``"kernel"`` or ``"torch"``; the kernel if both take about as long."""
+        kernel, torch = (self.seconds.get(name, math.inf) for name in ("kernel", "torch"))
+        return "kernel" if kernel <= _EVEN * torch else "torch"
 
 
 @dataclass(frozen=True)
@@ -126,19 +123,17 @@ NONE = WayTimes("built-in order: never measured here")
 class Setting:
     """Device and versions for which times are valid; ``kind`` is ``"cpu"`` or ``"cuda"``.
 
-    ``threads`` is the number of threads in use on a CPU, None on a card; ``kernels`` is the digest
-    of the sources of the kernels, empty on a CPU.
+    ``kernels`` is the digest of the sources of the kernels, empty on a CPU.
     """
 
     kind: str
     name: str
-    threads: int | None
     torch: str
     kernels: str
 
     @property
     def path(self) -> Path:
-        return profile_path(self.kind, self.name, self.threads, f"ways torch {self.torch}")
+        return profile_path(self.kind, self.name, None, f"ways torch {self.torch}")
 
 
 def save_way_times(setting: Setting, timings: Sequence[Timing], date: str) -> Path:
