@@ -39,13 +39,6 @@ class Timing:
     sizes: tuple[Size, ...]
     seconds: Mapping[str, float]
 
-    def __post_init__(self) -> None:
-        if not self.seconds:
-            raise ValueError(f"{self.group} {self.sizes} has no times")
-        for name, value in self.seconds.items():
-            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} of {self.group} takes {value!r} s, which is no time")
-
     @property
     def case(self) -> tuple[object, ...]:
         """Key of the measurement; a later measurement with the same key replaces it."""

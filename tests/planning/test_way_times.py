@@ -1,7 +1,6 @@
 """Times of the ways of operators: kept, found again, and what cannot be used is said."""
 
 import json
-import math
 
 import pytest
 
@@ -52,11 +51,6 @@ DAMAGED = {
     "another torch": ({"torch": "2.10"}, "it is of torch '2.10', this is '2.11.0+cu130'"),
     "other kernels": ({"kernels": "b"}, "the kernels have changed since"),
     "no timings": ({"timings": None}, "'NoneType' object is not iterable"),
-    "no time": (
-        {"timings": [{**vars(FEW), "seconds": {"kernel": math.inf}}]},
-        "kernel of look up takes inf s, which is no time",
-    ),
-    "no ways": ({"timings": [{**vars(FEW), "seconds": {}}]}, "has no times"),
     "half an entry": ({"timings": [{"group": "look up"}]}, "sizes"),
 }
 
