@@ -9,7 +9,7 @@ import json
 import logging
 import platform
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from comera.files import cache_folder, write_text
@@ -193,10 +193,8 @@ def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None
     else:
         try:
             content = json.loads(path.read_text())
-            if unknown := set(content) ^ {field.name for field in fields(Machine)}:
-                raise ValueError(f"the entries {sorted(unknown)} are missing or not known")
             return Machine(**{**content, "flops": tuple(content["flops"].items())})
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             problem = f"the profile {path} cannot be used ({error})"
     log.info("%s: times come from defaults; run `comera calibrate --device %s`", problem, kind)
     return default_machine(kind)

@@ -158,8 +158,6 @@ def load_way_times(setting: Setting) -> WayTimes:
             raise ValueError(f"it is not of format {_FORMAT}")
         for name, value in asdict(setting).items():
             if content.get(name) != value:
-                if name == "kernels":
-                    raise ValueError("the kernels have changed since")
                 raise ValueError(f"it is of {name} {content.get(name)!r}, this is {value!r}")
         timings = tuple(
             Timing(**{**entry, "sizes": tuple(entry["sizes"])}) for entry in content["timings"]

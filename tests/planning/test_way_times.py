@@ -49,7 +49,7 @@ DAMAGED = {
     "no object": ("[]", "it is not of format 1"),
     "another format": ({"format": 99}, "it is not of format 1"),
     "another torch": ({"torch": "2.10"}, "it is of torch '2.10', this is '2.11.0+cu130'"),
-    "other kernels": ({"kernels": "b"}, "the kernels have changed since"),
+    "other kernels": ({"kernels": "b"}, "it is of kernels 'b', this is 'abc'"),
     "no timings": ({"timings": None}, "'NoneType' object is not iterable"),
     "half an entry": ({"timings": [{"group": "look up"}]}, "sizes"),
 }
