@@ -14,7 +14,7 @@ from comera.calibrate.ways import Run, Say, check_choice, in_turn, measure_ways
 from comera.nn.linear import TTLinear
 from comera.ops.product import has_onednn, onednn
 from comera.planning.machine import Machine, default_machine, processor_name, save_machine
-from comera.planning.planner import plan_layer
+from comera.planning.ways import factorized, torch_linear
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 _LARGE = {"cpu": 1 << 26, "cuda": 1 << 29}  # numbers in a tensor beyond any cache
@@ -147,8 +147,7 @@ def _with_layers(profile: Machine, say: Say) -> Machine:
 
     def predicted(overhead: float) -> float:
         machine = with_overhead(overhead)
-        plan = plan_layer(layers[0].at(1), machine=machine.eager or machine)
-        return plan.candidate("factorized").seconds
+        return factorized(layers[0].at(1), machine.eager or machine, "float32").seconds
 
     taken = _seconds_a_layer(layers, device)
     overhead = max(0.0, (taken - predicted(0.0)) / (predicted(1.0) - predicted(0.0)))
@@ -158,7 +157,7 @@ def _with_layers(profile: Machine, say: Say) -> Machine:
         return profile
     taken = _seconds_a_layer([nn.Linear(64, 64, device=device) for _ in range(_DEEP)], device)
     plain = dataclasses.replace(profile.eager, module_overhead=0.0)
-    dense = plan_layer(layers[0].at(1), machine=plain).dense.seconds
+    dense = torch_linear(layers[0].at(1), plain, "float32").seconds
     say(f"a dense layer in eager mode: {1e6 * taken:.3g} us")
     return dataclasses.replace(profile, eager_module=max(0.0, taken - dense))
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
-from comera.nn.fused import self_attention
 from comera.nn.linear import TTLinear
 from comera.ops import dispatch
 from comera.ops.context import static_shapes
@@ -151,7 +150,7 @@ def _in_turns(
     """Time the ways in turn, captured if ``graphs`` is given; report a way that cannot run."""
     samples: dict[str, Callable[[], float]] = {}
     cases: set[tuple[str, tuple[int | str, ...]]] = set()
-    for way in dispatch.ways_of(group):
+    for way in ("kernel", "torch"):
         try:
             met = cases_of(group, way, runs[0])
             if way not in [ran for ran, _ in met]:
@@ -338,25 +337,6 @@ def _look_up(
     ]
 
 
-def _space(positions: int, rank: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
-    """Return runs of self-attention of width 768, with the same number of tokens at any length."""
-    model = nn.ModuleList(TTLinear(768, 768, rank=rank, device=device) for _ in range(4))
-    together, params = BatchedContraction(model), list(model.parameters())
-    narrow = dtype != torch.float32
-
-    def run(x: Tensor) -> object:
-        with torch.autocast(device.type, dtype, enabled=narrow), together:
-            y = self_attention(x, *model, num_heads=12, keep_BT=None, dropout=0.0)  # type: ignore[misc]
-        return torch.autograd.grad(y, [x, *params], y.detach(), allow_unused=True)
-
-    batch = _tokens(device) // positions
-    return [partial(run, x) for x in _batches(device, torch.float32, batch, positions, 768)]
-
-
-def _tokens(device: torch.device) -> int:
-    return 4096 if device.type == "cuda" else 512
-
-
 _SIZES: dict[tuple[str, Callable[..., list[Any]]], Sequence[tuple[Any, ...]]] = {
     ("contract_cores", _contract): [(1, 30), (12, 30), (36, 30), (36, 62)],
     ("feed_forward", _feed_forward): [
@@ -373,7 +353,6 @@ _SIZES: dict[tuple[str, Callable[..., list[Any]]], Sequence[tuple[Any, ...]]] = 
         *((entries, False, False) for entries in (256, 1024, 4096, 16384)),
         *((4096, *kind) for kind in ((True, False), (False, True), (True, True))),
     ],
-    ("attention_space", _space): [(128, 30), (512, 30), (128, 62), (512, 62)],
 }
 
 TRIALS = tuple(

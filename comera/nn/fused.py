@@ -3,7 +3,7 @@
 Layers with hooks, patched or overridden methods are not fused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
 from comera.ops.contract_cores import contract_groups
 from comera.ops.cores import Chains
-from comera.ops.dispatch import Case, Way, Ways
-from comera.ops.kernels.choose import RECORDED
 from comera.ops.linear.blocks import BlockFactors, block_feed_forward, block_linears
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
@@ -143,36 +141,21 @@ def self_attention(
         raise ValueError(
             f"keep_BT has shape {tuple(keep_BT.shape)}, the sequences {(batch, length)}"
         )
-    return _SPACE(x_BTD, [query, key, value, out], num_heads, keep_BT, dropout)
-
-
-def _sample_layers(new: Callable[..., Any]) -> tuple[Any, ...]:
-    x_BTD = new(8, 128, 768)
-    layer = TTLinear(768, 768, rank=30, device="meta", dtype=x_BTD.dtype)
-    return x_BTD, [layer] * 4, 12, None, 0.1
-
-
-def _case(x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int, *_: Any) -> Case | None:
-    first = layers[0]
-    if type(first) is not TTLinear:
-        return None
-    sizes = x_BTD.shape[1], first.factor_width, x_BTD.shape[2] // num_heads
-    return x_BTD, autocast_dtype(x_BTD), sizes
-
-
-def _not_in_ranks(
-    x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int, *_: Any
-) -> str | None:
-    if products_are_fp8():
-        return "products are of eight bits"
-    if is_recorded():
-        return RECORDED
-    trains = _factorized_layers(x_BTD, layers)
+    layers = [query, key, value, out]
+    trains = _in_ranks(x_BTD, layers, num_heads)
     if trains is None:
-        return "not all projections are factorized alike"
-    if max(train.factor_width for train in trains) * num_heads > x_BTD.shape[2]:
-        return "a bond is wider than a head"
-    return None
+        return _attention_of_heads(x_BTD, layers, num_heads, keep_BT, dropout)
+    return _factored_attention(x_BTD, trains, num_heads, keep_BT, dropout)
+
+
+def _in_ranks(x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int) -> list[TTLinear] | None:
+    """Return the layers if attention takes less in the space of their ranks; else None."""
+    if products_are_fp8() or is_recorded():
+        return None
+    trains = _factorized_layers(x_BTD, layers)
+    if trains is None or max(t.factor_width for t in trains) * num_heads > x_BTD.shape[2]:
+        return None
+    return trains
 
 
 def _factored_attention(
@@ -213,13 +196,6 @@ def _attention_of_heads(
     q, k, v = map(heads, linears(x_BTD, inner))
     mixed_BHTE = attend(q, k, v, keep_BT, (x_BTD.shape[2] // num_heads) ** -0.5, dropout)
     return out(mixed_BHTE.transpose(1, 2).flatten(-2))
-
-
-_SPACE = Ways(
-    "self_attention", "attention_space", _case, _sample_layers,
-    Way("in the space of ranks", _factored_attention, _not_in_ranks, named="ranks"),
-    Way("in the space of heads", _attention_of_heads, named="heads"),
-)  # fmt: skip
 
 
 def _block_factors(x: Tensor, layers: Sequence[nn.Module], first: int) -> list[BlockFactors] | None:

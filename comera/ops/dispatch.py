@@ -1,8 +1,8 @@
 """Choose between the implementations ("ways") of an operator, such as a kernel and plain torch.
 
 An operator lists its ways at the end of its file; the last one takes any arguments. A call runs the
-first way that does not refuse its arguments. On a GPU, the ways are tried fastest first, as
-``comera calibrate`` has timed them on this device. ``comera doctor --all`` prints a table of them.
+first way that does not refuse its arguments. On a GPU kernels are tried before or after torch, as
+``comera calibrate`` has timed both on this device. ``comera doctor --all`` prints a table of them.
 """
 
 import contextlib
@@ -28,20 +28,18 @@ class Way(NamedTuple):
     """One implementation of an operator, with a few words for the table of ``comera doctor --all``.
 
     ``refuses`` returns why the way cannot take these arguments, or None if it can; it is itself
-    None if the way takes any. ``kernel`` is the kernel's name, for the warning that it did not run,
-    and ``named`` the name of its times, if neither ``"kernel"`` nor ``"torch"``.
+    None if the way takes any. ``kernel`` is the kernel's name, for the warning that it did not run.
     """
 
     name: str
     run: Callable[..., Any]
     refuses: Callable[..., str | None] | None = None
     kernel: str | None = None
-    named: str | None = None
 
     @property
     def timed_as(self) -> str:
         """The name under which times of this way are saved."""
-        return self.named or ("torch" if self.kernel is None else "kernel")
+        return "torch" if self.kernel is None else "kernel"
 
 
 Case = tuple[Tensor, torch.dtype, tuple[int | str, ...]]
@@ -83,18 +81,20 @@ class Ways:
 
     def order(self, *args: Any) -> Sequence[Way]:
         """List the ways in the order they are tried for these arguments; fixed while compiling."""
-        if torch.compiler.is_compiling() or not _times_matter():
+        if torch.compiler.is_compiling():
+            return self.ways
+        first = _preferred.get(self.group)
+        if first is None and not _times_matter():
             return self.ways
         found = self.case(*args)
         if found is None or not is_concrete(found[0]):
             return self.ways
         like, dtype, sizes = found
-        if like.device.type not in ORDERED and self.group not in _preferred:
-            return self.ways
-        listed = tuple(dict.fromkeys(way.timed_as for way in self.ways))
-        static = shapes_are_static(like)
-        fastest = _fastest(self.group, listed, like.device, dtype, static, sizes)
-        return [way for name in fastest for way in self.ways if way.timed_as == name]
+        if first is None:
+            if like.device.type not in ORDERED:
+                return self.ways
+            first = _fastest(self.group, like.device, dtype, shapes_are_static(like), sizes)
+        return sorted(self.ways, key=lambda way: way.timed_as != first)
 
     def reasons(self, *args: Any) -> dict[str, str | None]:
         """Return, for each way in the order tried, why it refuses these arguments; None if not."""
@@ -112,44 +112,29 @@ _seen: list[tuple[str, str, Case | None]] | None = None
 
 @functools.cache
 def _times_matter() -> bool:
-    return bool(_preferred) or "cpu" in ORDERED or torch.cuda.is_available()
+    return "cpu" in ORDERED or torch.cuda.is_available()
 
 
 @functools.lru_cache(maxsize=1024)
 def _fastest(
-    group: str,
-    listed: tuple[str, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    static: bool,
-    sizes: tuple[Size, ...],
-) -> tuple[str, ...]:
-    """Return the names of an operator's ways, fastest first.
-
-    Ways that have not been timed keep their places; an untimed kernel comes last.
-    """
-    if group in _preferred:
-        return tuple(sorted(listed, key=lambda name: name != _preferred[group]))
+    group: str, device: torch.device, dtype: torch.dtype, static: bool, sizes: tuple[Size, ...]
+) -> str:
+    """Return whether ``"kernel"`` or ``"torch"`` is faster; a kernel without a time is not."""
     short = str(dtype).removeprefix("torch.")
     timing = way_times_of(device).nearest(group, short, static, sizes)
-    timed = timing.order(listed) if timing else []
-    places = iter(timed)
-    order = [next(places) if name in timed else name for name in listed]
-    return tuple(sorted(order, key=lambda name: name == "kernel" and name not in timed))
+    return "torch" if timing is None else timing.fastest
 
 
 @contextlib.contextmanager
 def preferring(group: str, way: str) -> Iterator[None]:
-    """Try one way of a group first inside the context, whatever the times: to measure that way."""
+    """Try ``"kernel"`` or ``"torch"`` first inside the context: to measure that way of a group."""
     before = dict(_preferred)
     _preferred[group] = way
-    forget_times()
     try:
         yield
     finally:
         _preferred.clear()
         _preferred.update(before)
-        forget_times()
 
 
 @contextlib.contextmanager
@@ -169,12 +154,6 @@ def forget_times() -> None:
     _fastest.cache_clear()
 
 
-def ways_of(group: str) -> list[str]:
-    """List the names under which the ways of a group of operators are timed."""
-    found = [way.timed_as for ways in TABLE.values() if ways.group == group for way in ways.ways]
-    return list(dict.fromkeys(found))
-
-
 def way_times_of(device: torch.device) -> WayTimes:
     """Load the measured times of all operators' ways on a device, or the built-in times."""
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -185,12 +164,12 @@ def way_times_of(device: torch.device) -> WayTimes:
 def way_setting(device: torch.device) -> Setting:
     """Return the device and versions for which times are saved: a GPU's, or else the CPU's."""
     if device.type != "cuda":
-        return Setting("cpu", processor_name(), torch.get_num_threads(), torch.__version__, "")
+        return Setting("cpu", processor_name(), torch.__version__, "")
     from comera.ops.kernels import launch  # on a card alone
 
     paths = sorted(path for path in launch.folder().iterdir() if path.suffix in (".cu", ".cuh"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:20]
-    return Setting("cuda", torch.cuda.get_device_name(device), None, torch.__version__, digest)
+    return Setting("cuda", torch.cuda.get_device_name(device), torch.__version__, digest)
 
 
 class Sample(NamedTuple):

@@ -217,24 +217,6 @@ def _peak(
 _MODES = [*string.ascii_lowercase.replace("b", ""), *map(chr, range(ord("À"), 1 << 12, 2))]
 _BONDS = [*string.ascii_uppercase, *map(chr, range(ord("Á"), 1 << 12, 2))]
 
-Indices = tuple[str, ...]
-
-
-def chain_indices(
-    modes: Sequence[int], ranks: Sequence[int]
-) -> tuple[list[str], dict[str, Indices], dict[str, int]]:
-    """Return the letters of a chain's modes, the indices of each core, and the index sizes.
-
-    Modes are lower-case letters, bonds upper-case ones. The outer bonds, of size one, have none.
-    """
-    mode_letters, bond_letters = _MODES[: len(modes)], _BONDS[: len(ranks)]
-    cores = {
-        f"core{k}": (*bond_letters[max(0, k - 1) : k], mode, *bond_letters[k : k + 1])
-        for k, mode in enumerate(mode_letters)
-    }
-    sizes = dict(zip([*mode_letters, *bond_letters], [*modes, *ranks], strict=True))
-    return mode_letters, cores, sizes
-
 
 class FactorChain(NamedTuple):
     """The contraction of the factor ``name`` (``A``, ``B`` or its only core), outermost core first.
@@ -250,49 +232,41 @@ class FactorChain(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def factor_chains(shape: TTShape | TTMShape) -> tuple[FactorChain, FactorChain]:
-    """Plan the contraction of both factors of a linear layer or a table."""
-    _, cores, sizes = chain_indices(shape.slice_sizes, shape.ranks)
-    listed, split = list(cores.items()), shape.split
-    return (
-        _factor_chain("A", listed[:split], sizes, from_left=True),
-        _factor_chain("B", listed[: split - 1 : -1], sizes, from_left=False),
-    )
+    """Plan the contraction of both factors of a linear layer or a table.
+
+    In equations modes are lower-case letters, bonds upper-case ones; the outer bonds have none.
+    """
+    modes, bonds = _MODES[: len(shape.slice_sizes)], _BONDS[: len(shape.ranks)]
+    sizes = dict(zip([*modes, *bonds], [*shape.slice_sizes, *shape.ranks], strict=True))
+    letters = zip(["", *bonds], modes, [*bonds, ""], strict=True)
+    cores = [(f"core{k}", "".join(each)) for k, each in enumerate(letters)]
+    left, right = cores[: shape.split], cores[: shape.split - 1 : -1]
+    return _factor_chain("A", left, sizes, True), _factor_chain("B", right, sizes, False)
 
 
 def _factor_chain(
-    name: str, cores: list[tuple[str, Indices]], sizes: Mapping[str, int], from_left: bool
+    name: str, cores: list[tuple[str, str]], sizes: Mapping[str, int], from_left: bool
 ) -> FactorChain:
     """Plan the products of the cores, from the outermost to the bond in the middle.
 
     From the left each product is ``(N, r) @ (r, n r')``, N being the modes so far; from the right
     ``(r' n, r) @ (r, N)``.
     """
-    indices = dict(cores)
-
-    def times(result: str, one: str, two: str, summed: set[str]) -> Step:
-        rows = [index for index in indices[one] if index not in summed]
-        columns = [index for index in indices[two] if index not in summed]
-        equation = f"{''.join(indices[one])},{''.join(indices[two])}->{''.join(rows + columns)}"
-        sides = (rows, sorted(summed), columns)
-        n, k, m = (math.prod(sizes[index] for index in side) for side in sides)
-        indices[result] = (*rows, *columns)
-        return product(result, (one, two), equation, (1, n, k, m))
-
-    partial, forward, backward = cores[0][0], list[Step](), list[Step]()
-    for number, (core, _) in enumerate(cores[1:], 2):
-        bond = set(indices[partial]) & set(indices[core])
-        one, two = (partial, core) if from_left else (core, partial)
-        result = name if number == len(cores) else f"{one}·{two}"
-        forward.append(times(result, one, two, bond))
+    partial, forward, backward = cores[0], list[Step](), list[Step]()
+    for number, core in enumerate(cores[1:], 2):
+        (one, left), (two, right) = (partial, core) if from_left else (core, partial)
+        result, made = name if number == len(cores) else f"{one}·{two}", left[:-1] + right[1:]
+        sides = (left[:-1], left[-1], right[1:])
+        n, k, m = (math.prod(sizes[letter] for letter in side) for side in sides)
+        forward.append(product(result, (one, two), f"{left},{right}->{made}", (1, n, k, m)))
         whole = f"grad({result})"
-        indices[whole] = indices[result]
-        gradients = [
-            times(f"grad({one})", whole, two, set(indices[two]) - bond),
-            times(f"grad({two})", one, whole, set(indices[one]) - bond),
+        backward = [
+            product(f"grad({one})", (whole, two), f"{made},{right}->{left}", (1, n, m, k)),
+            product(f"grad({two})", (one, whole), f"{left},{made}->{right}", (1, k, n, m)),
+            *backward,
         ]
-        backward = gradients + backward
-        partial = result
-    return FactorChain(name if forward else partial, tuple(forward), (*forward[:-1], *backward))
+        partial = result, made
+    return FactorChain(partial[0], tuple(forward), (*forward[:-1], *backward))
 
 
 def gates(shape: Shape, operators: float, backward: bool = False) -> Step:

@@ -83,14 +83,6 @@ class Plan(Report):
             return None
         return suggest(self.layer, machine=self.machine, dtype=self.dtype)
 
-    def candidate(self, name: str) -> Candidate:
-        """Return the candidate of that name; raise ValueError if there is none."""
-        for one in self.candidates:
-            if one.name == name:
-                return one
-        known = ", ".join(repr(one.name) for one in self.candidates)
-        raise ValueError(f"{name!r} is no candidate of this plan; it must be one of {known}")
-
     @property
     def heading(self) -> str:  # type: ignore[override]
         return f"{self.layer}\n{self.layer.tokens} tokens, {self.dtype}, {self.machine.title}"

@@ -20,7 +20,7 @@ log = logging.getLogger("comera")
 
 _FORMAT = 1
 _EVEN = 1.05
-"""Times whose ratio is below this are even: the way that is listed first is taken."""
+"""Times whose ratio is below this are even."""
 
 Size = int | str
 """A number, for which the nearest measured one counts, or a word, which must be equal."""
@@ -39,26 +39,16 @@ class Timing:
     sizes: tuple[Size, ...]
     seconds: Mapping[str, float]
 
-    def __post_init__(self) -> None:
-        if not self.seconds:
-            raise ValueError(f"{self.group} {self.sizes} has no times")
-        for name, value in self.seconds.items():
-            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} of {self.group} takes {value!r} s, which is no time")
-
     @property
     def case(self) -> tuple[object, ...]:
         """Key of the measurement; a later measurement with the same key replaces it."""
         return self.group, self.dtype, self.captured, self.sizes
 
-    def order(self, names: Sequence[str]) -> list[str]:
-        """Return the names that have times, fastest first; near ties stay in the given order."""
-        left, found = [name for name in names if name in self.seconds], list[str]()
-        while left:
-            enough = _EVEN * min(self.seconds[name] for name in left)
-            found.append(next(name for name in left if self.seconds[name] <= enough))
-            left.remove(found[-1])
-        return found
+    @property
+    def fastest(self) -> str:
+        """The faster way, ``"kernel"`` or ``"torch"``; the kernel if both take about as long."""
+        kernel, torch = (self.seconds.get(name, math.inf) for name in ("kernel", "torch"))
+        return "kernel" if kernel <= _EVEN * torch else "torch"
 
 
 @dataclass(frozen=True)
@@ -126,19 +116,17 @@ NONE = WayTimes("built-in order: never measured here")
 class Setting:
     """Device and versions for which times are valid; ``kind`` is ``"cpu"`` or ``"cuda"``.
 
-    ``threads`` is the number of threads in use on a CPU, None on a card; ``kernels`` is the digest
-    of the sources of the kernels, empty on a CPU.
+    ``kernels`` is the digest of the sources of the kernels, empty on a CPU.
     """
 
     kind: str
     name: str
-    threads: int | None
     torch: str
     kernels: str
 
     @property
     def path(self) -> Path:
-        return profile_path(self.kind, self.name, self.threads, f"ways torch {self.torch}")
+        return profile_path(self.kind, self.name, None, f"ways torch {self.torch}")
 
 
 def save_way_times(setting: Setting, timings: Sequence[Timing], date: str) -> Path:
@@ -170,8 +158,6 @@ def load_way_times(setting: Setting) -> WayTimes:
             raise ValueError(f"it is not of format {_FORMAT}")
         for name, value in asdict(setting).items():
             if content.get(name) != value:
-                if name == "kernels":
-                    raise ValueError("the kernels have changed since")
                 raise ValueError(f"it is of {name} {content.get(name)!r}, this is {value!r}")
         timings = tuple(
             Timing(**{**entry, "sizes": tuple(entry["sizes"])}) for entry in content["timings"]

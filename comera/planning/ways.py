@@ -125,11 +125,10 @@ class Lookup(Work):
 
 def candidates(layer: Layer | Lookup, machine: Machine, dtype: str) -> list[Candidate]:
     """Return the candidates of a layer, which can run all of them; a table has one."""
-    vanished = 0 in layer.shape.ranks
+    if 0 in layer.shape.ranks:
+        return [vanished(layer, machine, dtype)]
     if isinstance(layer, Lookup):
-        return [(only_zeros if vanished else from_factors)(layer, machine, dtype)]
-    if vanished:
-        return [only_bias(layer, machine, dtype)]
+        return [from_factors(layer, machine, dtype)]
     if isinstance(layer.shape, BTTShape):
         return [blocks(layer, machine, dtype)]
     return [factorized(layer, machine, dtype), reconstructed(layer, machine, dtype)]
@@ -199,13 +198,16 @@ def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     return candidate("nn.Linear", layer, machine, dtype, forward, backward, parameters)
 
 
-def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:
-    """Plan a layer with a rank of zero: the output is the bias, the input's gradient zero."""
-    wide, high = layer.tokens * layer.in_features, layer.tokens * layer.out_features
-    what = "the bias in every row" if layer.bias else "zeros"
+def vanished(work: Layer | Lookup, machine: Machine, dtype: str) -> Candidate:
+    """Plan a rank of zero: outputs are the bias or zeros, and so are gradients of inputs."""
+    _, high = work.sizes(dtype)
+    if isinstance(work, Lookup):
+        zeros = [Step("y", (), "zeros", high, moved=high)]
+        return candidate("zeros", work, machine, dtype, zeros, [], {})
+    wide, what = work.tokens * work.in_features, "the bias in every row" if work.bias else "zeros"
     forward = [Step("y", (), what, high, moved=high)]
-    backward = [Step("grad(x)", (), "zeros", wide, moved=wide), *_bias_gradient(layer)]
-    return candidate("only the bias", layer, machine, dtype, forward, backward, layer.biases)
+    backward = [Step("grad(x)", (), "zeros", wide, moved=wide), *_bias_gradient(work)]
+    return candidate("only the bias", work, machine, dtype, forward, backward, work.biases)
 
 
 def _factors(layer: Layer) -> list[Step]:
@@ -336,13 +338,6 @@ def torch_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
     backward = [replace(scattered, modules=0.5)]
     parameters = {"weight": weight}
     return candidate("nn.Embedding", lookup, machine, dtype, forward, backward, parameters)
-
-
-def only_zeros(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
-    """Plan a table with a rank of zero, whose rows are all zero."""
-    numbers = lookup.tokens * lookup.embedding_dim
-    forward = [Step("y", (), "zeros", numbers, moved=numbers)]
-    return candidate("zeros", lookup, machine, dtype, forward, [], {})
 
 
 def _gather(name: str, source: str, numbers: int) -> Step:

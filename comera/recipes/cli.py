@@ -239,7 +239,8 @@ def _options_of_all(words: Sequence[str]) -> NoReturn:
 
 def _help_of_commands(start: str) -> str:
     lines = [f"usage: comera {start}COMMAND ...", ""]
-    lines += [] if start else ["How small a model can be: compressed training, and its simple rivals.", ""]
+    promise = "How small a model can be: compressed training, and its simple rivals."
+    lines += [] if start else [promise, ""]
     names = (name for name in COMMANDS if name.startswith(start))
     lines += [row(name, RUN_COMMANDS.get(name) or _summary(_function(name))) for name in names]
     return "\n".join([*lines, "", "`comera COMMAND --help` shows the options of a command."])

@@ -13,7 +13,7 @@ from rich.table import Table
 from comera import __version__
 from comera.allocator import reuse_by_default
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
+from comera.ops.dispatch import TABLE, Sample, way_times_of
 from comera.ops.kernels import choose, launch
 from comera.planning.printing import show_seconds
 from comera.shapes import check_whole_numbers
@@ -164,12 +164,11 @@ def _times(device: torch.device) -> Table:
     for group in sorted({ways.group for ways in TABLE.values()}):
         timings = [timing for timing in known.timings if timing.group == group]
         for timing in timings:
-            first = timing.order(ways_of(group))[0]
             sizes = " x ".join(map(str, timing.sizes))
             where = "captured" if timing.captured else "eager"
             seconds = sorted(timing.seconds.items(), key=lambda item: item[1])
             times = ", ".join(f"{way} {show_seconds(value)}" for way, value in seconds)
-            table.add_row(group, sizes, timing.dtype, where, first, times)
+            table.add_row(group, sizes, timing.dtype, where, timing.fastest, times)
         if not timings:
             order = "as listed" if device.type == "cpu" else "torch, no kernel"
             table.add_row(group, "all", "all", "", order, "never measured here")

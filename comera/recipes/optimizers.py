@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from comera.extras import check_known
 from comera.optim.came import CAME
-from comera.optim.galore import GaLore, GaLoreAdamW8bit
+from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW8bit
 from comera.optim.groups import galore_param_groups, param_groups
 from comera.optim.muon import MuonAdamW
 from comera.recipes.parse import check_least
@@ -54,6 +54,8 @@ class OptimizerConfig:
 
     choices: ClassVar[list[type["OptimizerConfig"]]]  # all optimizers
     default_lr: ClassVar[float]
+    optimizer: ClassVar[Any]  # called with parameter groups and ``settings``
+    settings: ClassVar[dict[str, Any]] = {}
 
     name: str | None = None
     lr: float | None = None
@@ -134,7 +136,7 @@ class OptimizerConfig:
 
     def make(self, groups: Groups) -> Optimizer:
         """Make the optimizer with these parameter groups."""
-        raise NotImplementedError
+        return self.optimizer(groups, **self.settings)
 
     def _groups(self, model: nn.Module) -> Groups:
         return param_groups(model, **self._rates())
@@ -202,10 +204,8 @@ class AdafactorConfig(OptimizerConfig):
     """torch's Adafactor."""
 
     default_lr = 1e-2
+    optimizer, settings = torch.optim.Adafactor, {"eps": _ADAFACTOR_EPS}
     name: str | None = "adafactor"
-
-    def make(self, groups: Groups) -> Optimizer:
-        return torch.optim.Adafactor(groups, eps=_ADAFACTOR_EPS)
 
 
 @dataclass(kw_only=True)
@@ -213,10 +213,8 @@ class SGDConfig(OptimizerConfig):
     """torch's SGD with momentum 0.9."""
 
     default_lr = 0.1
+    optimizer, settings = torch.optim.SGD, {"momentum": 0.9}
     name: str | None = "sgd"
-
-    def make(self, groups: Groups) -> Optimizer:
-        return torch.optim.SGD(groups, momentum=0.9)
 
 
 @dataclass(kw_only=True)
@@ -307,10 +305,8 @@ class GaLoreAdafactorConfig(GaLoreConfig):
     """``comera.GaLoreAdafactor``."""
 
     default_lr = 1e-2
+    optimizer = GaLoreAdafactor
     name: str | None = "galore_adafactor"
-
-    def make(self, groups: Groups) -> Optimizer:
-        return GaLore(groups, torch.optim.Adafactor, eps=_ADAFACTOR_EPS)
 
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {

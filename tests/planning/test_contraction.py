@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comera.planning.candidate import chain_indices
+from comera.planning.candidate import factor_chains
 from comera.planning.machine import default_machine
 from comera.planning.planner import plan_layer
 from comera.planning.ways import Layer
@@ -27,8 +27,12 @@ class Network(NamedTuple):
 
 def linear_network(shape, tokens) -> Network:
     """The network of a linear layer: ``x`` of ``(batch, *input modes)``, and its cores."""
-    modes, cores, sizes = chain_indices(shape.slice_sizes, shape.ranks)
-    tensors = {"x": ("b", *modes[: shape.split]), **cores}
+    modes = [f"mode{k}" for k in range(len(shape.slice_sizes))]
+    bonds = [f"bond{k}" for k in range(len(shape.ranks))]
+    sizes = dict(zip([*modes, *bonds], [*shape.slice_sizes, *shape.ranks], strict=True))
+    tensors = {"x": ("b", *modes[: shape.split])}
+    for k, mode in enumerate(modes):
+        tensors[f"core{k}"] = (*bonds[max(0, k - 1) : k], mode, *bonds[k : k + 1])
     return Network(tensors, {"b": tokens, **sizes}, ("b", *modes[shape.split :]))
 
 
@@ -93,18 +97,7 @@ def test_every_gradient_by_itself_costs_what_the_forward_pass_does(shape, tokens
     assert each == {cheapest(network)}
 
 
-def test_the_network_of_a_linear_layer():
-    network = linear_network(TTShape((2, 3), (4,), (5, 6)), 7)
-    assert network.tensors == {
-        "x": ("b", "a", "c"),
-        "core0": ("a", "A"),
-        "core1": ("A", "c", "B"),
-        "core2": ("B", "d"),
-    }
-    assert network.sizes == {"b": 7, "a": 2, "c": 3, "d": 4, "A": 5, "B": 6}
-    assert network.output == ("b", "d")
-
-
-def test_many_modes_still_have_distinct_indices():
-    network = linear_network(TTShape((2,) * 20, (2,) * 20, (2,) * 39), 3)
-    assert len(network.sizes) == 1 + 40 + 39
+def test_many_modes_still_have_distinct_letters():
+    left, right = factor_chains(TTShape((2,) * 40, (2,) * 40, (3,) * 79))
+    letters = {letter for chain in (left, right) for step in chain.forward for letter in step.what}
+    assert len(letters - set(",->")) == 80 + 79

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from comera.planning.machine import default_machine
-from comera.planning.ways import Layer, factorized, only_bias, reconstructed, torch_linear
+from comera.planning.ways import Layer, factorized, reconstructed, torch_linear, vanished
 from comera.shapes import TTShape
 from tests.planning.running import count
 
@@ -185,7 +185,7 @@ def test_layers_that_join_their_cores_together_share_the_calls():
 
 def test_a_vanished_layer_is_its_bias():
     layer = Layer(TTShape((8, 2), (4,), (0, 0)), 100, 16, 4)
-    made = only_bias(layer, CPU, "float32")
+    made = vanished(layer, CPU, "float32")
     assert made.operations == 0
     assert made.seconds < torch_linear(layer, CPU, "float32").seconds + 1e-5
     assert [step.result for step in made.backward] == ["grad(x)", "grad(bias)"]

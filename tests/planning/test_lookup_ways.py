@@ -7,7 +7,7 @@ import torch
 
 from comera.ops.table.tt_embedding import ttm_to_dense
 from comera.planning.machine import default_machine
-from comera.planning.ways import Lookup, from_factors, only_zeros, torch_embedding
+from comera.planning.ways import Lookup, from_factors, torch_embedding, vanished
 from comera.shapes import TTMShape
 from tests.planning.running import count
 
@@ -165,5 +165,5 @@ def test_a_dense_table_holds_its_gradient():
 
 
 def test_a_vanished_table_is_zeros():
-    made = only_zeros(Lookup(TTMShape((4, 3), (2, 3), (0,)), 10, 10, 12, 6), CPU, "float32")
+    made = vanished(Lookup(TTMShape((4, 3), (2, 3), (0,)), 10, 10, 12, 6), CPU, "float32")
     assert (made.operations, made.saved_bytes) == (0, 0)

@@ -1,5 +1,4 @@
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -72,14 +71,7 @@ def test_this_computer_has_a_name(said):
             lambda whole: [
                 json.dumps({**whole, key: value})
                 for key, value in [
-                    ("bandwidth", -1),
-                    ("bandwidth", "fast"),
-                    ("bandwidth", None),
-                    ("call_overhead", float("nan")),
-                    ("flops", {"float31": 1e9}),
-                    ("flops", {"float32": 0}),
                     ("flops", 3),
-                    ("kind", "abacus"),
                     ("more", 1),
                 ]
             ]
@@ -101,8 +93,6 @@ def test_unknown_kinds_and_dtypes_are_named():
             make("tpu")
     with pytest.raises(ValueError, match="dtype='bfloat16' must be one of 'float32', 'float64'"):
         MINE.rate("bfloat16")
-    with pytest.raises(ValueError, match=re.escape("bandwidth=0 must be a finite number above 0")):
-        replace(MINE, bandwidth=0)
 
 
 def test_a_title_says_whose_profile_it_is():
