@@ -84,7 +84,7 @@ def take(lock: FileLock, folder: Path, advice: str) -> None:
     """
     if not folder.is_dir():
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)  # another process may be faster
         except (FileExistsError, NotADirectoryError):
             taken = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
             to = taken.is_symlink() and os.readlink(taken)

@@ -26,7 +26,7 @@ from comera.compress.compress import Compression, compress_
 from comera.compress.layer_moments import Layer, linear_targets
 from comera.compress.sensitivity import look_at
 from comera.extras import listed
-from comera.files import write_text
+from comera.files import local_folder, write_text
 from comera.nn.swap import evaluation_mode, every_layer_called
 from comera.params import checksum, model_size
 from comera.planning.printing import with_bar
