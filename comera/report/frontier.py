@@ -32,7 +32,7 @@ _ERRORS = 2.0  # standard errors of a difference up to which two models are leve
 
 
 @dataclass(frozen=True)
-class Trained:
+class Training:
     """One training of a variant; ``costs`` are figures by key of ``COSTS``, and ``steps``."""
 
     variant: str
@@ -88,7 +88,7 @@ class FrontPoint:
     note: str = ""
 
 
-def chosen_rates(runs: Sequence[Trained], higher: bool) -> dict[str, float]:
+def chosen_rates(runs: Sequence[Training], higher: bool) -> dict[str, float]:
     """Return the rate of each variant that is best by development data of the first seed.
 
     A variant of which all trainings diverged has none.
@@ -102,13 +102,13 @@ def chosen_rates(runs: Sequence[Trained], higher: bool) -> dict[str, float]:
     return {name: rate for name, (_, rate) in found.items()}
 
 
-def points_of(runs: Sequence[Trained], higher: bool) -> list[FrontPoint]:
+def points_of(runs: Sequence[Training], higher: bool) -> list[FrontPoint]:
     """Return the mean of each variant over its seeds, at the rate of :func:`chosen_rates`.
 
     Errors are standard errors by the variance over seeds that all variants share, None where no
     variant has several seeds. Figures are of test data if all runs have them.
     """
-    groups: dict[str, list[Trained]] = {}
+    groups: dict[str, list[Training]] = {}
     rates, tested = chosen_rates(runs, higher), all(run.test is not None for run in runs)
     for run in runs:
         if rates.get(run.variant) == run.rate and math.isfinite(run.dev):
