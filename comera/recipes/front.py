@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from comera.recipes.parse import file_of, merged, parse_settings, read_yaml
 from comera.recipes.report import page
 from comera.recipes.run import find_device, planned_memory, planned_model, run
 from comera.recipes.run_config import HIGHER_IS_BETTER, TASKS, RunConfig
-from comera.recipes.run_folder import lock, read_result, settings_of, with_whole_paths
+from comera.recipes.run_folder import differences, lock, read_result, settings_of, with_whole_paths
 from comera.recipes.tasks.task import prepare_task
 from comera.recipes.trained import load_run
 from comera.report.front import (
@@ -154,12 +154,10 @@ class RunWork(Work):
         about = json.loads(json.dumps({"seconds": seconds, "run": settings_of(self.config)}))
         file = self.folder / "settings.json"
         there = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else about
-        if there != about and not overwrite:
-            before, now = (dict(_flat(facts)) for facts in (there, about))
-            key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+        for key, (before, now) in () if overwrite else differences(there, about):
             raise ValueError(
-                f"{self.folder} holds a front with other settings ({key}: {before.get(key)} -> "
-                f"{now.get(key)}): choose another --out, or begin it again with --overwrite=true"
+                f"{self.folder} holds a front with other settings ({key}: {before} -> {now}): "
+                "choose another --out, or begin it again with --overwrite=true"
             )
         if there != about or overwrite:
             for result in self.folder.glob("*/*/*/trained.json"):
@@ -286,14 +284,6 @@ def _matrices(config: RunConfig) -> str | list[str] | None:
     if shared and not any(head.startswith(f"{shared}.") for head in heads):
         return rf"{re.escape(shared)}\..*"
     return names or None
-
-
-def _flat(facts: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in facts.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{within}{key}.")
-        else:
-            yield within + key, value
 
 
 def write_front(found: Front, folder: Path) -> None:

@@ -256,13 +256,10 @@ class Front(printing.Report):
             "rate": lambda p: "" if p.rate is None else f"{p.rate:.2g}",
             "seeds": lambda p: str(p.seeds),
         }
-        rows = [
-            [show(point) for show in columns.values()]
-            for point in sorted(self.points, key=self._worse)
-        ]
+        points = sorted(self.points, key=self._worse)
         title = f"{self.metric}, {'higher' if self.higher else 'lower'} is better"
         spare = ["seeds", "rate", "steps", "a pass", "a step", "memory"]
-        return [printing.Table(title, [*columns], rows, spare=spare)]
+        return [printing.table_of(title, columns, points, spare=spare)]
 
     @property
     def heading(self) -> str:  # type: ignore[override]
