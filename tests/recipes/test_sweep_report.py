@@ -139,7 +139,7 @@ def test_the_page_begins_with_all_figures_losses_over_seconds_and_a_line_complet
     pages.append(write_sweep_report(tmp_path).read_text(encoding="utf-8"))
     first = "Best: b, loss 1.000, 1,000 parameters."
     assert all(f'<main>\n<p class="finding">{first}</p>' in each for each in pages)
-    without, top = (each.partition('<div class="fronts">')[0] for each in pages)
+    without, top = (each.partition("<h2>What each")[0] for each in pages)
     assert "<svg" not in without
     picture, lines = top.split("</svg>")
     for name in "ab":
@@ -193,8 +193,8 @@ def test_figures_on_test_data_are_compared_where_all_runs_have_them(tmp_path):
 
 def test_sizes_of_checkpoints_are_shown_where_they_differ(tmp_path):
     def run(variant: str, size: int | None):
-        more = {"layer_params": 5}
-        return Trained(variant, 0, 10, {"loss": 1.0}, 1, 1.0, checkpoint_bytes=size, more=more)
+        more = {"layer_params": 5, "checkpoint_bytes": size}
+        return Trained(variant, 0, 10, {"loss": 1.0}, 1, 1.0, more=more)
 
     runs = [run("exact", 18 << 20), run("lossy", 512 << 10)]
     comparison = compare(runs, ["exact", "lossy"], [0], "exact", "loss")
@@ -228,8 +228,9 @@ def test_a_result_is_read_whole_but_for_its_layers(tmp_path):
 
 
 def test_the_page_shows_what_variants_reach_at_which_cost():
-    runs = [replace(run, peak_memory=9.0, more={"bytes": 4 * run.params}) for run in RUNS]
-    runs[3:5] = [replace(run, more={"bytes": 50, "layer_dense_params": 9}) for run in runs[3:5]]
+    runs = [replace(run, more={"bytes": 4 * run.params, "peak_memory": 9.0}) for run in RUNS]
+    small = {"bytes": 50, "peak_memory": 9.0, "layer_dense_params": 9}
+    runs[3:5] = [replace(run, more=small) for run in runs[3:5]]
     page = gather_sweep("Sweep", compare(runs, NAMES, [0, 1, 2, 7], "dense", "accuracy"))
     assert page["answer"][0].startswith("Best: once, accuracy 75.0 ± 4.2, 500 param")
     assert page["answer"][0].endswith("Level with the best within its error: dense, small.")

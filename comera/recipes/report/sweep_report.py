@@ -46,10 +46,6 @@ class Trained:
     steps: int
     seconds: float  # in training steps
     test: dict[str, float] = field(default_factory=dict)
-    processor_seconds: float | None = None
-    peak_memory: float | None = None
-    state_bytes: float | None = None
-    checkpoint_bytes: float | None = None  # mean of the kept checkpoints
     ran: dict[str, Any] = field(default_factory=dict)  # date, machine and versions
     more: dict[str, Any] = field(default_factory=dict)  # the rest of result.json but the layers
 
@@ -182,7 +178,6 @@ def _row(
     mean = statistics.mean
     runs = list(mine.values())
     params = mean(run.params for run in runs)
-    sizes = {key: [getattr(run, key) for run in runs] for key in SIZES}
     shared = [seed for seed in mine if seed in base]
     own, other = [mine[seed] for seed in shared], [base[seed] for seed in shared]
     differences = [a - b for a, b in zip(figures(own), figures(other), strict=True)]
@@ -202,12 +197,14 @@ def _row(
         seconds=mean(run.seconds for run in runs),
         speed=seconds_a_step(other) / seconds_a_step(own) if shared else None,
         dev_mean=mean(figures(runs, of_test=False)) if tested else None,
-        sizes={
-            key: mean(found)
-            for key, found in sizes.items()
-            if all(value is not None and math.isfinite(value) for value in found)
-        },
+        sizes={key: size for key in SIZES if (size := _mean_of(runs, key)) is not None},
     )
+
+
+def _mean_of(runs: Sequence[Trained], key: str) -> float | None:
+    """Return the mean of a figure of runs; None if one has none that is finite."""
+    found = [math.nan if run.more.get(key) is None else run.more[key] for run in runs]
+    return statistics.mean(found) if all(map(math.isfinite, found)) else None
 
 
 def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -322,14 +319,12 @@ def front_of(comparison: Comparison) -> Front:
     points = []
     for row in rows:
         runs = [run for run in comparison.runs if run.variant == row.variant]
-        sizes = [run.more.get("bytes", 4 * run.params) for run in runs]
-        passes: list[Any] = [run.more.get("forward_seconds") for run in runs]
         point = FrontPoint(
             row.variant, "", any(run.more.get("layer_dense_params") for run in runs), row.mean,
             math.sqrt(statistics.mean(spreads) / len(runs)) if spreads else None, len(runs),
-            params=round(row.params), bytes=statistics.mean(sizes),
+            params=round(row.params), bytes=_mean_of(runs, "bytes") or 4 * row.params,
             memory=row.sizes.get("peak_memory"), step_seconds=row.seconds / row.steps,
-            forward_seconds=None if None in passes else statistics.mean(passes),
+            forward_seconds=_mean_of(runs, "forward_seconds"),
         )  # fmt: skip
         points.append(point)
     return Front(tuple(points), comparison.metric, comparison.higher_is_better)
