@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,7 @@ _ERRORS = 2.0  # standard errors of a difference up to which two models are leve
 
 
 @dataclass(frozen=True)
-class Trained:
+class Training:
     """One training of a variant; ``costs`` are figures by key of ``COSTS``, and ``steps``."""
 
     variant: str
@@ -88,7 +88,7 @@ class FrontPoint:
     note: str = ""
 
 
-def chosen_rates(runs: Sequence[Trained], higher: bool) -> dict[str, float]:
+def chosen_rates(runs: Sequence[Training], higher: bool) -> dict[str, float]:
     """Return the rate of each variant that is best by development data of the first seed.
 
     A variant of which all trainings diverged has none.
@@ -102,13 +102,13 @@ def chosen_rates(runs: Sequence[Trained], higher: bool) -> dict[str, float]:
     return {name: rate for name, (_, rate) in found.items()}
 
 
-def points_of(runs: Sequence[Trained], higher: bool) -> list[FrontPoint]:
+def points_of(runs: Sequence[Training], higher: bool) -> list[FrontPoint]:
     """Return the mean of each variant over its seeds, at the rate of :func:`chosen_rates`.
 
     Errors are standard errors by the variance over seeds that all variants share, None where no
     variant has several seeds. Figures are of test data if all runs have them.
     """
-    groups: dict[str, list[Trained]] = {}
+    groups: dict[str, list[Training]] = {}
     rates, tested = chosen_rates(runs, higher), all(run.test is not None for run in runs)
     for run in runs:
         if rates.get(run.variant) == run.rate and math.isfinite(run.dev):
@@ -249,20 +249,17 @@ class Front(printing.Report):
             self.metric: self._shown,
             "parameters": lambda p: f"{p.params:,}",
             "on disk": lambda p: shown(p.bytes, "B"),
-            "memory": lambda p: _text(p.memory, "B"),
-            "a step": lambda p: _text(p.step_seconds, "s"),
-            "a pass": lambda p: _text(p.forward_seconds, "s"),
+            "memory": lambda p: shown(p.memory, "B"),
+            "a step": lambda p: shown(p.step_seconds, "s"),
+            "a pass": lambda p: shown(p.forward_seconds, "s"),
             "steps": lambda p: "" if p.steps is None else f"{p.steps:,.0f}",
             "rate": lambda p: "" if p.rate is None else f"{p.rate:.2g}",
             "seeds": lambda p: str(p.seeds),
         }
-        rows = [
-            [show(point) for show in columns.values()]
-            for point in sorted(self.points, key=self._worse)
-        ]
+        points = sorted(self.points, key=self._worse)
         title = f"{self.metric}, {'higher' if self.higher else 'lower'} is better"
         spare = ["seeds", "rate", "steps", "a pass", "a step", "memory"]
-        return [printing.Table(title, [*columns], rows, spare=spare)]
+        return [printing.table_of(title, columns, points, spare=spare)]
 
     @property
     def heading(self) -> str:  # type: ignore[override]
@@ -313,16 +310,14 @@ class Front(printing.Report):
         """Return the panel of a cost: dots of both sides, and a line through the best of each."""
         dots: dict[str, list[Dot]] = {}
         lines: dict[str, list[tuple[float, float]]] = {}
-        costs = [c for p in self.points if (c := getattr(p, cost)) is not None]
+        known = [(c, p) for p in self.points if (c := getattr(p, cost)) is not None]
+        most = max((c for c, _ in known), default=0.0)
         for compressed, side in SIDES.items():
-            own = [p for p in self.points if p.compressed == compressed]
-            if own := [p for p in own if getattr(p, cost) is not None]:
-                dots[side] = [
-                    Dot(getattr(p, cost), p.quality, p.name, self._facts(p), p.error) for p in own
-                ]
-                front = Front(tuple(own), self.metric, self.higher).pareto(cost)
+            if own := [(c, p) for c, p in known if p.compressed == compressed]:
+                dots[side] = [Dot(c, p.quality, p.name, self._facts(p), p.error) for c, p in own]
+                front = replace(self, points=tuple(p for _, p in own)).pareto(cost)
                 ends = [(getattr(p, cost), p.quality) for p in front]
-                lines[side] = [*ends, (max(costs), front[-1].quality)]
+                lines[side] = [*ends, (most, front[-1].quality)]
         name, unit = COSTS[cost]
         far = not self.higher and self._is_far
         return Panel(name, self.metric, dots, lines, unit, log=True, log_y=far, steps=True)
@@ -357,7 +352,3 @@ class Front(printing.Report):
 
 def _lead(side: str) -> str:
     return "Both sides are level" if side == _LEVEL else f"{side.capitalize()} models lead"
-
-
-def _text(cost: float | None, unit: str) -> str:
-    return "" if cost is None else shown(cost, unit)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from comera.report.frontier import Front, FrontPoint, Trained, chosen_rates, points_of
+from comera.report.frontier import Front, FrontPoint, Training, chosen_rates, points_of
 
 
 def point(name, quality, size, compressed=False, error=None, family="narrower", **more):
@@ -102,7 +102,7 @@ def test_plotly_shows_one_cost_at_a_time():
 
 def trained(variant, rate, seed, dev, test=None):
     costs = {"params": 10, "bytes": 40, "steps": 100 + seed}
-    return Trained(variant, "blocks", True, rate, seed, dev, test, costs)
+    return Training(variant, "blocks", True, rate, seed, dev, test, costs)
 
 
 def test_rates_are_chosen_by_development_data_and_means_are_of_test_data():
