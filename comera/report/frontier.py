@@ -106,7 +106,8 @@ def points_of(runs: Sequence[Training], higher: bool) -> list[FrontPoint]:
     """Return the mean of each variant over its seeds, at the rate of :func:`chosen_rates`.
 
     Errors are standard errors by the variance over seeds that all variants share, None where no
-    variant has several seeds. Figures are of test data if all runs have them.
+    variant has several seeds. Where less is better, as of a loss, it is a share of the mean: larger
+    ones spread more. Figures are of test data if all runs have them.
     """
     groups: dict[str, list[Training]] = {}
     rates, tested = chosen_rates(runs, higher), all(run.test is not None for run in runs)
@@ -114,7 +115,8 @@ def points_of(runs: Sequence[Training], higher: bool) -> list[FrontPoint]:
         if rates.get(run.variant) == run.rate and math.isfinite(run.dev):
             groups.setdefault(run.variant, []).append(run)
     values = {k: [float((r.test if tested else r.dev) or 0) for r in g] for k, g in groups.items()}
-    spreads = [variance(each) for each in values.values() if len(each) > 1]
+    units = {name: 1.0 if higher else abs(fmean(each)) for name, each in values.items()}
+    spreads = [variance(v) / (units[k] or 1.0) ** 2 for k, v in values.items() if len(v) > 1]
     found = []
     for name, own in groups.items():
         means: dict[str, Any] = {}
@@ -125,7 +127,8 @@ def points_of(runs: Sequence[Training], higher: bool) -> list[FrontPoint]:
         at = listed([f"rate {run.rate:.2g}, seed {run.seed}" for run in gone])
         point = FrontPoint(
             name, own[0].family, own[0].compressed, fmean(values[name]),
-            math.sqrt(fmean(spreads) / len(own)) if spreads else None, len(own), own[0].rate,
+            units[name] * math.sqrt(fmean(spreads) / len(own)) if spreads else None,
+            len(own), own[0].rate,
             **means | {"params": round(means["params"])}, layers=own[0].layers,
             trains_on=own[0].trains_on, note=f"diverged at {at}" if gone else "",
         )  # fmt: skip
