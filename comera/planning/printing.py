@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -158,6 +158,14 @@ class Table:
         options: Any = {"width": max(len(title), _together(widths.values())), "color_system": None}
         console.Console(file=out, markup=False, force_jupyter=False, **options).print(drawn)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def table_of(
+    title: str, columns: Mapping[str, Callable[[_Item], str]], items: Iterable[_Item], **how: Any
+) -> Table:
+    """Return a table with a row for each item; ``columns`` are what to write of it, by heading."""
+    rows = [[show(item) for show in columns.values()] for item in items]
+    return Table(title, [*columns], rows, **how)
 
 
 def _together(widths: Iterable[int]) -> int:

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from comera.recipes.parse import file_of, merged, parse_settings, read_yaml
 from comera.recipes.report import page
 from comera.recipes.run import find_device, planned_memory, planned_model, run
 from comera.recipes.run_config import HIGHER_IS_BETTER, TASKS, RunConfig
-from comera.recipes.run_folder import lock, read_result, settings_of, with_whole_paths
+from comera.recipes.run_folder import differences, lock, read_result, settings_of, with_whole_paths
 from comera.recipes.tasks.task import prepare_task
 from comera.recipes.trained import load_run
 from comera.report.front import (
@@ -37,15 +37,13 @@ from comera.report.front import (
     plan_variants,
 )
 from comera.report.front_work import (
+    Measured,
     Variant,
     Work,
     as_smaller,
-    can_fork,
     train_front,
-    write_trained,
 )
-from comera.report.frontier import COSTS, SIDES, Front
-from comera.report.pictures import Panel
+from comera.report.frontier import Front
 from comera.saved.model_folder import save_model
 from comera.train.log import print_text, to_json
 
@@ -116,10 +114,9 @@ def front(
         metric = "perplexity" if base.task == "causal_text" else metric
         work.metric = metric
         prepare_task(dense, torch.device("cpu"))  # once, for all that begin at the same time
-        forked = can_fork(find_device(base.device))
         found = train_front(
             work, planned, left_out, work.base_rate, rates, seeds, metric,
-            metric in HIGHER_IS_BETTER, (jobs or len(os.sched_getaffinity(0))) if forked else 0,
+            metric in HIGHER_IS_BETTER, jobs, find_device(base.device),
             described(seconds, rates, seeds, metric, work.is_tested),
         )  # fmt: skip
         print_text(console, str(found))
@@ -157,12 +154,10 @@ class RunWork(Work):
         about = json.loads(json.dumps({"seconds": seconds, "run": settings_of(self.config)}))
         file = self.folder / "settings.json"
         there = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else about
-        if there != about and not overwrite:
-            before, now = (dict(_flat(facts)) for facts in (there, about))
-            key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+        for key, (before, now) in () if overwrite else differences(there, about):
             raise ValueError(
-                f"{self.folder} holds a front with other settings ({key}: {before.get(key)} -> "
-                f"{now.get(key)}): choose another --out, or begin it again with --overwrite=true"
+                f"{self.folder} holds a front with other settings ({key}: {before} -> {now}): "
+                "choose another --out, or begin it again with --overwrite=true"
             )
         if there != about or overwrite:
             for result in self.folder.glob("*/*/*/trained.json"):
@@ -246,7 +241,7 @@ class RunWork(Work):
         config.overwrite = self.config.overwrite
         return config
 
-    def train(self, variant: Variant, rate: float, seed: int, place: Path) -> None:
+    def train(self, variant: Variant, rate: float, seed: int, place: Path) -> Measured:
         config = self.config_of(variant, rate, seed)
         if not run(config, Console(), quiet=True):
             raise KeyboardInterrupt
@@ -258,11 +253,9 @@ class RunWork(Work):
         }  # fmt: skip
         layers = f"{len(found['layers'])} compressed layers" if found["layers"] else "dense"
         command = f"comera train {place} --train.seconds={4 * (config.train.seconds or 0):g}"
-        self._end(variant, rate, seed, place, found, costs, layers, command)
+        return (*self._qualities(found), costs, layers, command)
 
-    def make_smaller(
-        self, variant: Variant, rate: float, seed: int, given: Path, place: Path
-    ) -> None:
+    def make_smaller(self, variant: Variant, given: Path, place: Path) -> Measured:
         trained = load_run(given)
         task = prepare_task(trained.config, torch.device("cpu"))
         batches = [task.get_batch(step) for step in range(CALIBRATED)]
@@ -273,14 +266,10 @@ class RunWork(Work):
             found = {"metrics": task.evaluate(model), "test": task.test(model) if task.test else {}}
         costs = {"params": model_size(model).params, "bytes": size}
         layers = f"{len(tensor_trains(model))} compressed layers; {done}"
-        self._end(variant, rate, seed, place, found, costs, layers, f"made of {given}")
+        return (*self._qualities(found), costs, layers, f"made of {given}")
 
-    def _end(
-        self, variant: Variant, rate: float, seed: int, place: Path, found: dict[str, Any],
-        costs: dict[str, Any], layers: str, trains_on: str,
-    ) -> None:  # fmt: skip
-        dev, test = found["metrics"][self.metric], found["test"].get(self.metric)
-        write_trained(place, variant, rate, seed, dev, test, costs, layers, trains_on)
+    def _qualities(self, found: dict[str, Any]) -> tuple[float, float | None]:
+        return found["metrics"][self.metric], found["test"].get(self.metric)
 
 
 def _matrices(config: RunConfig) -> str | list[str] | None:
@@ -297,55 +286,14 @@ def _matrices(config: RunConfig) -> str | list[str] | None:
     return names or None
 
 
-def _flat(facts: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in facts.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{within}{key}.")
-        else:
-            yield within + key, value
-
-
 def write_front(found: Front, folder: Path) -> None:
     """Write the points, the picture and the page of a front into its folder."""
     facts = {**vars(found), "points": [vars(point) for point in found.points]}
     write_text(folder / "front.json", to_json(facts, indent=1))
     found.plot().savefig(folder / "front.png", dpi=110)
-    content = {
-        "title": f"How small can it be: {folder.resolve().name}",
-        "answer": found.answer(),
+    content = page.gather_front(f"How small can it be: {folder.resolve().name}", found) | {
         "table": found.tables()[0],
         "note": found.summary().splitlines(),
-        "charts": [chart_of(found.panel(cost)) for cost in COSTS if found.pareto(cost)],
         "commands": [(point.name, point.trains_on) for point in found.points],
     }
     page.write_page(folder / "front.html", "front.html", content)
-
-
-def chart_of(panel: Panel) -> page.Chart:
-    """Return a panel of a front as a chart of a page."""
-    every = [dot for dots in panel.dots.values() for dot in dots]
-    unit = {"B": "bytes", "s": "seconds"}.get(panel.unit, "")
-    x = page.axis_around(panel.x_label, [dot.x for dot in every], log=True, room=0.1)
-    ends = [y for dot in every for y in (dot.y - (dot.error or 0), dot.y + (dot.error or 0))]
-    lines = []
-    for side in SIDES.values():
-        if not (dots := sorted(panel.dots.get(side, ()), key=lambda dot: dot.x)):
-            continue
-        steps = [page.Point(*panel.lines[side][0], "")]
-        for right in panel.lines[side][1:]:  # flat up to where a better one is
-            steps += [page.Point(right[0], steps[-1].y, ""), page.Point(*right, "")]
-        points = [
-            page.Point(
-                dot.x, dot.y, "\n".join(re.sub(r"</?b>", "", line) for line in dot.hover),
-                dot.name if (dot.x, dot.y) in panel.lines[side] else "", dot.error or 0.0,
-            )
-            for dot in dots
-        ]  # fmt: skip
-        lines.append(page.Line(f"best {side} up to a cost", side, steps))
-        lines.append(page.Line(side, side, points, joined=False, dots=True))
-    caption = f"Further left costs less{f', in {unit}' * bool(unit)}. Bars are standard errors."
-    if not any(dot.error for dot in every):
-        caption = caption.partition(". ")[0] + "."
-    title = f"{panel.y_label.capitalize()} over {panel.x_label}"
-    y = page.axis_around(panel.y_label, ends, log=panel.log_y, room=0.1)
-    return page.Chart(title, caption, x, y, lines)

@@ -294,7 +294,7 @@ def begun_run(config: RunConfig) -> Begun | None:
         for kind, within in ((RunConfig, ""), (TrainConfig, "train."))
         for each in dataclasses.fields(kind)
     }
-    found = dict(_differences(there, settings_of(config)))
+    found = dict(differences(there, settings_of(config)))
     shown = {
         key: f"{key}: " + " -> ".join("{...}" if isinstance(v, dict) else str(v) for v in pair)
         for key, pair in found.items()
@@ -450,10 +450,11 @@ def _why_not_longer(folder: Path) -> str:
     return ""
 
 
-def _differences(there: Any, here: Any, within: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+def differences(there: Any, here: Any, within: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield what differs in two mappings of settings, by dotted key."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in dict.fromkeys([*there, *here]):
             path = f"{within}.{key}" if within else str(key)
-            yield from _differences(there.get(key), here.get(key), path)
+            yield from differences(there.get(key), here.get(key), path)
     elif there != here:
         yield within, (there, here)

@@ -1,6 +1,7 @@
 """Report size and predicted cost of a tensorised model, layer by layer."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import TTTable
 from comera.params import model_size
 from comera.planning.planner import plan_layer
-from comera.planning.printing import Report, Table, data_frame, show_bytes, show_count
+from comera.planning.printing import Report, Table, data_frame, show_bytes, show_count, table_of
 from comera.shapes import check_whole_numbers
 
 if TYPE_CHECKING:
@@ -120,37 +121,30 @@ class CompressionReport(Report):
         )
 
     def tables(self) -> list[Table]:
-        rows = []
-        for layer in self.layers:
-            start, live = (" ".join(map(str, ranks)) for ranks in (layer.start_ranks, layer.ranks))
-            rows.append(
-                [
-                    layer.name or "(model)",
-                    layer.kind,
-                    layer.modes,
-                    start if start == live else f"{start} -> {live}",
-                    f"{layer.dense_params:,}",
-                    f"{layer.params:,}",
-                    f"{layer.live_params:,}",
-                    f"{layer.dense_params / max(1, layer.params):.1f}x",
-                    show_bytes(layer.bytes),
-                    show_count(layer.operations),
-                    _share(layer.operations, layer.dense_operations),
-                    show_bytes(layer.saved_bytes),
-                    _share(layer.saved_bytes, layer.dense_saved_bytes),
-                ]
-            )
         operations = f"operations, {self.tokens} tokens"
-        header = (
-            "layer", "type", "modes", "ranks (start -> live)", "dense", "stored", "live cores",
-            "smaller", "bytes", operations, "operations / dense", "saved for backward",
-            "saved / dense",
-        )  # fmt: skip
+        columns: dict[str, Callable[[LayerReport], str]] = {
+            "layer": lambda each: each.name or "(model)",
+            "type": lambda each: each.kind,
+            "modes": lambda each: each.modes,
+            "ranks (start -> live)": lambda each: " -> ".join(
+                dict.fromkeys(" ".join(map(str, ranks)) for ranks in (each.start_ranks, each.ranks))
+            ),
+            "dense": lambda each: f"{each.dense_params:,}",
+            "stored": lambda each: f"{each.params:,}",
+            "live cores": lambda each: f"{each.live_params:,}",
+            "smaller": lambda each: f"{each.dense_params / max(1, each.params):.1f}x",
+            "bytes": lambda each: show_bytes(each.bytes),
+            operations: lambda each: show_count(each.operations),
+            "operations / dense": lambda each: _share(each.operations, each.dense_operations),
+            "saved for backward": lambda each: show_bytes(each.saved_bytes),
+            "saved / dense": lambda each: _share(each.saved_bytes, each.dense_saved_bytes),
+        }
         spare = (
             "bytes", "type", "saved for backward", operations, "modes", "live cores",
             "operations / dense", "saved / dense",
         )  # fmt: skip
-        return [Table("tensor-train layers", header, rows, left=range(4), names=0, spare=spare)]
+        how: Any = {"left": range(4), "names": 0, "spare": spare}
+        return [table_of("tensor-train layers", columns, self.layers, **how)]
 
 
 def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionReport:

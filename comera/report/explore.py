@@ -49,11 +49,6 @@ Make = Callable[[nn.Module], float | None]
 WHOLE = "whole model"
 """The layer of a point at which all targeted layers are made smaller."""
 
-_HEADER = (
-    "setting", "layer", "order", "ranks", "smaller", "parameters", "bytes", "error", "loss",
-    "predicted time / dense", "evaluate took",
-)  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -168,31 +163,28 @@ class Exploration(printing.Report):
     def tables(self) -> list[printing.Table]:
         """Return a table with a row for each point; points of :meth:`pareto` have a star."""
         best = self.pareto().points
-        losses = printing.show_column([point.loss for point in self.points], 4)
-        rows = [
-            (
-                ("* " if point in best else "") + point.setting,
-                point.layer,
-                _text(point.order, "{}".format),
-                point.ranks,
-                _text(point.ratio, "{:.2f}x".format),
-                _text(point.params, "{:,}".format),
-                _text(point.bytes, printing.show_bytes),
-                _text(point.error, "{:.3f}".format),
-                loss or "failed",
-                _text(point.predicted_ratio, "{:.2f}x".format),
-                _text(point.measured_seconds, printing.show_seconds),
-            )
-            for point, loss in zip(self.points, losses, strict=True)
-        ]
+        shown = printing.show_column([point.loss for point in self.points], 4)
+        losses = dict(zip(self.points, shown, strict=True))
+        columns: dict[str, Callable[[Point], str]] = {
+            "setting": lambda each: ("* " if each in best else "") + each.setting,
+            "layer": lambda each: each.layer,
+            "order": lambda each: _text(each.order, "{}".format),
+            "ranks": lambda each: each.ranks,
+            "smaller": lambda each: _text(each.ratio, "{:.2f}x".format),
+            "parameters": lambda each: _text(each.params, "{:,}".format),
+            "bytes": lambda each: _text(each.bytes, printing.show_bytes),
+            "error": lambda each: _text(each.error, "{:.3f}".format),
+            "loss": lambda each: losses[each] or "failed",
+            "predicted time / dense": lambda each: _text(each.predicted_ratio, "{:.2f}x".format),
+            "evaluate took": lambda each: _text(each.measured_seconds, printing.show_seconds),
+        }
         spare = ["evaluate took", "bytes", "order", "parameters", "predicted time / dense"]
         if all(point.layer == WHOLE for point in self.points):
             spare.insert(0, "layer")
         batches = sorted({point.tokens for point in self.points if point.tokens})
         at = f", times at {listed(list(map(str, batches)))} rows a batch" * bool(batches)
-        return [
-            printing.Table(f"explored{at}", _HEADER, rows, left=(0, 1, 3), names=1, spare=spare)
-        ]
+        how: Any = {"left": (0, 1, 3), "names": 1, "spare": spare}
+        return [printing.table_of(f"explored{at}", columns, self.points, **how)]
 
     def summary(self) -> str:
         """Return lines that count the points and say why points failed."""

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -28,12 +27,11 @@ from comera.params import model_size
 from comera.rank.two_stage import TwoStage, advised_gate_lr
 from comera.report.front_work import (
     FAMILIES,
+    Measured,
     Variant,
     Work,
     as_smaller,
-    can_fork,
     train_front,
-    write_trained,
 )
 from comera.report.frontier import Front
 from comera.saved.model_folder import load_model, save_model
@@ -168,11 +166,10 @@ def front(
     )
     if "narrower" in families and not choices[1:]:
         left_out["narrower"] = "narrower: widths=[...] names none for make_model"
-    forked = can_fork(next(plain[choices[0]].parameters()).device)
+    device = next(plain[choices[0]].parameters()).device
     del plain
     return train_front(
-        work, planned, left_out, dense, rates, seeds, metric, higher,
-        (jobs or len(os.sched_getaffinity(0))) if forked else 0,
+        work, planned, left_out, dense, rates, seeds, metric, higher, jobs, device,
         described(seconds, rates, seeds, metric, test is not None), progress,
     )  # fmt: skip
 
@@ -417,7 +414,7 @@ class _Own(Work):
                 )
         write_text(file, json.dumps(about, indent=1))
 
-    def train(self, variant: Variant, rate: float, seed: int, place: Path) -> None:
+    def train(self, variant: Variant, rate: float, seed: int, place: Path) -> Measured:
         torch.manual_seed(seed)
         plain = self.made(dataclasses.replace(variant, settings=None))
         device, heads, watch = next(plain.parameters()).device, heads_of(plain), None
@@ -473,28 +470,21 @@ class _Own(Work):
             made = f"comera.tensorize_({made}, comera.TTConfig({words}))"
         costs = {"memory": result.peak_memory, "step_seconds": result.seconds / result.steps}
         costs |= {"forward_seconds": forward, "steps": result.steps, "bytes": None}
-        self._end(variant, rate, seed, place, model, costs, f"{made}; trained: {place}")
+        return self._measured(model, costs, f"{made}; trained: {place}")
 
-    def make_smaller(
-        self, variant: Variant, rate: float, seed: int, given: Path, place: Path
-    ) -> None:
+    def make_smaller(self, variant: Variant, given: Path, place: Path) -> Measured:
         of_given = Variant("given", "given", self.about["width"])
         model = load_model(given, partial(self.made, of_given))
         batches = [self.get_batch(step) for step in range(CALIBRATED)]
         size, done = as_smaller(variant, model, batches, self.loss_fn)
         save_model(model, place)
-        self._end(variant, rate, seed, place, model, {"bytes": size}, f"{done}; of {given}")
+        return self._measured(model, {"bytes": size}, f"{done}; of {given}")
 
-    def _end(
-        self, variant: Variant, rate: float, seed: int, place: Path, model: nn.Module,
-        costs: dict[str, Any], trains_on: str,
-    ) -> None:  # fmt: skip
-        """Measure a trained model, and write its figures."""
+    def _measured(self, model: nn.Module, costs: dict[str, Any], trains_on: str) -> Measured:
         model.eval()
         with torch.no_grad():
             dev = float(self.evaluate(model))
             test = None if self.test is None else float(self.test(model))
         size, layers = model_size(model), [str(m) for m in tensor_trains(model).values()]
         costs |= {"params": size.params, "bytes": costs["bytes"] or size.bytes}
-        shown = listed(list(dict.fromkeys(layers)), 4)
-        write_trained(place, variant, rate, seed, dev, test, costs, shown, trains_on)
+        return dev, test, costs, listed(list(dict.fromkeys(layers)), 4), trains_on

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from comera.extras import listed
 from comera.files import write_text
 from comera.nn.targets import TTConfig
 from comera.params import model_size
-from comera.report.frontier import Front, Trained, chosen_rates, points_of
+from comera.report.frontier import Front, Training, chosen_rates, points_of
 from comera.train.log import PlainLines, from_json, progress_bar, to_json
 from comera.train.processes import PARENT, stop_with_parent
 
@@ -69,6 +68,10 @@ class Variant:
         return self.family in _AFTER
 
 
+Measured = tuple[float, float | None, dict[str, Any], str, str]
+"""Quality on development and on test data, costs, layers, and how to train on: see `Training`."""
+
+
 @dataclass
 class Work(ABC):
     """How variants are trained; all trainings and their results are in ``folder``."""
@@ -76,35 +79,21 @@ class Work(ABC):
     folder: Path
 
     @abstractmethod
-    def train(self, variant: Variant, rate: float, seed: int, place: Path) -> None:
-        """Train a variant and write its result; raise ``KeyboardInterrupt`` if stopped."""
+    def train(self, variant: Variant, rate: float, seed: int, place: Path) -> Measured:
+        """Train a variant in a folder; raise ``KeyboardInterrupt`` if stopped."""
 
     @abstractmethod
-    def make_smaller(
-        self, variant: Variant, rate: float, seed: int, given: Path, place: Path
-    ) -> None:
-        """Make the trained model in a folder smaller and write the result."""
+    def make_smaller(self, variant: Variant, given: Path, place: Path) -> Measured:
+        """Make the trained model of a folder smaller, and save it in another one."""
 
     def place(self, name: str, rate: float, seed: int) -> Path:
         """Return the folder of a training."""
         return self.folder / name / f"rate-{rate:g}" / f"seed-{seed}"
 
-    def read(self) -> list[Trained]:
+    def read(self) -> list[Training]:
         """Return the trainings that have ended."""
         files = sorted(self.folder.glob(f"*/*/*/{_RESULT}"))
-        return [Trained(**from_json(file.read_text(encoding="utf-8"))) for file in files]
-
-
-def write_trained(
-    place: Path, variant: Variant, rate: float, seed: int, dev: float, test: float | None,
-    costs: Mapping[str, float | None], layers: str, trains_on: str,
-) -> None:  # fmt: skip
-    """Write the figures of a training, which has then ended."""
-    found = Trained(
-        variant.name, variant.family, variant.family in _COMPRESSED, rate, seed, dev, test, costs,
-        layers, trains_on,
-    )  # fmt: skip
-    write_text(place / _RESULT, to_json(dataclasses.asdict(found), indent=1))
+        return [Training(**from_json(file.read_text(encoding="utf-8"))) for file in files]
 
 
 def train_front(
@@ -116,16 +105,19 @@ def train_front(
     seeds: Sequence[int],
     metric: str,
     higher: bool,
-    jobs: int,
+    jobs: int | None,
+    device: torch.device,
     about: str,
     progress: bool = True,
 ) -> Front:
     """Train the planned variants, and return the front of all that have ended.
 
     The first seed is trained at each rate, a multiple of ``base_rate`` and of the variant's scale,
-    the others at the best one. ``jobs`` are as for :func:`side_by_side`. After Ctrl-C the front
-    says that it was interrupted.
+    the others at the best one. ``jobs`` are trainings at a time, None as many as processors; on a
+    device whose trainings cannot be forked, each is in this process. After Ctrl-C the front says
+    that it was interrupted.
     """
+    at_once = (jobs or len(os.sched_getaffinity(0))) if can_fork(device) else 0
     trained = [variant for variant in planned if not variant.is_of_given]
     after = [variant for variant in planned if variant.is_of_given]
     problems: dict[Path, str] = {}
@@ -133,9 +125,19 @@ def train_front(
     def rate_of(variant: Variant, times: float) -> float:
         return float(f"{base_rate * variant.scale * times:.3g}")
 
-    def piece(variant: Variant, rate: float, seed: int) -> Piece:
+    def piece(variant: Variant, rate: float, seed: int, given: Path | None = None) -> Piece:
         place = work.place(variant.name, rate, seed)
-        return place, partial(work.train, variant, rate, seed, place)
+
+        def do() -> None:
+            if given is None:
+                found = work.train(variant, rate, seed, place)
+            else:
+                found = work.make_smaller(variant, given, place)
+            compressed = variant.family in _COMPRESSED
+            training = Training(variant.name, variant.family, compressed, rate, seed, *found)
+            write_text(place / _RESULT, to_json(vars(training), indent=1))
+
+        return place, do
 
     total = len(trained) * (len(rates) + len(seeds) - 1) + len(after) * len(seeds)
     with progress_bar(not progress, Console()) as bar:
@@ -148,7 +150,7 @@ def train_front(
                 bar.update(task, advance=1, figures=f"{name},")
                 lines.show(round(bar.tasks[0].completed), name)
 
-            problems.update(side_by_side(dict(pieces), jobs, ended))
+            problems.update(side_by_side(dict(pieces), at_once, ended))
 
         interrupted = False
         try:
@@ -158,11 +160,10 @@ def train_front(
             run(piece(v, best[v.name], seed) for v in known for seed in seeds[1:])
             ends = [(seed, work.place("given", best.get("given", 0.0), seed)) for seed in seeds]
             run(
-                (place, partial(work.make_smaller, variant, best["given"], seed, given, place))
+                piece(variant, best["given"], seed, given)
                 for variant in after
                 for seed, given in ends
                 if (given / _RESULT).is_file()
-                for place in [work.place(variant.name, best["given"], seed)]
             )
         except KeyboardInterrupt:
             interrupted = True

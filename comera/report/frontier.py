@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,7 @@ _ERRORS = 2.0  # standard errors of a difference up to which two models are leve
 
 
 @dataclass(frozen=True)
-class Trained:
+class Training:
     """One training of a variant; ``costs`` are figures by key of ``COSTS``, and ``steps``."""
 
     variant: str
@@ -88,7 +88,7 @@ class FrontPoint:
     note: str = ""
 
 
-def chosen_rates(runs: Sequence[Trained], higher: bool) -> dict[str, float]:
+def chosen_rates(runs: Sequence[Training], higher: bool) -> dict[str, float]:
     """Return the rate of each variant that is best by development data of the first seed.
 
     A variant of which all trainings diverged has none.
@@ -102,19 +102,21 @@ def chosen_rates(runs: Sequence[Trained], higher: bool) -> dict[str, float]:
     return {name: rate for name, (_, rate) in found.items()}
 
 
-def points_of(runs: Sequence[Trained], higher: bool) -> list[FrontPoint]:
+def points_of(runs: Sequence[Training], higher: bool) -> list[FrontPoint]:
     """Return the mean of each variant over its seeds, at the rate of :func:`chosen_rates`.
 
     Errors are standard errors by the variance over seeds that all variants share, None where no
-    variant has several seeds. Figures are of test data if all runs have them.
+    variant has several seeds. Where less is better, as of a loss, it is a share of the mean: larger
+    ones spread more. Figures are of test data if all runs have them.
     """
-    groups: dict[str, list[Trained]] = {}
+    groups: dict[str, list[Training]] = {}
     rates, tested = chosen_rates(runs, higher), all(run.test is not None for run in runs)
     for run in runs:
         if rates.get(run.variant) == run.rate and math.isfinite(run.dev):
             groups.setdefault(run.variant, []).append(run)
     values = {k: [float((r.test if tested else r.dev) or 0) for r in g] for k, g in groups.items()}
-    spreads = [variance(each) for each in values.values() if len(each) > 1]
+    units = {name: 1.0 if higher else abs(fmean(each)) for name, each in values.items()}
+    spreads = [variance(v) / (units[k] or 1.0) ** 2 for k, v in values.items() if len(v) > 1]
     found = []
     for name, own in groups.items():
         means: dict[str, Any] = {}
@@ -125,7 +127,8 @@ def points_of(runs: Sequence[Trained], higher: bool) -> list[FrontPoint]:
         at = listed([f"rate {run.rate:.2g}, seed {run.seed}" for run in gone])
         point = FrontPoint(
             name, own[0].family, own[0].compressed, fmean(values[name]),
-            math.sqrt(fmean(spreads) / len(own)) if spreads else None, len(own), own[0].rate,
+            units[name] * math.sqrt(fmean(spreads) / len(own)) if spreads else None,
+            len(own), own[0].rate,
             **means | {"params": round(means["params"])}, layers=own[0].layers,
             trains_on=own[0].trains_on, note=f"diverged at {at}" if gone else "",
         )  # fmt: skip
@@ -249,20 +252,17 @@ class Front(printing.Report):
             self.metric: self._shown,
             "parameters": lambda p: f"{p.params:,}",
             "on disk": lambda p: shown(p.bytes, "B"),
-            "memory": lambda p: _text(p.memory, "B"),
-            "a step": lambda p: _text(p.step_seconds, "s"),
-            "a pass": lambda p: _text(p.forward_seconds, "s"),
+            "memory": lambda p: shown(p.memory, "B"),
+            "a step": lambda p: shown(p.step_seconds, "s"),
+            "a pass": lambda p: shown(p.forward_seconds, "s"),
             "steps": lambda p: "" if p.steps is None else f"{p.steps:,.0f}",
             "rate": lambda p: "" if p.rate is None else f"{p.rate:.2g}",
             "seeds": lambda p: str(p.seeds),
         }
-        rows = [
-            [show(point) for show in columns.values()]
-            for point in sorted(self.points, key=self._worse)
-        ]
+        points = sorted(self.points, key=self._worse)
         title = f"{self.metric}, {'higher' if self.higher else 'lower'} is better"
         spare = ["seeds", "rate", "steps", "a pass", "a step", "memory"]
-        return [printing.Table(title, [*columns], rows, spare=spare)]
+        return [printing.table_of(title, columns, points, spare=spare)]
 
     @property
     def heading(self) -> str:  # type: ignore[override]
@@ -313,16 +313,14 @@ class Front(printing.Report):
         """Return the panel of a cost: dots of both sides, and a line through the best of each."""
         dots: dict[str, list[Dot]] = {}
         lines: dict[str, list[tuple[float, float]]] = {}
-        costs = [c for p in self.points if (c := getattr(p, cost)) is not None]
+        known = [(c, p) for p in self.points if (c := getattr(p, cost)) is not None]
+        most = max((c for c, _ in known), default=0.0)
         for compressed, side in SIDES.items():
-            own = [p for p in self.points if p.compressed == compressed]
-            if own := [p for p in own if getattr(p, cost) is not None]:
-                dots[side] = [
-                    Dot(getattr(p, cost), p.quality, p.name, self._facts(p), p.error) for p in own
-                ]
-                front = Front(tuple(own), self.metric, self.higher).pareto(cost)
+            if own := [(c, p) for c, p in known if p.compressed == compressed]:
+                dots[side] = [Dot(c, p.quality, p.name, self._facts(p), p.error) for c, p in own]
+                front = replace(self, points=tuple(p for _, p in own)).pareto(cost)
                 ends = [(getattr(p, cost), p.quality) for p in front]
-                lines[side] = [*ends, (max(costs), front[-1].quality)]
+                lines[side] = [*ends, (most, front[-1].quality)]
         name, unit = COSTS[cost]
         far = not self.higher and self._is_far
         return Panel(name, self.metric, dots, lines, unit, log=True, log_y=far, steps=True)
@@ -357,7 +355,3 @@ class Front(printing.Report):
 
 def _lead(side: str) -> str:
     return "Both sides are level" if side == _LEVEL else f"{side.capitalize()} models lead"
-
-
-def _text(cost: float | None, unit: str) -> str:
-    return "" if cost is None else shown(cost, unit)

@@ -102,8 +102,10 @@ def _few_ticks(axes: Any, panel: Panel) -> None:
     axes.xaxis.set_major_locator(LogLocator(base=base, subs=subs, numticks=6))
 
 
-def shown(cost: float, unit: str) -> str:
-    """Return a cost with its unit: ``1.2M``, ``3.4 MiB``, ``5.6 ms``."""
+def shown(cost: float | None, unit: str) -> str:
+    """Return a cost with its unit: ``1.2M``, ``3.4 MiB``, ``5.6 ms``; of None, nothing."""
+    if cost is None:
+        return ""
     if unit == "B":
         return printing.show_bytes(cost)
     return printing.show_seconds(cost) if unit == "s" else printing.show_count(cost)

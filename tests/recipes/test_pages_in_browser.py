@@ -114,7 +114,7 @@ def sweep_page(folder: Path) -> str:
     return write_sweep_report(folder).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("make", "pictures"), [(run_page, 7), (sweep_page, 4)])
+@pytest.mark.parametrize(("make", "pictures"), [(run_page, 7), (sweep_page, 3)])
 def test_a_page_in_a_browser(tmp_path, make, pictures):
     text = make(tmp_path)
     switched = text.replace('<option value="dark">', '<option value="dark" selected>')

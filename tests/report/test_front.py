@@ -146,7 +146,7 @@ def test_what_fails_is_named_and_the_others_go_on(data, tmp_path):
 
 @pytest.mark.slow
 def test_it_runs_in_this_process_where_none_can_be_forked(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("comera.report.front.can_fork", lambda device: False)
+    monkeypatch.setattr("comera.report.front_work.can_fork", lambda device: False)
     monkeypatch.setattr(os, "fork", None)
     found = comera.front(
         lambda: Bag(32), loss_fn, data[:20], evaluate_on(data[20:]), seconds=0.1, rates=(1.0,),

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from comera.report.frontier import Front, FrontPoint, Trained, chosen_rates, points_of
+from comera.report.frontier import Front, FrontPoint, Training, chosen_rates, points_of
 
 
 def point(name, quality, size, compressed=False, error=None, family="narrower", **more):
@@ -102,7 +102,7 @@ def test_plotly_shows_one_cost_at_a_time():
 
 def trained(variant, rate, seed, dev, test=None):
     costs = {"params": 10, "bytes": 40, "steps": 100 + seed}
-    return Trained(variant, "blocks", True, rate, seed, dev, test, costs)
+    return Training(variant, "blocks", True, rate, seed, dev, test, costs)
 
 
 def test_rates_are_chosen_by_development_data_and_means_are_of_test_data():
@@ -116,7 +116,9 @@ def test_rates_are_chosen_by_development_data_and_means_are_of_test_data():
     a, b = points_of(runs, higher=False)
     assert (a.quality, a.seeds, a.rate, a.steps) == (8.0, 2, 0.1, 100.5)
     assert a.error == pytest.approx(1.0)  # variance 2, of two seeds
-    assert b.error == pytest.approx(math.sqrt(2))
+    assert b.error == pytest.approx(4 / 8 * math.sqrt(2))  # as large a share of its mean
+    plain = points_of([run for run in runs if run.rate == 0.1 and run.variant == "a"], True)
+    assert [p.error for p in plain] == [pytest.approx(1.0)]
     assert (b.quality, b.note) == (4.0, "diverged at rate 0.1, seed 0")
     assert chosen_rates(runs, higher=True) == {"a": 0.2, "b": 0.2}
     assert [p.error for p in points_of(runs[:2], False)] == [None]

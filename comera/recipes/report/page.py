@@ -1,6 +1,7 @@
 """Write HTML pages from the templates beside this file; draw charts; write figures in words."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 from comera.extras import needed_by
 from comera.files import write_text
 from comera.planning.printing import show_count
+from comera.report.frontier import COSTS, Front
+from comera.report.pictures import Panel
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
@@ -123,6 +126,40 @@ def axis_around(
         return Axis(label, low / wider, high * wider, log=True)
     wider = room * (high - low) or abs(high) or 1.0
     return Axis(label, 0.0 if zero and low >= 0 else low - wider, high + wider)
+
+
+def gather_front(title: str, found: Front) -> dict[str, Any]:
+    """Return what the pages of a front and of a sweep begin with."""
+    charts = [chart_of(found.panel(cost)) for cost in COSTS if found.pareto(cost)]
+    return {"title": title, "answer": found.answer(), "charts": charts}
+
+
+def chart_of(panel: Panel) -> Chart:
+    """Return a panel of a front as a chart of a page."""
+    lines: list[Line] = []
+    for side, dots in panel.dots.items():
+        ends = panel.lines[side]
+        steps = [Point(*ends[0], "")]
+        for right, best in ends[1:]:  # flat up to where a better one is
+            steps += [Point(right, steps[-1].y, ""), Point(right, best, "")]
+        points = [
+            Point(
+                dot.x, dot.y, re.sub(r"</?b>", "", "\n".join(dot.hover)),
+                dot.name if (dot.x, dot.y) in ends else "", dot.error or 0.0,
+            )
+            for dot in sorted(dots, key=lambda dot: dot.x)
+        ]  # fmt: skip
+        lines.append(Line(f"best {side} up to a cost", side, steps))
+        lines.append(Line(side, side, points, joined=False, dots=True))
+    every = [point for line in lines for point in line.points]
+    unit = {"B": ", in bytes", "s": ", in seconds"}.get(panel.unit, "")
+    caption = f"Further left costs less{unit}."
+    if any(point.error for point in every):
+        caption += " Bars are standard errors."
+    heights = [end for point in every for end in (point.y - point.error, point.y + point.error)]
+    x = axis_around(panel.x_label, [point.x for point in every], log=True, room=0.1)
+    y = axis_around(panel.y_label, heights, log=panel.log_y, room=0.1)
+    return Chart(f"{panel.y_label.capitalize()} over {panel.x_label}", caption, x, y, lines)
 
 
 _UNITS = {"accuracy": (100, 2, " %", " points"), "perplexity": (1, 2, "", "")}

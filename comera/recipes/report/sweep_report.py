@@ -14,6 +14,7 @@ from comera.recipes.report import page
 from comera.recipes.report.run_report import loss_by_clock, read_histories
 from comera.recipes.run_config import HIGHER_IS_BETTER
 from comera.recipes.run_folder import read_result
+from comera.report.frontier import Front, FrontPoint
 from comera.train.log import from_json, to_json
 
 log = logging.getLogger("comera")
@@ -45,10 +46,6 @@ class Trained:
     steps: int
     seconds: float  # in training steps
     test: dict[str, float] = field(default_factory=dict)
-    processor_seconds: float | None = None
-    peak_memory: float | None = None
-    state_bytes: float | None = None
-    checkpoint_bytes: float | None = None  # mean of the kept checkpoints
     ran: dict[str, Any] = field(default_factory=dict)  # date, machine and versions
     more: dict[str, Any] = field(default_factory=dict)  # the rest of result.json but the layers
 
@@ -181,7 +178,6 @@ def _row(
     mean = statistics.mean
     runs = list(mine.values())
     params = mean(run.params for run in runs)
-    sizes = {key: [getattr(run, key) for run in runs] for key in SIZES}
     shared = [seed for seed in mine if seed in base]
     own, other = [mine[seed] for seed in shared], [base[seed] for seed in shared]
     differences = [a - b for a, b in zip(figures(own), figures(other), strict=True)]
@@ -201,12 +197,14 @@ def _row(
         seconds=mean(run.seconds for run in runs),
         speed=seconds_a_step(other) / seconds_a_step(own) if shared else None,
         dev_mean=mean(figures(runs, of_test=False)) if tested else None,
-        sizes={
-            key: mean(found)
-            for key, found in sizes.items()
-            if all(value is not None and math.isfinite(value) for value in found)
-        },
+        sizes={key: size for key in SIZES if (size := _mean_of(runs, key)) is not None},
     )
+
+
+def _mean_of(runs: Sequence[Trained], key: str) -> float | None:
+    """Return the mean of a figure of runs; None if one has none that is finite."""
+    found = [math.nan if run.more.get(key) is None else run.more[key] for run in runs]
+    return statistics.mean(found) if all(map(math.isfinite, found)) else None
 
 
 def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -307,56 +305,40 @@ def write_sweep_report(folder: Path) -> Path:
 
 
 def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
-    finite = tuple(row for row in comparison.rows if math.isfinite(row.mean))
-    others = [
-        row
-        for row in finite
-        if row.difference is not None
-        and math.isfinite(row.difference)
-        and row.variant != comparison.reference
-    ]
-    differences = [_differences(row, comparison) for row in others]
-    points = [point for each in differences for point in (*each["by_seed"], each["mean"])]
-    ends = [end for point in points for end in (point.x - point.error, point.x + point.error)]
-    label = f"difference in {_named(comparison)} to {comparison.reference}"
-    return {
-        "title": title,
-        "summary": _summary(comparison) if finite else "",
-        "findings": [_finding(row, comparison) for row in others],
+    return page.gather_front(title, front_of(comparison)) | {
         "table": Table("Variants", *comparison_cells(comparison)),
-        "note": comparison.note,
+        "note": [comparison.note],
         "failed": [str(run) for run in comparison.failed],
-        "charts": _charts(replace(comparison, rows=finite)) if finite else [],
-        "axis": page.axis_around(label, [0.0, *ends]) if ends else None,
-        "differences": differences,
     }
+
+
+def front_of(comparison: Comparison) -> Front:
+    """Return the variants as a front, without those whose metric is not finite."""
+    rows = [row for row in comparison.rows if math.isfinite(row.mean)]
+    spreads = [row.deviation**2 for row in rows if row.deviation is not None]
+    points = []
+    for row in rows:
+        runs = [run for run in comparison.runs if run.variant == row.variant]
+        point = FrontPoint(
+            row.variant, "", any(run.more.get("layer_dense_params") for run in runs), row.mean,
+            math.sqrt(statistics.mean(spreads) / len(runs)) if spreads else None, len(runs),
+            params=round(row.params), bytes=_mean_of(runs, "bytes") or 4 * row.params,
+            memory=row.sizes.get("peak_memory"), step_seconds=row.seconds / row.steps,
+            forward_seconds=_mean_of(runs, "forward_seconds"),
+        )  # fmt: skip
+        points.append(point)
+    return Front(tuple(points), comparison.metric, comparison.higher_is_better)
 
 
 _LOOKS = ("compressed", "dense", "relaxed", "target")  # classes of the style sheet
 
 
-def _best_first(comparison: Comparison) -> list[Row]:
-    """Return the best variants, as many as lines of a chart can be told apart."""
-    rows = [row for row in comparison.rows if math.isfinite(row.mean)]
-    best = sorted(rows, key=lambda row: row.mean, reverse=comparison.higher_is_better)
-    return best[: len(_LOOKS)]
-
-
-def _summary(comparison: Comparison) -> str:
-    rows = _best_first(comparison)
-    figures = [
-        f"{row.variant} {page.show_metric(comparison.metric, row.mean)} with {row.params:,.0f}"
-        for row in rows
-    ]
-    seconds = {f" after {row.seconds:,.0f} seconds of training each" for row in rows}
-    after = seconds.pop() if len(seconds) == 1 else ""
-    return f"By {_named(comparison)}{after}, best first: {', '.join(figures)} parameters."
-
-
 def _first_runs(folder: Path, comparison: Comparison) -> dict[str, Any]:
     """Return losses over seconds and completions of the best variants, of one run each."""
+    rows = [row for row in comparison.rows if math.isfinite(row.mean)]
+    rows.sort(key=lambda row: row.mean, reverse=comparison.higher_is_better)
     runs, completions = [], []
-    for row, look in zip(_best_first(comparison), _LOOKS, strict=False):
+    for row, look in zip(rows, _LOOKS, strict=False):  # more lines could not be told apart
         try:
             run = read_histories(folder / row.variant / f"seed-{row.seeds[0]}")[0]
         except (FileNotFoundError, ValueError) as problem:  # moved, damaged
@@ -368,88 +350,3 @@ def _first_runs(folder: Path, comparison: Comparison) -> dict[str, Any]:
     header = ["variant", "the first held-out sequence ends with", "and the model goes on with"]
     table = Table("Completions", header, completions, left=range(3)) if completions else None
     return {"loss": loss_by_clock(runs), "completions": table}
-
-
-def _named(comparison: Comparison) -> str:
-    return f"test {comparison.metric}" if comparison.tested else comparison.metric
-
-
-def _finding(row: Row, comparison: Comparison) -> str:
-    """Return a sentence that compares a variant with the reference over common seeds."""
-    assert row.reference_mean is not None, "they share seeds"
-    metric, reference, seeds = comparison.metric, row.reference_mean, len(row.differences)
-    value = reference + (row.difference or 0.0)
-    text = (
-        f"{row.variant}: {_named(comparison)} {page.show_metric(metric, value)}, "
-        f"{page.show_difference(metric, value, reference)} {comparison.reference}'s "
-        f"{page.show_metric(metric, reference)} ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
-    )
-    if row.fewer:
-        text += f"; {page.show_times(row.fewer, 1, 'fewer', 'more')} parameters"
-    if row.speed:
-        text += f"; a step {page.show_times(row.speed, 1, 'faster', 'slower')} by the wall clock"
-    return f"{text}."
-
-
-def _differences(row: Row, comparison: Comparison) -> dict[str, Any]:
-    """Return a variant's differences to the reference as points, whose ``x`` is the difference."""
-    assert row.difference is not None, "they share seeds"
-    metric, error = comparison.metric, row.difference_error
-    shown = page.show_change(metric, row.difference, error)
-    return {
-        "variant": row.variant,
-        "by_seed": [
-            page.Point(value, 0, f"{row.variant}, seed {seed}: {page.show_change(metric, value)}")
-            for seed, value in row.differences.items()
-        ],
-        "mean": page.Point(row.difference, 0, f"{row.variant}, mean: {shown}", error=error or 0.0),
-        "shown": shown,
-    }
-
-
-def _charts(comparison: Comparison) -> list[page.Chart]:
-    named, rows = _named(comparison), comparison.rows
-    sizes = [_point(row, comparison, row.params) for row in rows]
-    times = [_point(row, comparison, row.seconds) for row in rows]
-    front: list[page.Point] = []  # Pareto's, smallest first
-    sign = 1 if comparison.higher_is_better else -1
-    for point in sorted(sizes, key=lambda point: (point.x, -sign * point.y)):
-        if not front or sign * point.y > sign * front[-1].y:
-            # Steps, no slope: a size between two variants reaches what the smaller one does.
-            front += [page.Point(point.x, smaller.y, "") for smaller in front[-1:]]
-            front.append(page.Point(point.x, point.y, ""))
-    caption = (
-        "Further left is smaller. The dotted line joins the Pareto front: variants that no other "
-        "beats with as many parameters or fewer."
-    )
-    if len(comparison.seeds) > 1:
-        caption += " Bars are standard deviations over the seeds."
-    x = page.axis_around("parameters", [point.x for point in sizes], log=True, room=0.1)
-    seconds = page.axis_around("seconds", [point.x for point in times], zero=True, room=0.1)
-    ends = [y for p in sizes for y in (p.y - p.error, p.y + p.error)]
-    y = page.axis_around(named, ends, room=0.1)
-    lines = [page.Line("best at that size or below", "front", front), *_dots(sizes, comparison)]
-    said = "Seconds in training steps by the wall clock, the mean. Further left is faster."
-    return [
-        page.Chart(f"Size and {named}", caption, x, y, lines),
-        page.Chart(f"Time and {named}", said, seconds, y, _dots(times, comparison)),
-    ]
-
-
-def _point(row: Row, comparison: Comparison, x: float) -> page.Point:
-    metric = comparison.metric
-    text = f"{row.variant}: {_named(comparison)} {page.show_metric(metric, row.mean)}"
-    if row.deviation is not None:
-        text += f" ± {page.show_metric(metric, row.deviation)}"
-    text += f", {row.params:,.0f} parameters, {row.seconds:,.1f} seconds"
-    return page.Point(x, row.mean, text, row.variant, row.deviation or 0.0)
-
-
-def _dots(points: Sequence[page.Point], comparison: Comparison) -> list[page.Line]:
-    """Return the dots of the variants, with another look for the reference."""
-    # From left to right, so that the names of neighbours can stand above and below.
-    base, ordered = comparison.reference, sorted(points, key=lambda point: point.x)
-    others = [point for point in ordered if point.name != base]
-    own = [point for point in ordered if point.name == base]
-    named = (("variants", "variant", others), (base, "reference", own))
-    return [page.Line(*each, joined=False, dots=True) for each in named if each[2]]
