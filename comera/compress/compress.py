@@ -18,7 +18,7 @@ from comera.compress.sensitivity import LayerSensitivity, Sensitivity, look_at
 from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 from comera.nn.module import check_model
-from comera.nn.swap import evaluation_mode, swap_layers_
+from comera.nn.swap import evaluation_mode, naming_old_optimizers, swap_layers_
 from comera.nn.table import padding_to_keep
 from comera.params import checksum, model_size, renew_wrappers_
 from comera.planning.printing import Report, Table, show_bytes
@@ -176,7 +176,8 @@ def compress_(
         for one, about in zip(made, found.layers, strict=True)
         if one.rank is not None
     }
-    renew_wrappers_(swap_layers_(model, new).modules())
+    with naming_old_optimizers(model):
+        renew_wrappers_(swap_layers_(model, new).modules())
     after, seconds = model_size(model), time.monotonic() - begun
     return Compression(made, before.params, after.params, before.bytes, after.bytes, seconds, loss)
 

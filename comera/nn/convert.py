@@ -15,7 +15,14 @@ from comera.nn import forms
 from comera.nn.embedding import TiedTTLinear, TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import BTTLinear, CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded
-from comera.nn.swap import call, evaluation_mode, every_layer_called, swap_layers_, uncompiled
+from comera.nn.swap import (
+    call,
+    evaluation_mode,
+    every_layer_called,
+    naming_old_optimizers,
+    swap_layers_,
+    uncompiled,
+)
 from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig, find_targets, matches, other_holders, say_dense, tied_groups
 from comera.params import is_sharded, renew_wrappers_
@@ -94,7 +101,7 @@ def tensorize_(
             f'calibration says what init="svd" does to outputs; init={config.init!r} draws new '
             "cores"
         )
-    with forms.experts_apart(model):
+    with naming_old_optimizers(model), forms.experts_apart(model):
         return _tensorized(model, config, filter_fn, calibration)
 
 
@@ -176,7 +183,8 @@ def densify_(model: nn.Module) -> nn.Module:
         if isinstance(head, TiedTTLinear):
             table = replacements[id(head.embedding)]
             replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
-    model = forms.fuse_experts_(swap_layers_(model, replacements))
+    with naming_old_optimizers(model):
+        model = forms.fuse_experts_(swap_layers_(model, replacements))
     renew_wrappers_(model.modules())
     return model
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, fx, nn
 
+from comera.extras import say_once
 from comera.nn.decompose import widened
 from comera.nn.dense_weight import PARAMETRIZED, WeightByAssignment, WithoutWeight, read_only
 from comera.nn.init import Init, normal_, orthogonal_
@@ -40,6 +41,11 @@ class Shared:
     versions: list[int] | None
     renew: Callable[[], None]
 
+
+_DENSE_CHECKPOINT = (
+    "a dense checkpoint is loaded into a compressed model: weights of compressed layers are not "
+    'taken from it. Load it before tensorize_(init="svd"), or call set_weight_ of each layer'
+)
 
 PRUNE_BELOW = 1e-2
 """A gate at or below this is a pruned rank (CoMERA, arXiv 2405.14377)."""
@@ -451,6 +457,8 @@ class TensorTrainModule(WeightByAssignment):
                 check_unsharded(self, what, written=True)
                 self.resize_ranks_(ranks)
                 renew_wrappers_([self], during=args[-1])
+        elif f"{prefix}weight" in state_dict:
+            say_once(log, logging.WARNING, _DENSE_CHECKPOINT)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

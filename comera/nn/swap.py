@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from comera.extras import listed
 from comera.nn.dense_weight import WeightByAssignment
@@ -235,6 +236,23 @@ def rename_tied_weights_(model: nn.Module) -> None:
         for key, names in kept.items():
             still = {a: b for a, b in names.items() if not (is_gone(a) or is_gone(b))}
             setattr(module, key, {**still, **tied})
+
+
+@contextmanager
+def naming_old_optimizers(model: nn.Module) -> Iterator[None]:
+    """Log which optimizers among the attributes of a model hold parameters replaced meanwhile."""
+    before = set(map(id, model.parameters()))
+    yield
+    gone = before - set(map(id, model.parameters()))
+    for name, module in model.named_modules() if gone else ():
+        for key, value in vars(module).items():
+            for each in value if isinstance(value, list | tuple) else [value]:
+                groups = each.param_groups if isinstance(each, Optimizer) else ()
+                if any(id(param) in gone for group in groups for param in group["params"]):
+                    log.warning(
+                        "%s holds parameters that are gone, and none of those in their place: "
+                        "build it anew", f"{name}.{key}".lstrip("."),
+                    )  # fmt: skip
 
 
 def call(model: nn.Module, batch: Any) -> Any:

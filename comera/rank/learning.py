@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comera.extras import listed
+from comera.extras import listed, say_once
 from comera.nn.batched_contraction import gates_together
 from comera.nn.module import TensorTrainModule, check_unsharded, is_open, tensor_trains
 from comera.optim.state_layout import AnyOptimizer
@@ -319,7 +319,7 @@ class RankLearning(ABC):
     def count_(self, optimizer: AnyOptimizer | None = None, steps: float = 1) -> None:
         """Count a step, or one as so many: the part of :meth:`step` that runs on the host."""
         if optimizer is not None and optimizer is not self._optimizer:
-            check_holds_cores(optimizer, self.model)
+            check_holds(optimizer, self.model)
             check_can_be_cut(tensor_trains(self.model), optimizer)
         self.steps_done += steps
         self._optimizer = optimizer
@@ -469,8 +469,11 @@ class RankLearning(ABC):
         }
 
 
-def check_holds_cores(optimizer: AnyOptimizer, model: nn.Module) -> None:
-    """Raise ``ValueError`` if the optimizer holds none of the model's trainable cores."""
+def check_holds(optimizer: AnyOptimizer, model: nn.Module) -> None:
+    """Raise ``ValueError`` if the optimizer holds none of the model's trainable cores.
+
+    Other trainable parameters that it does not hold are logged, once in a process.
+    """
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     cores = [core for layer in tensor_trains(model).values() for core in layer.cores]
     training = [core for core in cores if core.requires_grad]
@@ -479,3 +482,11 @@ def check_holds_cores(optimizer: AnyOptimizer, model: nn.Module) -> None:
             "the optimizer holds none of the model's tensor-train cores: build it after "
             "tensorize_, from comera.param_groups(model, lr=...)"
         )
+    trained = {name: id(p) for name, p in model.named_parameters() if p.requires_grad}
+    if still := [name for name, number in trained.items() if number not in held]:
+        say_once(
+            log, logging.WARNING,
+            "%d of %d trainable parameters never move, as the optimizer does not hold them: %s. "
+            "Build it after what replaces layers (tensorize_, densify_), or freeze them by "
+            "requires_grad_(False)", len(still), len(trained), listed(still),
+        )  # fmt: skip

@@ -14,7 +14,7 @@ from comera.nn.embedding import TiedTTLinear
 from comera.nn.forms import from_torch, split_names
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded, linear_of
-from comera.nn.swap import evaluation_mode, swap_layers_
+from comera.nn.swap import evaluation_mode, naming_old_optimizers, swap_layers_
 from comera.nn.table import HotRows, TTTable
 from comera.params import renew_wrappers_
 from comera.serving.layers import (
@@ -170,7 +170,8 @@ def to_plain_(model: nn.Module) -> nn.Module:
             inside = module.linear1, module.linear2
             if any(isinstance(plain.get(id(layer)), nn.Sequential) for layer in inside):
                 module.activation_relu_or_gelu = 0  # off its fast path, which reads the weights
-    model = swap_layers_(model, plain, biases=False)
+    with naming_old_optimizers(model):
+        model = swap_layers_(model, plain, biases=False)
     renew_wrappers_(model.modules())
     return model
 

@@ -25,7 +25,7 @@ from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.state_layout import AnyOptimizer, unwrap
 from comera.params import is_sharded
 from comera.rank.agreement import mean_over
-from comera.rank.learning import RankLearning, check_holds_cores
+from comera.rank.learning import RankLearning, check_holds
 from comera.shapes import check_whole_numbers, is_number
 from comera.train.capture import WARM_UP, Capture, StepDescription
 from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, Together
@@ -154,7 +154,7 @@ class TrainStep:
         elif precision == "fp8" and self._device.type == "cpu":
             log.info("precision='fp8' on a CPU shows the losses of eight bits, not their speed")
         self.scaled = precision == "fp8" and why_not is None
-        check_holds_cores(optimizer, model)
+        check_holds(optimizer, model)
         self._unreduced = False  # whether averages over processes are under way
         # DistributedDataParallel averages gradients itself, OptimizerInBackward by its own group;
         # either way losses and rank learning take the mean over the same processes.

@@ -1,0 +1,131 @@
+"""What stands around a converted layer: older optimizers, dense checkpoints."""
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+from tests.states import assert_equal
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+
+
+CONFIG = comera.TTConfig(rank=4, init="orthogonal", tokens=65536)
+
+
+class Agent(nn.Module):
+    """A model that has its optimizer as an attribute, as the policies of stable-baselines3."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+        self.other = nn.Linear(8, 8)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), 1e-2)
+        self.optimizers = [torch.optim.SGD(self.other.parameters(), 1e-2)]
+
+    def forward(self, x):
+        return self.net(x)
+
+
+GONE = "optimizer holds parameters that are gone, and none of those in their place: build it anew"
+
+
+def to_plain(agent):
+    comera.tensorize_(agent, CONFIG)
+    agent.optimizer = torch.optim.Adam(agent.net.parameters(), 1e-2)
+    return comera.to_plain_
+
+
+def densify(agent):
+    to_plain(agent)
+    return comera.densify_
+
+
+def tensorize(agent):
+    return lambda agent: comera.tensorize_(agent, CONFIG)
+
+
+def compress(agent):
+    batches = [torch.randn(32, 64) for _ in range(3)]
+    settings = {"budget": 0.5, "loss_fn": lambda m, b: m(b).square().mean()}
+    return lambda agent: comera.compress_(agent, batches, exclude_modules=["other"], **settings)
+
+
+@pytest.mark.parametrize("prepare", [tensorize, densify, to_plain, compress])
+@pytest.mark.parametrize("inside", [False, True], ids=["the agent", "a parent"])
+def test_an_optimizer_that_holds_what_is_gone_is_named(prepare, inside, caplog):
+    agent = Agent()
+    change = prepare(agent)
+    caplog.clear()
+    if inside and prepare is not compress:
+        change(nn.ModuleDict({"policy": agent}))
+        assert caplog.text.count(f"policy.{GONE}") == 1
+    else:
+        change(agent)
+        assert caplog.text.count(f" {GONE}") == 1
+    assert "optimizers" not in caplog.text
+    agent.optimizer = torch.optim.Adam(agent.net.parameters(), 1e-2)
+    caplog.clear()
+    if prepare is densify:
+        comera.tensorize_(agent.other, comera.TTConfig(rank=1, init="orthogonal", tokens=65536))
+        assert GONE not in caplog.text
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+def test_an_optimizer_made_before_densify(caplog):
+    model = comera.tensorize_(net(), CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    comera.densify_(model)
+    comera.TrainStep(model, loss_fn, optimizer)
+    assert "2 of 4 trainable parameters never move" in caplog.text
+    assert "0.weight, 2.weight" in caplog.text
+
+
+def test_an_optimizer_made_between_two_conversions(caplog):
+    model = net()
+    comera.tensorize_(model[0], comera.TTConfig(rank=4, init="orthogonal", tokens=65536))
+    parts = nn.Sequential(nn.Sequential(model[0]), nn.Sequential(model[2]))
+    comera.tensorize_(parts[0], CONFIG)
+    optimizer = torch.optim.AdamW(parts.parameters(), 1e-2)
+    comera.tensorize_(parts[1], CONFIG)
+    comera.TrainStep(parts, loss_fn, optimizer)
+    assert "never move, as the optimizer does not hold them: 1.0." in caplog.text
+
+
+def test_an_optimizer_of_all_that_trains_is_fine(caplog):
+    model = comera.tensorize_(net(), CONFIG)
+    model[0].bias.requires_grad_(False)
+    kept = [p for p in model.parameters() if p.requires_grad]
+    comera.TrainStep(model, loss_fn, torch.optim.AdamW(kept, 1e-2))
+    ranks = comera.TwoStage(model, target=0.5, early_steps=3, late_steps=3)
+    comera.TrainStep(model, loss_fn, torch.optim.AdamW(comera.param_groups(model, 1e-2)), ranks)
+    assert "never move" not in caplog.text
+
+
+@pytest.mark.parametrize("linear_format", ["tt", "btt"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_dense_checkpoint_says_how_it_is_loaded(linear_format, strict, caplog):
+    dense, table = net(), nn.Embedding(100, 64)
+    whole = nn.Sequential(table, *dense)
+    config = comera.TTConfig(
+        rank=2, init="orthogonal", target_modules="all", linear_format=linear_format,
+        embedding_rank=4, tokens=65536,
+    )  # fmt: skip
+    saved = {key: value.clone() for key, value in whole.state_dict().items()}
+    model = comera.tensorize_(whole, config)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    if strict:
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict(saved)
+    else:
+        model.load_state_dict(saved, strict=False)
+    assert caplog.text.count('Load it before tensorize_(init="svd")') == 1
+    biases = {key for key in saved if key in before}
+    for key, value in model.state_dict().items():
+        assert_equal(value, saved[key] if key in biases else before[key])
