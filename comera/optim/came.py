@@ -75,11 +75,12 @@ class CAME(Optimizer):
         maximize: Whether to maximize the loss.
         capturable: Has no effect, as every step can be captured in a CUDA graph; torch's optimizers
             have it. For a schedule in a graph, give ``lr`` as a tensor on the device.
+        foreach: Has no effect, as matrices of equal shape are always stepped together.
 
     Raises:
         ValueError: If a setting is out of range, or a parameter is sharded otherwise than by rows,
             or to be kept in eight bits and sharded.
-        TypeError: If a group has an unknown key.
+        TypeError: If a group has a key that is nearly a setting; others are kept.
     """
 
     needs_whole_matrices = "takes means of whole matrices"
@@ -97,6 +98,7 @@ class CAME(Optimizer):
         bias_correction: bool = False,
         maximize: bool = False,
         capturable: bool = False,
+        foreach: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -108,16 +110,13 @@ class CAME(Optimizer):
             "bias_correction": bias_correction,
             "maximize": maximize,
             "capturable": capturable,
+            "foreach": foreach,
         }
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; raises the errors of the class."""
-        if unknown := sorted(set(param_group) - set(self.defaults) - state_layout.COMMON_KEYS):
-            raise TypeError(
-                f"CAME has no setting {', '.join(map(repr, unknown))}; a parameter group can have "
-                f"{', '.join(self.defaults)}{state_layout.made_for(unknown)}"
-            )
+        state_layout.check_keys(param_group, self.defaults, "CAME")
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups.pop()

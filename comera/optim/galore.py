@@ -108,14 +108,8 @@ class GaLore(Optimizer):
         """Add a parameter group, projected if it has a ``rank``; errors are those of the class."""
         group = {**param_group, "params": _as_list(param_group["params"])}
         inner, name = self.inner, type(self.inner).__name__
-        known = {*inner.defaults, *state_layout.COMMON_KEYS, *_KEYS}
-        if isinstance(inner, MuonAdamW):
-            known.add("muon")
-        if unknown := sorted(set(group) - known):
-            raise ValueError(
-                f"unknown keys {unknown} in a parameter group; {name} in GaLore takes "
-                f"{sorted(known - {'params'})}{state_layout.made_for(unknown)}"
-            )
+        known = {*inner.defaults, *_KEYS, *(["muon"] if isinstance(inner, MuonAdamW) else [])}
+        state_layout.check_keys(group, known, f"{name} in GaLore")
         eps: Any = group.get("eps", inner.defaults.get("eps"))
         if "rank" in group and isinstance(inner, torch.optim.Adafactor) and not eps[1] > 0:
             raise ValueError(

@@ -6,6 +6,7 @@ CUDA graph cannot hold its step.
 """
 
 import contextlib
+import difflib
 import reprlib
 from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any, Protocol
@@ -189,13 +190,23 @@ def whole(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-COMMON_KEYS = frozenset({"params", "name", "param_names", "initial_lr", "rate_scale"})
-"""Keys that groups of any optimizer may have."""
+_MADE_FOR = {"muon": "comera.MuonAdamW", "rank": "comera.GaLore"}
 
 
-def made_for(unknown: Collection[str]) -> str:
-    """Return a hint for an error about unknown group keys: which optimizer they are made for."""
-    return "; groups with 'muon' are made for comera.MuonAdamW" if "muon" in unknown else ""
+def check_keys(group: Collection[str], known: Collection[str], name: str) -> None:
+    """Raise ``TypeError`` for a key of a parameter group that is nearly a setting, not quite.
+
+    Others are kept for whom they belong to, as torch does: those of SAM, ``lr_scale`` of timm.
+    """
+    for key in group:
+        parts = [each for each in known if key in each]  # "gap" of "update_proj_gap"
+        near = parts or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        if key in known or key == "params" or not (near or key in _MADE_FOR):
+            continue
+        hint = f": did you mean {near[0]}?" if near else ""
+        if key in _MADE_FOR:
+            hint = f": groups with {key!r} are made for {_MADE_FOR[key]}"
+        raise TypeError(f"{name} has no setting {key!r}{hint}")
 
 
 @contextlib.contextmanager
