@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from comera.extras import check_known, listed, without_remarks
 from comera.files import write_text
 from comera.nn.convert import tensorize_
+from comera.nn.forms import form_of
 from comera.nn.module import tensor_trains
 from comera.nn.targets import TTConfig
 from comera.optim.groups import param_groups
@@ -48,6 +49,7 @@ _BUDGETS = (0.5, 0.25, 0.1)
 
 _CUT = 0.5  # share of the cores that is left once ranks are cut
 _LARGE_TABLE = 0.1  # share of all parameters from which a table is worth a variant
+_OTHER_LAYERS = 0.2  # share of all parameters in other layers from which it is said
 _SMALL_LAYER = 1 << 12  # entries of a weight up to which a layer stays dense
 BASE_RATE = 0.032
 """Rate of a dense model under Muon, over the root of its width: of the rates 1, 2 and 4 times
@@ -255,6 +257,18 @@ def plan_variants(
     the key of that model with tables of so many rows, or a reason against it.
     """
     given, left_out = made(widths[0].key), dict[str, str]()
+    kinds: dict[str, int] = {}
+    for module in given.modules():
+        known = isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag)
+        if not known and form_of(module) is None:
+            own = sum(param.numel() for param in module.parameters(recurse=False))
+            kinds[type(module).__name__] = kinds.get(type(module).__name__, 0) + own
+    if (other := sum(kinds.values())) > _OTHER_LAYERS * (whole := model_size(given).params):
+        large = [kind for kind, own in kinds.items() if 10 * own > other]
+        left_out["layers"] = (
+            f"{other:,} of {whole:,} parameters, of {listed(large)}: variants change linear layers "
+            "and tables"
+        )
     planned = [Variant("given", "given", widths[0].key)]
     if "narrower" in families:
         planned += [

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
-from comera.report.front import heads_of, rows_for, table_settings
+from comera.report.front import Width, heads_of, plan_variants, rows_for, table_settings
 from comera.report.front_work import round_to_8_bits_, side_by_side
 from comera.shapes import TTMShape
 
@@ -184,6 +184,15 @@ def test_it_runs_in_this_process_where_none_can_be_forked(data, tmp_path, monkey
     )  # fmt: skip
     assert [point.name for point in found.points] == ["given", "low-rank-4x"]
     assert "widths=[...] names none" in found.left_out["narrower"]
+
+
+def test_layers_that_no_variant_changes_are_named():
+    model = nn.Sequential(nn.Embedding(100, 32), nn.LSTM(32, 64), nn.Linear(64, 100))
+    width = Width("32", 32)
+    _, left_out = plan_variants(["low-rank"], 1, [width], lambda key: model, lambda *_: "")
+    assert left_out == {
+        "layers": "25,088 of 34,788 parameters, of LSTM: variants change linear layers and tables"
+    }
 
 
 def test_wrong_arguments_are_refused_before_anything_is_trained(data, tmp_path):
