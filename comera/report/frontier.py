@@ -31,6 +31,7 @@ _UNITS = {
 }  # fmt: skip
 _HIGHER = {"accuracy", "acc", "auc", "f1", "r2", "precision", "recall", "bleu", "rouge", "map"}
 _WITHIN = 0.02  # share of the best's quality that the smallest good model may give away
+_ALIKE = 1.01  # times a cost up to which another is the same: small tables are made as large
 _ERRORS = 2.0  # standard errors of a difference up to which two models are level
 
 
@@ -196,6 +197,8 @@ class Front(printing.Report):
         known = [point for point in self.points if getattr(point, cost) is not None]
         for point in sorted(known, key=lambda p: (getattr(p, cost), self._worse(p))):
             if not found or self._worse(point) < self._worse(found[-1]):
+                if found and getattr(point, cost) <= _ALIKE * getattr(found[-1], cost):
+                    found.pop()
                 found.append(point)
         return found
 
@@ -203,8 +206,11 @@ class Front(printing.Report):
         """Return the point of fewest bytes whose quality is within a share of the best's."""
         best = self.best()
         bound = self._worse(best) + within * abs(best.quality)
-        good = [p for p in self.points if self._worse(p) <= bound]
-        return min(good, key=lambda p: (p.bytes, self._worse(p)))
+        return self._smallest_of([p for p in self.points if self._worse(p) <= bound])
+
+    def _smallest_of(self, points: Sequence[FrontPoint]) -> FrontPoint:
+        least = min(point.bytes for point in points)
+        return self.best([point for point in points if point.bytes <= _ALIKE * least])
 
     def level(self, one: FrontPoint, other: FrontPoint) -> bool:
         """Return whether errors are known and as large as the difference of two points."""
@@ -220,12 +226,16 @@ class Front(printing.Report):
         best, given, least = self.best(), self.points[0], self.smallest()
         said = [f"Best: {self._described(best)}."]
         if best is not given and given.family == "given":
-            good = [p for p in self.points if self._worse(p) <= self._worse(given)]
-            small = min(good, key=lambda p: (p.bytes, self._worse(p)))
+            bound = self._worse(given)
+            small = self._smallest_of([p for p in self.points if self._worse(p) <= bound])
             said[0] += f" As given: {self._described(given).partition(', ')[2]}."
             ratio = f"{given.bytes / small.bytes:.1f}x smaller on disk"
-            good_too = f"Smallest as good as given: {self._described(small)}; {ratio}."
-            said.append("Nothing smaller is as good as given." if small is given else good_too)
+            if small is best:
+                said[0] += f" The best is {ratio}."
+            elif small is given:
+                said.append("Nothing smaller is as good as given.")
+            else:
+                said.append(f"Smallest as good as given: {self._described(small)}; {ratio}.")
         if near := [p.name for p in self.points if p is not best and self.level(p, best)]:
             said[0] += f" Level with the best within its error: {listed(near)}."
         if least is best:
@@ -247,7 +257,7 @@ class Front(printing.Report):
                 alike.setdefault(kind, []).append((key, [start for _, start in changed]))
         for (alone, first, *others), costs in alike.items():
             if not others:
-                which = "every cost" if len(alike) == 1 else listed([COSTS[k][0] for k, _ in costs])
+                which = "any cost" if len(alike) == 1 else listed([COSTS[k][0] for k, _ in costs])
                 said.append(f"{_lead(first)}, whatever the limit on {which}.")
             elif len(others) == 1:
                 limits = [f"{shown(at[0], COSTS[k][1])} {_UNITS[k]}" for k, at in costs]
@@ -276,7 +286,8 @@ class Front(printing.Report):
         known = [(c, p) for p in self.points if (c := getattr(p, cost)) is not None]
         found: list[tuple[str, float]] = []
         for most in sorted({c for c, _ in known}):
-            fits = [[p for c, p in known if c <= most and p.compressed == side] for side in SIDES]
+            among = [p for c, p in known if c <= _ALIKE * most]
+            fits = [[p for p in among if p.compressed == side] for side in SIDES]
             best = [self.best(side) for side in fits if side]
             is_level = len(best) == 2 and self.level(*best)
             found.append((_LEVEL if is_level else SIDES[self.best(best).compressed], most))

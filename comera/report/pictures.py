@@ -132,8 +132,10 @@ def _write_names(axes: Any, panel: Panel) -> None:
             dot.name, (dot.x, dot.y), (5, 5), textcoords="offset points", fontsize="x-small",
             in_layout=False,
         )  # fmt: skip
+        if text.get_window_extent().x1 > axes.bbox.x1:  # then to the left of its dot
+            text.set(position=(-5, 5), horizontalalignment="right")
         box = text.get_window_extent()
-        if box.count_overlaps(taken) or box.x1 > axes.figure.bbox.x1:  # no room for a name
+        if box.count_overlaps(taken):  # no room for a name
             text.remove()
         else:
             taken.append(box)

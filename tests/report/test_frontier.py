@@ -135,8 +135,11 @@ def test_rates_are_chosen_by_development_data_and_means_are_of_test_data():
 
 
 def test_who_is_as_small_is_chosen_by_quality():
-    even = [point("table", 1.02, 400, True), point("fewer", 1.01, 400), point("wide", 1.0, 800)]
-    assert Front((GIVEN, *even)).smallest(0.05).name == "fewer"
+    even = [point("table", 1.01, 401, True), point("fewer", 1.02, 400), point("wide", 1.0, 800)]
+    front = Front((GIVEN, *even))
+    assert front.smallest(0.05).name == "table"
+    assert [each.name for each in front.pareto("bytes")] == ["table", "wide"]
+    assert not any("Only" in said for said in front.answer())
 
 
 def test_a_model_that_made_few_steps_is_named():
