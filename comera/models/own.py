@@ -26,8 +26,9 @@ def own_model(make: str, **sizes: int) -> nn.Module:
     if Path(make).expanduser().is_dir():
         return _of_transformers(Path(make).expanduser(), **sizes)
     place, colon, name = make.partition(":")
-    if not colon:
-        raise ValueError(f"make={make} is no folder, and no module:function")
+    if not colon or place.endswith(".py"):
+        hint = f": write {place.removesuffix('.py')}:{name or 'function'}" if ".py" in place else ""
+        raise ValueError(f"make={make} is no folder, and no module:function{hint}")
     sys.path.insert(0, str(Path.cwd()))  # as python -m has it
     try:
         function = getattr(importlib.import_module(place), name)

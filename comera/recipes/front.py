@@ -21,10 +21,10 @@ from comera.nn.module import tensor_trains
 from comera.params import model_size
 from comera.recipes.parse import file_of, merged, parse_settings, read_yaml
 from comera.recipes.report import page
-from comera.recipes.run import find_device, planned_memory, planned_model, run
+from comera.recipes.run import find_device, make_model, planned_memory, planned_model, run
 from comera.recipes.run_config import HIGHER_IS_BETTER, TASKS, RunConfig
 from comera.recipes.run_folder import differences, lock, read_result, settings_of, with_whole_paths
-from comera.recipes.tasks.task import prepare_task
+from comera.recipes.tasks.task import Task, prepare_task
 from comera.recipes.trained import load_run
 from comera.report.front import (
     BASE_RATE,
@@ -41,6 +41,8 @@ from comera.report.front_work import (
     Variant,
     Work,
     as_smaller,
+    check_given,
+    look_at_given,
     train_front,
 )
 from comera.report.frontier import Front
@@ -55,7 +57,7 @@ def front(
     /,
     *,
     model: str | None = None,
-    variants: list[str] | None = None,
+    variants: list[str] | str | None = None,
     sizes: int = 2,
     seconds: float = 60.0,
     rates: list[float] | None = None,
@@ -113,7 +115,8 @@ def front(
         metric = next(iter(TASKS[base.task].better))
         metric = "perplexity" if base.task == "causal_text" else metric
         work.metric = metric
-        prepare_task(dense, torch.device("cpu"))  # once, for all that begin at the same time
+        # Here once, for all that begin at the same time.
+        work.look_at(prepare_task(dense, torch.device("cpu")))
         found = train_front(
             work, planned, left_out, work.base_rate, rates, seeds, metric,
             metric in HIGHER_IS_BETTER, jobs, find_device(base.device),
@@ -164,6 +167,26 @@ class RunWork(Work):
                 result.unlink()
             self.config.overwrite = True
         write_text(file, json.dumps(about, indent=1))
+
+    def look_at(self, task: Task) -> None:
+        """Run the model as given once; raise ``ValueError`` if that is another than before."""
+        make, file = self.config.model.make, self.folder / "given.json"
+        try:
+            seen = look_at_given(
+                lambda: make_model(self.config, task, torch.device("cpu")),
+                task.loss, lambda: task.get_batch(0),
+                lambda model: task.evaluate(model)[self.metric],
+            )  # fmt: skip
+        except Exception as problem:
+            if make is None:
+                raise
+            raise ValueError(
+                f"model.make={make} was called with tokens (B, T), int64, and must return logits "
+                f"(B, T, V): {type(problem).__name__}: {problem}"
+            ) from None
+        if file.is_file() and not self.config.overwrite:
+            check_given(json.loads(file.read_text(encoding="utf-8")), seen, f"{self.folder} holds")
+        write_text(file, json.dumps(seen))
 
     def plan(self, families: list[str], sizes: int) -> tuple[list[Variant], dict[str, str]]:
         """Return the variants to train, and why families have none."""

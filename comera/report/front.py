@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from comera.extras import check_known, listed, without_remarks
 from comera.files import write_text
 from comera.nn.convert import tensorize_
+from comera.nn.forms import form_of
 from comera.nn.module import tensor_trains
 from comera.nn.targets import TTConfig
 from comera.optim.groups import param_groups
@@ -31,9 +32,11 @@ from comera.report.front_work import (
     Variant,
     Work,
     as_smaller,
+    check_given,
+    look_at_given,
     train_front,
 )
-from comera.report.frontier import Front
+from comera.report.frontier import Front, is_higher_better
 from comera.saved.model_folder import load_model, save_model
 from comera.shapes import check_whole_numbers, is_number
 from comera.train.log import MemoryWatch, from_json
@@ -46,6 +49,7 @@ _BUDGETS = (0.5, 0.25, 0.1)
 
 _CUT = 0.5  # share of the cores that is left once ranks are cut
 _LARGE_TABLE = 0.1  # share of all parameters from which a table is worth a variant
+_OTHER_LAYERS = 0.2  # share of all parameters in other layers from which it is said
 _SMALL_LAYER = 1 << 12  # entries of a weight up to which a layer stays dense
 BASE_RATE = 0.032
 """Rate of a dense model under Muon, over the root of its width: of the rates 1, 2 and 4 times
@@ -75,7 +79,7 @@ def front(
     rates: Sequence[float] = (0.7, 1.4),
     seeds: Sequence[int] = (0,),
     metric: str = "loss",
-    higher: bool = False,
+    higher: bool | None = None,
     folder: str | Path = "runs/front",
     jobs: int | None = None,
     progress: bool = True,
@@ -95,14 +99,14 @@ def front(
             a step, counted from 0. Models and batches are on one device.
         evaluate: Function that returns the quality of a model in evaluation mode, on data that it
             is not trained on. The best rate is chosen by it.
-        widths: Arguments of ``make_model``, of any kind: first that of the model as given, then
-            those of narrower or shallower dense models.
+        widths: Arguments of ``make_model``, of any kind (a tuple is one argument): first that of
+            the model as given, then those of narrower or shallower dense models.
         seconds: Length of each training, in processor seconds of its steps on one thread; on a GPU
             in seconds. The learning rate rises for a twentieth of them, then falls to zero.
         test: Like ``evaluate``, on data that nothing is chosen by; it is what the front reports.
         variants: Families to train beside the model as given, by default all: ``narrower``,
-            ``low-rank``, ``blocks``, ``trains``, ``table``, ``fewer-words``, ``compressed-after``,
-            ``8-bits``.
+            ``low-rank``, ``blocks``, ``trains``, ``table``, ``fewer-words`` (the first rows of a
+            table, where the most frequent ones have to be), ``compressed-after``, ``8-bits``.
         sizes: Number of variants of each family, up to three.
         lr: Rate of the model as given, by default ``0.032 / sqrt(width)`` if the widths are
             numbers, else 2e-3. Narrower models then have a rate by their own width, models with
@@ -110,20 +114,23 @@ def front(
         rates: Multiples of these rates to train each variant at.
         seeds: Seeds; the first is trained at each rate, others at the best.
         metric: Name of what ``evaluate`` returns.
-        higher: Whether more of it is better.
+        higher: Whether more of it is better; by default it is for a metric with a name of such
+            measures: accuracy, AUC, F1, R2, precision, recall, BLEU.
         folder: Folder of all trainings, models included.
         jobs: Trainings at a time, each in a process of its own; by default one a processor. On a
             GPU, and on systems other than Linux, all are trained in this process.
         progress: Whether to show a progress bar.
 
     Returns:
-        The points, which print as an answer and a table; ``plot("plotly")`` draws them. After
-        Ctrl-C those that have ended.
+        The points, which print as an answer and a table; ``plot("plotly")`` draws them, and
+        ``load(name)`` returns a trained model. After Ctrl-C those that have ended.
 
     Raises:
         ValueError: If an argument is out of range, ``variants`` names no family, there is no batch,
-            or the folder holds a front of another model or with other settings.
+            the first width is not that of the largest model, or the folder holds a front of another
+            model, with other settings, or by another loss or quality of the model as given.
         TypeError: If an argument is of the wrong kind, or ``make_model`` does not return a module.
+        Exception: Any error of the functions on the model as given, before anything is trained.
 
     Example::
 
@@ -131,12 +138,17 @@ def front(
         print(found)
         found.plot("plotly")
     """
+    if isinstance(make_model, nn.Module):
+        kind = type(make_model).__name__
+        raise TypeError(
+            f"make_model is a model: give a function that makes one, such as lambda: {kind}(...)"
+        )
     for name, value in {"make_model": make_model, "loss_fn": loss_fn, "evaluate": evaluate}.items():
         if not callable(value):
             raise TypeError(f"{name}={value!r} must be a function")
     check_front(seconds, rates, seeds, sizes, jobs)
     families = chosen_families(variants)
-    for family in {"shallower", "configured"} & {*(variants or ())}:
+    for family in {"shallower", "configured"} & {*families} if variants else ():
         raise ValueError(
             f"variants holds {family!r}, which is for comera front: widths may hold what makes "
             "make_model return a shallower model"
@@ -149,6 +161,13 @@ def front(
     work.get_batch(0)
     torch.manual_seed(seeds[0])
     plain = {each: work.made(Variant("", "given", each)) for each in dict.fromkeys(choices)}
+    numbers = {each: model_size(model).params for each, model in plain.items()}
+    if larger := [each for each, number in numbers.items() if number > numbers[choices[0]]]:
+        raise ValueError(
+            f"widths={list(widths)!r} must begin with that of the model as given, the largest: "
+            f"make_model({larger[0]!r}) has {numbers[larger[0]]:,} parameters, "
+            f"make_model({choices[0]!r}) {numbers[choices[0]]:,}"
+        )
     work.claim(plain[choices[0]])
     planned, left_out = plan_variants(
         families,
@@ -168,10 +187,17 @@ def front(
         left_out["narrower"] = "narrower: widths=[...] names none for make_model"
     device = next(plain[choices[0]].parameters()).device
     del plain
-    return train_front(
+    higher = is_higher_better(metric) if higher is None else higher
+    found = train_front(
         work, planned, left_out, dense, rates, seeds, metric, higher, jobs, device,
         described(seconds, rates, seeds, metric, test is not None), progress,
     )  # fmt: skip
+    by_name, best = {each.name: each for each in planned}, {p.name: p.rate for p in found.points}
+
+    def loaded(name: str) -> nn.Module:
+        return work.load(by_name[name], work.place(name, best[name] or 0.0, seeds[0]))
+
+    return dataclasses.replace(found, loader=loaded)
 
 
 def check_front(
@@ -191,7 +217,7 @@ def check_front(
 def chosen_families(variants: Sequence[str] | None) -> list[str]:
     """Return the chosen families, the model as given among them; ``ValueError`` for another."""
     if isinstance(variants, str):
-        raise TypeError(f"variants={variants!r} must be a list of families, as [{variants!r}]")
+        variants = variants.split(",")
     for family in variants or ():
         check_known(family, FAMILIES, f"variants holds {family!r}, which is no family")
     return list(FAMILIES) if variants is None else list(dict.fromkeys(["given", *variants]))
@@ -231,6 +257,18 @@ def plan_variants(
     the key of that model with tables of so many rows, or a reason against it.
     """
     given, left_out = made(widths[0].key), dict[str, str]()
+    kinds: dict[str, int] = {}
+    for module in given.modules():
+        known = isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag)
+        if not known and form_of(module) is None:
+            own = sum(param.numel() for param in module.parameters(recurse=False))
+            kinds[type(module).__name__] = kinds.get(type(module).__name__, 0) + own
+    if (other := sum(kinds.values())) > _OTHER_LAYERS * (whole := model_size(given).params):
+        large = [kind for kind, own in kinds.items() if 10 * own > other]
+        left_out["layers"] = (
+            f"{other:,} of {whole:,} parameters, of {listed(large)}: variants change linear layers "
+            "and tables"
+        )
     planned = [Variant("given", "given", widths[0].key)]
     if "narrower" in families:
         planned += [
@@ -412,7 +450,20 @@ class _Own(Work):
                     f"folder={str(self.folder)!r} holds a front of {what}: name another folder, or "
                     "remove it"
                 )
-        write_text(file, json.dumps(about, indent=1))
+        plain = Variant("", "given", self.about["width"])
+        seen = look_at_given(
+            lambda: self.made(plain), self.loss_fn, lambda: self.get_batch(0), self.evaluate
+        )
+        if file.is_file():
+            place = f"folder={str(self.folder)!r} holds"
+            check_given(there.get("given", seen), seen, place)
+        write_text(file, json.dumps({**about, "given": seen}, indent=1))
+
+    def load(self, variant: Variant, place: Path) -> nn.Module:
+        plain = dataclasses.replace(variant, settings=None)
+        if variant.is_of_given:
+            plain = Variant("", "given", self.about["width"])
+        return load_model(place, partial(self.made, plain))
 
     def train(self, variant: Variant, rate: float, seed: int, place: Path) -> Measured:
         torch.manual_seed(seed)
@@ -461,8 +512,11 @@ class _Own(Work):
             raise KeyboardInterrupt
         forward = forward_seconds(step, self.loss_fn, self.get_batch(0))
         save_model(model, place)
-        width = variant.width
+        width, rows = variant.width, None
+        if isinstance(width, FewerRows):
+            width, rows = width
         made = f"make_model({'' if width is None else repr(width)})"
+        made += f" with {rows:,} rows a table" if rows else ""
         if variant.settings is not None:
             usual = TTConfig()
             given = {k: v for k, v in vars(variant.settings).items() if v != getattr(usual, k)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -24,10 +25,11 @@ from comera.compress.compress import compress_
 from comera.compress.layer_moments import LossFn
 from comera.extras import listed
 from comera.files import write_text
+from comera.nn.swap import evaluation_mode
 from comera.nn.targets import TTConfig
 from comera.params import model_size
 from comera.report.frontier import Front, Training, chosen_rates, points_of
-from comera.train.log import PlainLines, from_json, progress_bar, to_json
+from comera.train.log import PlainLines, from_json, print_text, progress_bar, to_json
 from comera.train.processes import PARENT, stop_with_parent
 
 FAMILIES = {
@@ -140,7 +142,12 @@ def train_front(
         return place, do
 
     total = len(trained) * (len(rates) + len(seeds) - 1) + len(after) * len(seeds)
-    with progress_bar(not progress, Console()) as bar:
+    console, there = Console(), len(work.read())
+    if progress:
+        side = f", {at_once} at a time" if at_once else ""
+        had = f", where {there} are already" if there else ""
+        print_text(console, f"{total} trainings{side}, in {work.folder}{had}: {about}")
+    with progress_bar(not progress, console) as bar:
         task = bar.add_task("all trainings", total=total, figures="")
         lines = PlainLines(bar, "training", total)
 
@@ -213,6 +220,35 @@ def round_to_8_bits_(model: nn.Module) -> int:
                 weight.copy_((weight / scale).round() * scale)
                 size -= weight.numel() * (weight.element_size() - 1) - 2 * len(weight)
     return size
+
+
+def look_at_given(
+    made: Callable[[], nn.Module],
+    loss_fn: LossFn,
+    batch: Callable[[], Any],
+    evaluate: Callable[[nn.Module], float],
+) -> list[float | None]:
+    """Return loss and quality of a fresh model, to know the task by; None where chance is in them.
+
+    Errors of the functions are raised, before anything is trained.
+    """
+    looks = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = made()
+        with evaluation_mode(model), torch.no_grad():
+            looks.append((float(loss_fn(model, batch())), float(evaluate(model))))
+    return [a if math.isclose(a, b, rel_tol=1e-6) else None for a, b in zip(*looks, strict=True)]
+
+
+def check_given(before: Sequence[float | None], now: Sequence[float | None], what: str) -> None:
+    """Raise ``ValueError`` if :func:`look_at_given` saw another task before."""
+    for name, old, new in zip(("loss", "quality"), before, now, strict=True):
+        if None not in (old, new) and not math.isclose(old or 0, new or 0, rel_tol=1e-4):
+            raise ValueError(
+                f"{what} a front of another task: before training its model as given had {name} "
+                f"{old:.6g}, and this one has {new:.6g}"
+            )
 
 
 Piece = tuple[Path, Callable[[], None]]

@@ -1,18 +1,20 @@
 """Show how small a model can be: the answer in sentences, a table and pictures of a front."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any, Literal
 
-from comera.extras import listed
+from comera.extras import check_known, listed
 from comera.planning import printing
 from comera.report.pictures import Dot, Panel, draw, shown
 
 if TYPE_CHECKING:
     import pandas as pd
+    from torch import nn
 
 COSTS = {
     "params": ("parameters", ""), "bytes": ("bytes on disk", "B"),
@@ -27,7 +29,9 @@ _UNITS = {
     "params": "parameters", "bytes": "on disk", "memory": "of training memory",
     "step_seconds": "a step", "forward_seconds": "a forward pass",
 }  # fmt: skip
+_HIGHER = {"accuracy", "acc", "auc", "f1", "r2", "precision", "recall", "bleu", "rouge", "map"}
 _WITHIN = 0.02  # share of the best's quality that the smallest good model may give away
+_ALIKE = 1.01  # times a cost up to which another is the same: small tables are made as large
 _ERRORS = 2.0  # standard errors of a difference up to which two models are level
 
 
@@ -86,6 +90,11 @@ class FrontPoint:
     layers: str = ""
     trains_on: str = ""
     note: str = ""
+
+
+def is_higher_better(metric: str) -> bool:
+    """Return whether a metric has the name of one of which more is better."""
+    return not _HIGHER.isdisjoint(re.split(r"[^a-z0-9]+", metric.lower()))
 
 
 def chosen_rates(runs: Sequence[Training], higher: bool) -> dict[str, float]:
@@ -149,6 +158,7 @@ class Front(printing.Report):
         left_out: Why other variants have no point, by name.
         about: How the variants were trained, in words.
         interrupted: Whether some are missing because of Ctrl-C.
+        loader: Function that returns a trained model by the name of its variant.
     """
 
     points: tuple[FrontPoint, ...]
@@ -157,9 +167,25 @@ class Front(printing.Report):
     left_out: Mapping[str, str] = field(default_factory=dict)
     about: str = ""
     interrupted: bool = False
+    loader: "Callable[[str], nn.Module] | None" = field(default=None, compare=False)
+
+    def load(self, name: str) -> "nn.Module":
+        """Return the trained model of a variant, of the first seed.
+
+        Raises ``ValueError`` if no point has that name, or the models are not at hand, as of the
+        front of a sweep.
+        """
+        check_known(name, [point.name for point in self.points], f"name={name!r} is no variant")
+        if self.loader is None:
+            raise ValueError(
+                "the models of this front are in its folder: comera.load_run reads one"
+            )
+        return self.loader(name)
 
     def best(self, points: Sequence[FrontPoint] | None = None) -> FrontPoint:
-        """Return the point of best quality, of all or of some."""
+        """Return the point of best quality, of all or of some; ``ValueError`` if there is none."""
+        if not self.points:
+            raise ValueError(f"no variant has been trained: {self.summary()}")
         return min(self.points if points is None else points, key=self._worse)
 
     def pareto(self, cost: str = "params") -> list[FrontPoint]:
@@ -171,6 +197,8 @@ class Front(printing.Report):
         known = [point for point in self.points if getattr(point, cost) is not None]
         for point in sorted(known, key=lambda p: (getattr(p, cost), self._worse(p))):
             if not found or self._worse(point) < self._worse(found[-1]):
+                if found and getattr(point, cost) <= _ALIKE * getattr(found[-1], cost):
+                    found.pop()
                 found.append(point)
         return found
 
@@ -178,7 +206,11 @@ class Front(printing.Report):
         """Return the point of fewest bytes whose quality is within a share of the best's."""
         best = self.best()
         bound = self._worse(best) + within * abs(best.quality)
-        return min((p for p in self.points if self._worse(p) <= bound), key=lambda p: p.bytes)
+        return self._smallest_of([p for p in self.points if self._worse(p) <= bound])
+
+    def _smallest_of(self, points: Sequence[FrontPoint]) -> FrontPoint:
+        least = min(point.bytes for point in points)
+        return self.best([point for point in points if point.bytes <= _ALIKE * least])
 
     def level(self, one: FrontPoint, other: FrontPoint) -> bool:
         """Return whether errors are known and as large as the difference of two points."""
@@ -189,11 +221,21 @@ class Front(printing.Report):
     def answer(self) -> list[str]:
         """Return how small the model can be, in sentences."""
         if not self.points:
-            return ["No variant has been trained."]
+            why = ", for the reasons below" if self.left_out else ""
+            return [f"No variant has been trained{why}."]
         best, given, least = self.best(), self.points[0], self.smallest()
         said = [f"Best: {self._described(best)}."]
         if best is not given and given.family == "given":
+            bound = self._worse(given)
+            small = self._smallest_of([p for p in self.points if self._worse(p) <= bound])
             said[0] += f" As given: {self._described(given).partition(', ')[2]}."
+            ratio = f"{given.bytes / small.bytes:.1f}x smaller on disk"
+            if small is best:
+                said[0] += f" The best is {ratio}."
+            elif small is given:
+                said.append("Nothing smaller is as good as given.")
+            else:
+                said.append(f"Smallest as good as given: {self._described(small)}; {ratio}.")
         if near := [p.name for p in self.points if p is not best and self.level(p, best)]:
             said[0] += f" Level with the best within its error: {listed(near)}."
         if least is best:
@@ -205,24 +247,33 @@ class Front(printing.Report):
         front = self.pareto("bytes")
         steps = [f"{shown(p.bytes, 'B')} {p.name} ({self._shown(p)})" for p in front]
         said.append(f"Best at each size on disk: {listed(steps, 8)}.")
-        alike: dict[tuple[str, ...], list[tuple[str, list[float]]]] = {}
+        alike: dict[tuple[Any, ...], list[tuple[str, list[float]]]] = {}
         for key in COSTS:
             if leads := self._leads(key):
-                sides = tuple(side for side, _ in leads)
-                alike.setdefault(sides, []).append((key, [start for _, start in leads[1:]]))
-        for (first, *others), costs in alike.items():
+                (first, _), *changed = leads
+                known = [(c, p) for p in self.points if (c := getattr(p, key)) is not None]
+                below = {SIDES[p.compressed] for c, p in known if changed and c < changed[0][1]}
+                kind = (below == {first}, *(side for side, _ in leads))
+                alike.setdefault(kind, []).append((key, [start for _, start in changed]))
+        for (alone, first, *others), costs in alike.items():
             if not others:
-                which = "every cost" if len(alike) == 1 else listed([COSTS[k][0] for k, _ in costs])
+                which = "any cost" if len(alike) == 1 else listed([COSTS[k][0] for k, _ in costs])
                 said.append(f"{_lead(first)}, whatever the limit on {which}.")
             elif len(others) == 1:
                 limits = [f"{shown(at[0], COSTS[k][1])} {_UNITS[k]}" for k, at in costs]
+                leads_by = f"Only {first} models are" if alone else _lead(first)
                 said.append(
-                    f"{_lead(first)} below {listed(limits)}; {_lead(*others).lower()} from there."
+                    f"{leads_by} below {listed(limits)}; {_lead(*others).lower()} from there."
                 )
             for key, starts in costs if len(others) > 1 else ():
                 changes = zip(others, starts, strict=True)
                 where = [f"{who} from {shown(at, COSTS[key][1])}" for who, at in changes]
                 said.append(f"Who leads by {COSTS[key][0]}: {first}, {', '.join(where)}.")
+        if best is not given and 0 < 2 * (given.steps or 0) < (best.steps or 0):
+            said.append(
+                f"In these seconds the model as given made {given.steps:,.0f} steps, {best.name} "
+                f"{best.steps:,.0f}: with more seconds another may lead."
+            )
         if all(point.error is None for point in self.points):
             said.append("One seed each: no errors are known, and small differences may be chance.")
         return said
@@ -235,7 +286,8 @@ class Front(printing.Report):
         known = [(c, p) for p in self.points if (c := getattr(p, cost)) is not None]
         found: list[tuple[str, float]] = []
         for most in sorted({c for c, _ in known}):
-            fits = [[p for c, p in known if c <= most and p.compressed == side] for side in SIDES]
+            among = [p for c, p in known if c <= _ALIKE * most]
+            fits = [[p for p in among if p.compressed == side] for side in SIDES]
             best = [self.best(side) for side in fits if side]
             is_level = len(best) == 2 and self.level(*best)
             found.append((_LEVEL if is_level else SIDES[self.best(best).compressed], most))
@@ -270,8 +322,12 @@ class Front(printing.Report):
 
     def summary(self) -> str:
         """Return how the variants were trained, and which are left out."""
-        lines = [self.about, "* no other is as small on disk and as good"]
-        lines[-1] += "; ± one standard error" * any(point.error for point in self.points)
+        lines = [self.about]
+        if self.points:
+            lines.append("* no other is as small on disk and as good")
+            lines[-1] += "; ± one standard error" * any(point.error for point in self.points)
+        if any(point.family == "8-bits" for point in self.points):
+            lines.append("bytes of eight bits are counted: the file there has the rounded weights")
         lines += [f"{point.name}: {point.note}" for point in self.points if point.note]
         lines += [f"left out: {reason}" for reason in self.left_out.values()]
         return "\n".join(filter(None, lines))
@@ -323,7 +379,8 @@ class Front(printing.Report):
                 lines[side] = [*ends, (most, front[-1].quality)]
         name, unit = COSTS[cost]
         far = not self.higher and self._is_far
-        return Panel(name, self.metric, dots, lines, unit, log=True, log_y=far, steps=True)
+        better = f"{'higher' if self.higher else 'lower'} is better"
+        return Panel(name, self.metric, dots, lines, unit, better, log=True, log_y=far, steps=True)
 
     @property
     def _is_far(self) -> bool:

@@ -28,6 +28,7 @@ class Panel:
     dots: Mapping[str, Sequence[Dot]]
     lines: Mapping[str, Sequence[tuple[float, float]]]
     unit: str = ""  # of the cost, such as s; B is written in powers of 1,024
+    better: str = ""  # which end of the quality is better, in words
     log: bool = False  # the axis of the cost
     log_y: bool = False  # that of the quality
     steps: bool = False  # lines fall where a better dot is, and are flat in between
@@ -35,6 +36,12 @@ class Panel:
 
 COLORS = ("#2a6f97", "#d1495b", "#66a182", "#edae49", "#8d6a9f", "#5c677d", "#bc6c25")
 _LINE = "#8a9299"
+_SIDES = {"dense": "#b4530e", "compressed": "#14608f"}  # as on the pages of runs
+
+
+def _colors(panel: Panel) -> dict[str, str]:
+    kinds = zip(panel.dots, COLORS * len(panel.dots), strict=False)
+    return {kind: _SIDES.get(kind, color) for kind, color in kinds}
 
 
 def draw(panels: Sequence[Panel], library: Literal["matplotlib", "plotly"] = "matplotlib") -> Any:
@@ -58,7 +65,7 @@ def _in_matplotlib(panels: Sequence[Panel]) -> Any:
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     for axes, panel in zip(grid, panels, strict=False):
-        colors = dict(zip([*panel.dots], COLORS * len(panel.dots), strict=False))
+        colors = _colors(panel)
         for kind, dots in panel.dots.items():
             x, y = [dot.x for dot in dots], [dot.y for dot in dots]
             axes.plot(x, y, "o", ms=4, c=colors[kind], label=kind)
@@ -76,7 +83,7 @@ def _in_matplotlib(panels: Sequence[Panel]) -> Any:
             _few_ticks(axes, panel)
         else:
             axes.locator_params("x", nbins=6)
-        axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+        axes.set(xlabel=panel.x_label, ylabel=_with_better(panel))
         if panel.log_y:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -91,6 +98,10 @@ def _in_matplotlib(panels: Sequence[Panel]) -> Any:
     for axes, panel in zip(figure.axes, panels, strict=False):
         _write_names(axes, panel)
     return figure
+
+
+def _with_better(panel: Panel) -> str:
+    return f"{panel.y_label} ({panel.better})" if panel.better else panel.y_label
 
 
 def _few_ticks(axes: Any, panel: Panel) -> None:
@@ -112,17 +123,19 @@ def shown(cost: float | None, unit: str) -> str:
 
 
 def _write_names(axes: Any, panel: Panel) -> None:
-    """Write names beside dots, those on lines first, as long as none covers another."""
+    """Write names beside dots as long as none covers another, the given model's first."""
     on_lines = {point for line in panel.lines.values() for point in line}
     every = [dot for dots in panel.dots.values() for dot in dots if dot.name]
     taken: list[Any] = []
-    for dot in sorted(every, key=lambda dot: (dot.x, dot.y) not in on_lines):
+    for dot in sorted(every, key=lambda dot: (dot.name != "given", (dot.x, dot.y) not in on_lines)):
         text = axes.annotate(
             dot.name, (dot.x, dot.y), (5, 5), textcoords="offset points", fontsize="x-small",
             in_layout=False,
         )  # fmt: skip
+        if text.get_window_extent().x1 > axes.bbox.x1:  # then to the left of its dot
+            text.set(position=(-5, 5), horizontalalignment="right")
         box = text.get_window_extent()
-        if box.count_overlaps(taken) or box.x1 > axes.figure.bbox.x1:  # no room for a name
+        if box.count_overlaps(taken):  # no room for a name
             text.remove()
         else:
             taken.append(box)
@@ -134,7 +147,7 @@ def _in_plotly(panels: Sequence[Panel]) -> Any:
     figure, shares = plotly.Figure(), list[int]()
     for number, panel in enumerate(panels):
         before = len(figure.data)
-        colors = dict(zip([*panel.dots], COLORS * len(panel.dots), strict=False))
+        colors = _colors(panel)
         for name, line in panel.lines.items():
             x, y = zip(*line, strict=True)
             figure.add_scatter(
@@ -156,7 +169,7 @@ def _in_plotly(panels: Sequence[Panel]) -> Any:
     axis = {"type": "log" if panels[0].log else "linear"}
     figure.update_layout(
         xaxis={"title": panels[0].x_label, **axis},
-        yaxis={"title": panels[0].y_label, "type": "log" if panels[0].log_y else "linear"},
+        yaxis={"title": _with_better(panels[0]), "type": "log" if panels[0].log_y else "linear"},
         template="plotly_white", width=760, height=460,
     )  # fmt: skip
     if len(panels) > 1:

@@ -179,10 +179,46 @@ def test_a_model_of_ones_own_is_the_given_one(content, tmp_path, monkeypatch, ca
     assert points[0]["params"] == 300 * 64 + (64 + 1) * 256 + (256 + 1) * 300
 
 
+@pytest.mark.slow
+def test_a_model_that_is_called_otherwise_or_is_another_one(content, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            from torch import nn
+            def pair(width, vocab_size):
+                return nn.Sequential(nn.Embedding(vocab_size, width), nn.Linear(width, 7))
+            def make(width, vocab_size):
+                table = nn.Embedding(vocab_size, width)
+                return nn.Sequential(table, nn.ReLU(), nn.Linear(width, vocab_size))
+            """
+        )
+    )
+    words = ["front", written(content, tmp_path), "--seconds=0.1", "--rates=[1]", "--sizes=1"]
+    words += ["--variants=narrower"]
+    assert main([*words, "--model=mine:pair"]) == 1
+    assert "mine:pair was called with tokens (B, T), int64, and must return" in (
+        capsys.readouterr().err
+    )
+    assert not [*(tmp_path / "out").rglob("trained.json")]
+    assert main([*words, "--model=mine:make", "--overwrite=true"]) == 0
+    source = (tmp_path / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text(source.replace("nn.ReLU()", "nn.Tanh()"))
+    del sys.modules["mine"]
+    capsys.readouterr()
+    assert main([*words, "--model=mine:make"]) == 1
+    assert "out holds a front of another task: before training its model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         ("nowhere", "model.make=nowhere is no folder, and no module:function"),
+        (
+            "mine.py:other",
+            "no folder, and no module:function: write mine:other",
+        ),
         ("mine:other", "model.make=mine:other cannot be imported"),
         ("mine:wants", "model.make=mine:wants needs color, and is given width, depth"),
         ("mine:three", "model.make=mine:three returned 3, which is no module"),
@@ -217,6 +253,7 @@ def test_wrong_settings_are_named(content, tmp_path, capsys):
     for option, said in [
         ("--seconds=0", "seconds=0.0 must be above 0"),
         ("--variants=[bloks]", "did you mean blocks"),
+        ("--variants=bloks", "did you mean blocks"),
         ("--sizes=0", "sizes=0"),
         ("--rates=[]", "rates=[] must hold one at least"),
     ]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
-from comera.report.front import heads_of, rows_for, table_settings
+from comera.report.front import Width, heads_of, plan_variants, rows_for, table_settings
 from comera.report.front_work import round_to_8_bits_, side_by_side
 from comera.shapes import TTMShape
 
@@ -122,6 +122,36 @@ def test_a_trained_model_can_be_loaded(made, data):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["given", "trains-8x", "fewer-words-16", "given-to-50%"])
+def test_a_model_is_loaded_by_its_name(name, made, data):
+    found, folder = made
+    point = next(point for point in found.points if point.name == name)
+    model = found.load(name).eval()
+    place = folder / name / f"rate-{point.rate:g}" / "seed-0"
+    with torch.no_grad():
+        loss = evaluate_on(data[25:])(model)
+    assert loss == pytest.approx(json.loads((place / "trained.json").read_text())["test"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_another_task_is_not_taken_for_the_one_in_the_folder(made, data):
+    _, folder = made
+
+    def call(**changes):
+        given = {"loss_fn": loss_fn, "batches": data[:20], "evaluate": evaluate_on(data[20:25])}
+        comera.front(Bag, **given | changes, widths=[64], seconds=0.2, folder=folder)
+
+    other = [(words.flip(0), classes) for words, classes in data]
+    for changes, said in [
+        ({"loss_fn": lambda m, b: 2 * loss_fn(m, b)}, "had loss 1.* and this one has 3"),
+        ({"batches": other}, "had loss"),
+        ({"evaluate": lambda model: 123.0}, "had quality .* and this one has 123"),
+    ]:
+        with pytest.raises(ValueError, match=f"holds a front of another task: .*{said}"):
+            call(**changes)
+
+
+@pytest.mark.slow
 def test_what_fails_is_named_and_the_others_go_on(data, tmp_path):
     def bad(model, batch):
         loss = loss_fn(model, batch)
@@ -156,6 +186,15 @@ def test_it_runs_in_this_process_where_none_can_be_forked(data, tmp_path, monkey
     assert "widths=[...] names none" in found.left_out["narrower"]
 
 
+def test_layers_that_no_variant_changes_are_named():
+    model = nn.Sequential(nn.Embedding(100, 32), nn.LSTM(32, 64), nn.Linear(64, 100))
+    width = Width("32", 32)
+    _, left_out = plan_variants(["low-rank"], 1, [width], lambda key: model, lambda *_: "")
+    assert left_out == {
+        "layers": "25,088 of 34,788 parameters, of LSTM: variants change linear layers and tables"
+    }
+
+
 def test_wrong_arguments_are_refused_before_anything_is_trained(data, tmp_path):
     def call(**changes):
         given = {"make_model": Bag, "loss_fn": loss_fn, "batches": data, "widths": [16]}
@@ -165,7 +204,10 @@ def test_wrong_arguments_are_refused_before_anything_is_trained(data, tmp_path):
     for changes, kind, said in [
         ({"evaluate": None}, TypeError, "evaluate=None must be a function"),
         ({"variants": ["bloks"]}, ValueError, "'bloks', which is no family: did you mean blocks"),
-        ({"variants": "blocks"}, TypeError, "must be a list of families"),
+        ({"variants": "table,bloks"}, ValueError, "'bloks', which is no family: did you mean"),
+        ({"make_model": Bag(16)}, TypeError, r"is a model: .* makes one, such as lambda: Bag\("),
+        ({"widths": [16, 32]}, ValueError, r"the largest: make_model\(32\) has [\d,]+ parameters"),
+        ({"loss_fn": lambda model, batch, more: 0}, TypeError, "argument: 'more'"),
         ({"variants": ["shallower"]}, ValueError, "widths may hold what makes"),
         ({"seconds": 0}, ValueError, "seconds=0 must be above 0"),
         ({"rates": []}, ValueError, r"rates=\[\] must hold one at least"),

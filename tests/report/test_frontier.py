@@ -2,7 +2,14 @@ import math
 
 import pytest
 
-from comera.report.frontier import Front, FrontPoint, Training, chosen_rates, points_of
+from comera.report.frontier import (
+    Front,
+    FrontPoint,
+    Training,
+    chosen_rates,
+    is_higher_better,
+    points_of,
+)
 
 
 def point(name, quality, size, compressed=False, error=None, family="narrower", **more):
@@ -22,10 +29,13 @@ POINTS = (
 
 
 def test_the_answer_names_best_smallest_and_who_leads_where():
-    best, smallest, sizes, *leads = Front(POINTS).answer()
+    best, as_given, smallest, sizes, *leads = Front(POINTS).answer()
     assert (
         best
         == "Best: narrower, loss 1.000, 500 parameters. As given: loss 2.000, 1,000 parameters."
+    )
+    assert as_given == (
+        "Smallest as good as given: blocks, loss 1.010, 250 parameters; 4.0x smaller on disk."
     )
     assert smallest == (
         "Smallest within 2% of the best: blocks, loss 1.010, 250 parameters; 2.0x smaller on disk "
@@ -48,7 +58,7 @@ def test_models_within_their_errors_are_level():
     front = Front((GIVEN, *near))
     assert "Level with the best within its error: blocks." in front.answer()[0]
     assert any(
-        "models lead below 500 parameters, 1.95 KiB on disk; both sides are level" in said
+        "models are below 500 parameters, 1.95 KiB on disk; both sides are level" in said
         for said in front.answer()
     )
     far = Front((GIVEN, near[0], point("blocks", 1.06, 1000, True, 0.02)))
@@ -122,3 +132,37 @@ def test_rates_are_chosen_by_development_data_and_means_are_of_test_data():
     assert (b.quality, b.note) == (4.0, "diverged at rate 0.1, seed 0")
     assert chosen_rates(runs, higher=True) == {"a": 0.2, "b": 0.2}
     assert [p.error for p in points_of(runs[:2], False)] == [None]
+
+
+def test_who_is_as_small_is_chosen_by_quality():
+    even = [point("table", 1.01, 401, True), point("fewer", 1.02, 400), point("wide", 1.0, 800)]
+    front = Front((GIVEN, *even))
+    assert front.smallest(0.05).name == "table"
+    assert [each.name for each in front.pareto("bytes")] == ["table", "wide"]
+    assert not any("Only" in said for said in front.answer())
+
+
+def test_a_model_that_made_few_steps_is_named():
+    few = [point("given", 2.0, 4000, family="given", steps=40), point("narrow", 1.0, 900, steps=90)]
+    said = "In these seconds the model as given made 40 steps, narrow 90: with more seconds another"
+    assert any(each.startswith(said) for each in Front(tuple(few)).answer())
+    assert not any("made" in each for each in Front((few[1], few[0])).answer())
+
+
+@pytest.mark.parametrize(
+    ("metric", "higher"),
+    [("accuracy", True), ("test AUC", True), ("f1_macro", True), ("loss", False), ("map", True)],
+)
+def test_names_of_metrics_tell_which_end_is_better(metric, higher):
+    assert is_higher_better(metric) == higher
+
+
+def test_a_front_of_nothing_says_why():
+    front = Front((), left_out={"given": "given: RuntimeError: no"})
+    assert str(front).split("\n") == [
+        "No variant has been trained, for the reasons below.", "left out: given: RuntimeError: no",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no variant has been trained: left out: given: Runtime"):
+        front.smallest()
+    with pytest.raises(ValueError, match="name='x' is no variant"):
+        front.load("x")

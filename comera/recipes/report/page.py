@@ -145,7 +145,8 @@ def chart_of(panel: Panel) -> Chart:
         points = [
             Point(
                 dot.x, dot.y, re.sub(r"</?b>", "", "\n".join(dot.hover)),
-                dot.name if (dot.x, dot.y) in ends else "", dot.error or 0.0,
+                dot.name if (dot.x, dot.y) in ends or dot.name == "given" else "",
+                dot.error or 0.0,
             )
             for dot in sorted(dots, key=lambda dot: dot.x)
         ]  # fmt: skip
@@ -153,7 +154,7 @@ def chart_of(panel: Panel) -> Chart:
         lines.append(Line(side, side, points, joined=False, dots=True))
     every = [point for line in lines for point in line.points]
     unit = {"B": ", in bytes", "s": ", in seconds"}.get(panel.unit, "")
-    caption = f"Further left costs less{unit}."
+    caption = f"Further left costs less{unit}; {panel.better}."
     if any(point.error for point in every):
         caption += " Bars are standard errors."
     heights = [end for point in every for end in (point.y - point.error, point.y + point.error)]
