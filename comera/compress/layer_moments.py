@@ -144,8 +144,9 @@ def gather_moments(
     The model is in evaluation mode meanwhile; gradients of parameters stay as they are.
     ``loss_fn(model, batch)`` returns the mean loss over the batch; one batch is held at a time.
     ``keep`` is a file for the moments, as in :func:`~comera.compress_`. Returns moments in float32
-    or wider, by layer name. Raises ``ValueError`` if there is no batch, a loss is not finite or has
-    no gradient, a layer is never called, or the file belongs to other layers or weights.
+    or wider, by layer name, without layers that the loss does not depend on, which the log names.
+    Raises ``ValueError`` if there is no batch, a loss is not finite or has no gradient, it depends
+    on none of the layers in the first batch, or the file belongs to other layers or weights.
     """
     found = {}
     for name, layer in layers.items():
@@ -160,7 +161,7 @@ def gather_moments(
     keep = Path(keep).expanduser() if keep else None
     seen, complete = _read(keep, layers, found) if keep and keep.exists() else (0, False)
     if complete:
-        return found
+        return _without_idle(model, found)
     saved = time.monotonic()
     left = itertools.islice(batches, seen, None)
     total = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
@@ -181,20 +182,30 @@ def gather_moments(
                 if first:
                     torch.autograd.grad(loss, first, allow_unused=True)
             seen += 1
+            if not any(moments.grad_rows for moments in found.values()):
+                raise ValueError(
+                    f"the loss depends on no output of {listed(list(found))}, in the first batch: "
+                    "none can be compressed by it"
+                )
             if keep and time.monotonic() - saved > _SAVE_EVERY:
                 _write(keep, layers, found, seen, complete=False)
                 saved = time.monotonic()
     if not seen:
         raise ValueError("calibration has no batch; some hundred sequences are enough")
-    if idle := [name for name, moments in found.items() if not moments.grad_rows]:
-        raise ValueError(f"the loss depends on no output of {', '.join(idle)}: exclude them")
     whole = max(moments.grad_rows for moments in found.values())
     for moments in found.values():
         moments.batches = seen
         moments.grads_OO.mul_(moments.grad_rows / whole)  # the last batches may not have called it
     if keep:
         _write(keep, layers, found, seen, complete=True)
-    return found
+    return _without_idle(model, found)
+
+
+def _without_idle(model: nn.Module, found: dict[str, LayerMoments]) -> dict[str, LayerMoments]:
+    """Return the moments of layers that play a part in the loss; the log names the others."""
+    if idle := [name for name, moments in found.items() if not moments.grad_rows]:
+        say_dense("the calibration", model, idle, "the loss depends on none of their outputs")
+    return {name: moments for name, moments in found.items() if moments.grad_rows}
 
 
 def _write(

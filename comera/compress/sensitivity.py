@@ -275,8 +275,8 @@ def look_at(
     )
     rows = max(round(each.rows / each.batches) for each in moments.values())
     made = []
-    for name, layer in layers.items():
-        weight = layer_moments.weight_OI(layer)
+    for name in list(moments):
+        weight = layer_moments.weight_OI(layers[name])
         # Moments are freed as the decompositions come, which are no larger.
         whitened = whitened_svd(weight, moments.pop(name))
         made.append(LayerSensitivity(name, whitened, checksum(weight)))

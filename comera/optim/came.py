@@ -116,7 +116,7 @@ class CAME(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; raises the errors of the class."""
-        state_layout.check_keys(param_group, self.defaults, "CAME")
+        state_layout.check_keys(param_group, self.defaults.keys(), "CAME")
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups.pop()

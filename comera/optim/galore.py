@@ -75,8 +75,9 @@ class GaLore(Optimizer):
         its first one a parameter waits.
 
     Raises:
-        ValueError: If a group has an unknown key or a setting out of range, if a projected group
-            holds a vector, or if a parameter is given twice.
+        ValueError: If a group has a setting out of range, if a projected group holds a vector, or
+            if a parameter is given twice.
+        TypeError: If a group has a key that is nearly a setting; others are kept.
 
     Example::
 

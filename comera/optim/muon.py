@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comera.ops.context import without_autocast
 from comera.ops.product import batched_by
-from comera.optim.state_layout import check_gradient, check_whole, plain_step
+from comera.optim.state_layout import check_gradient, check_keys, check_whole, plain_step
 from comera.shapes import check_whole_numbers
 
 log = logging.getLogger("comera")

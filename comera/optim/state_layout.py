@@ -8,7 +8,7 @@ CUDA graph cannot hold its step.
 import contextlib
 import difflib
 import reprlib
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Set
 from typing import Any, Protocol
 
 import torch
@@ -193,15 +193,18 @@ def whole(optimizer: Optimizer) -> dict[str, Any]:
 _MADE_FOR = {"muon": "comera.MuonAdamW", "rank": "comera.GaLore"}
 
 
-def check_keys(group: Collection[str], known: Collection[str], name: str) -> None:
+def check_keys(group: Collection[str], known: Set[str], name: str) -> None:
     """Raise ``TypeError`` for a key of a parameter group that is nearly a setting, not quite.
 
     Others are kept for whom they belong to, as torch does: those of SAM, ``lr_scale`` of timm.
     """
     for key in group:
-        parts = [each for each in known if key in each]  # "gap" of "update_proj_gap"
-        near = parts or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-        if key in known or key == "params" or not (near or key in _MADE_FOR):
+        if key in known or key == "params":
+            continue
+        near = [each for each in known if key in each]  # "gap" of "update_proj_gap"
+        if known.isdisjoint(key.split("_")):  # "scale" is a part of "lr_scale", which is another
+            near += difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        if not near and key not in _MADE_FOR:
             continue
         hint = f": did you mean {near[0]}?" if near else ""
         if key in _MADE_FOR:

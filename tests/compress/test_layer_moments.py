@@ -158,9 +158,22 @@ def test_what_is_wrong_is_named():
         gather_moments(net, layers(net), [], loss_fn)
     with pytest.raises(ValueError, match="loss_fn gave nan for batch 0"):
         gather_moments(net, layers(net), batches(), lambda m, b: loss_fn(m, b) * float("nan"))
-    spare = {**layers(net), "spare": nn.Linear(2, 2)}
-    with pytest.raises(ValueError, match="the loss depends on no output of spare"):
-        gather_moments(net, spare, batches(), loss_fn)
+    net.spare, seen = nn.Linear(2, 2), []
+    many = (seen.append(batch) or batch for batch in [*batches()] * 3)
+    with pytest.raises(ValueError, match="the loss depends on no output of spare, in the first"):
+        gather_moments(net, {"spare": net.spare}, many, loss_fn)
+    assert len(seen) == 1
+
+
+def test_a_layer_that_plays_no_part_stays_dense(tmp_path, caplog):
+    net = Net()
+    net.spare = nn.Linear(2, 2)
+    given, keep = {**layers(net), "spare": net.spare}, tmp_path / "moments.safetensors"
+    found = gather_moments(net, given, batches(), loss_fn, keep)
+    assert found.keys() == layers(net).keys()
+    assert "leaves spare dense: the loss depends on none of their outputs" in caplog.text
+    again = gather_moments(net, given, [], loss_fn, keep)  # reads the file, and no batch
+    assert again.keys() == found.keys()
 
     class Step(torch.autograd.Function):
         @staticmethod
@@ -173,10 +186,8 @@ def test_what_is_wrong_is_named():
 
     stepped = nn.Sequential(nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 2))
     stepped[1].forward = Step.apply
-    with pytest.raises(ValueError, match="the loss depends on no output of 0: exclude"):
-        gather_moments(
-            stepped, {"0": stepped[0], "2": stepped[2]}, [torch.ones(3, 2)], lambda m, b: m(b).sum()
-        )
+    pair = {"0": stepped[0], "2": stepped[2]}
+    assert [*gather_moments(stepped, pair, [torch.ones(3, 2)], lambda m, b: m(b).sum())] == ["2"]
 
 
 def test_an_interrupted_calibration_goes_on_where_it_was(tmp_path, monkeypatch):

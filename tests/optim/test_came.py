@@ -264,8 +264,76 @@ def test_settings_out_of_range_are_refused(settings, message):
         comera.CAME([{"params": params, **settings}])
 
 
+MAKERS = {
+    "CAME": comera.CAME,
+    "GaLore": comera.GaLoreAdamW,
+    "GaLore, Adafactor": lambda groups, **given: comera.GaLore(
+        groups, torch.optim.Adafactor, **given
+    ),
+    "MuonAdamW": comera.MuonAdamW,
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_keys_of_groups_that_others_need_are_kept_and_near_misses_refused(make):
+    def group(**keys):
+        return [{"params": [nn.Parameter(torch.ones(3, 4))], **keys}]
+
+    kept = {"rho": 0.05, "adaptive": False, "lr_scale": 0.5, "name": "first", "initial_lr": 1e-3}
+    optimizer = make(group(**kept), lr=1e-3, foreach=False)
+    assert optimizer.param_groups[0].items() >= kept.items()
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3, 4)
+    optimizer.step()
+    loaded = make(group(**kept), lr=1e-3)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert loaded.param_groups[0].items() >= kept.items()
+    for key, meant in {"weight_decy": "weight_decay", "weigth_decay": "weight_decay"}.items():
+        with pytest.raises(TypeError, match=f"no setting '{key}': did you mean {meant}"):
+            make(group(**{key: 0.1}))
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation as it is usually written: its base has its groups."""
+
+    def __init__(self, params, base, rho=0.05, adaptive=False, **settings):
+        super().__init__(params, {"rho": rho, "adaptive": adaptive, **settings})
+        self.base = base(self.param_groups, **settings)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure):
+        params = [p for group in self.param_groups for p in group["params"]]
+        ascents = [group["rho"] * p.grad for group in self.param_groups for p in group["params"]]
+        torch._foreach_add_(params, ascents)
+        with torch.enable_grad():
+            loss = closure()
+        torch._foreach_sub_(params, ascents)
+        self.base.step()
+        return loss
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_sam_steps_by_it(make):
+    torch.manual_seed(0)
+    target, x = torch.randn(8, 6), torch.randn(32, 8)
+    weight = nn.Parameter(target + 1)
+    optimizer = SAM([weight], make, lr=1e-2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (x @ weight - x @ target).square().mean()
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(60):
+        closure()
+        losses.append(optimizer.step(closure).item())
+    assert losses[-1] < losses[0]
+
+
 def test_unknown_settings_are_refused_by_name():
-    with pytest.raises(TypeError, match=r"no setting 'beta'; .* betas"):
+    with pytest.raises(TypeError, match=r"no setting 'beta': did you mean betas"):
         comera.CAME([{"params": [nn.Parameter(torch.ones(3))], "beta": 0.9}])
 
 

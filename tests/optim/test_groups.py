@@ -181,10 +181,12 @@ def test_groups_for_muon_are_for_muonadamw(half):
     def groups():
         return comera.param_groups(half, 1e-3, muon_modules="1")
 
-    with pytest.raises(TypeError, match=r"no setting 'muon'; .* are made for comera.MuonAdamW"):
+    with pytest.raises(TypeError, match=r"no setting 'muon': .* are made for comera.MuonAdamW"):
         comera.CAME(groups())
-    with pytest.raises(ValueError, match=r"keys \['muon'\] .* are made for comera.MuonAdamW"):
+    with pytest.raises(TypeError, match=r"no setting 'muon': .* are made for comera.MuonAdamW"):
         comera.GaLoreAdamW(groups())
+    with pytest.raises(TypeError, match=r"no setting 'rank': .* are made for comera.GaLore"):
+        comera.CAME([{"params": list(half.parameters()), "rank": 4}])
     assert trained(half, comera.GaLore(groups(), comera.MuonAdamW))
 
 
