@@ -16,8 +16,9 @@ from comera.compress.allocate import CompressedLayers, parse_budget
 from comera.compress.layer_moments import Layer, LossFn, linear_targets, own_loss, weight_OI
 from comera.compress.sensitivity import LayerSensitivity, Sensitivity, look_at
 from comera.nn.embedding import TTEmbedding
-from comera.nn.linear import TTLinear
-from comera.nn.module import check_model
+from comera.nn.forms import as_torch, experts_apart, form_of
+from comera.nn.linear import TTLinear, TTPointwise
+from comera.nn.module import check_model, linear_of
 from comera.nn.swap import evaluation_mode, naming_old_optimizers, swap_layers_
 from comera.nn.table import padding_to_keep
 from comera.params import checksum, model_size, renew_wrappers_
@@ -158,28 +159,31 @@ def compress_(
         return sum(losses) / max(1, len(losses))
 
     begun = time.monotonic()
-    if isinstance(calibration, Sensitivity):
-        check_unused(loss_fn, target_modules, exclude_modules, keep)
-        found = calibration
-    else:
-        targets = linear_targets(model, target_modules, exclude_modules, "compress_")
-        found = look_at(model, targets, calibration, loss_fn, keep=keep, progress=progress)
-    layers = {layer.name: _same(model, layer) for layer in found.layers}
-    before = model_size(model)
-    loss = None
-    if budget is None:
-        assert max_loss is not None, "one of them is given"
-        budget, loss = _smallest_share(model, layers, found, evaluate or mean_loss, max_loss)
-    made = found.choose(budget)
-    new = {
-        id(layers[one.name]): _low_rank(layers[one.name], *about.whitened.factors(one.rank))
-        for one, about in zip(made, found.layers, strict=True)
-        if one.rank is not None
-    }
-    with naming_old_optimizers(model):
-        renew_wrappers_(swap_layers_(model, new).modules())
-    after, seconds = model_size(model), time.monotonic() - begun
-    return Compression(made, before.params, after.params, before.bytes, after.bytes, seconds, loss)
+    with experts_apart(model):
+        if isinstance(calibration, Sensitivity):
+            check_unused(loss_fn, target_modules, exclude_modules, keep)
+            found = calibration
+        else:
+            targets = linear_targets(model, target_modules, exclude_modules, "compress_")
+            found = look_at(model, targets, calibration, loss_fn, keep=keep, progress=progress)
+        layers = {layer.name: _same(model, layer) for layer in found.layers}
+        before = model_size(model)
+        loss = None
+        if budget is None:
+            assert max_loss is not None, "one of them is given"
+            budget, loss = _smallest_share(model, layers, found, evaluate or mean_loss, max_loss)
+        made = found.choose(budget)
+        new = {
+            id(layers[one.name]): _low_rank(layers[one.name], *about.whitened.factors(one.rank))
+            for one, about in zip(made, found.layers, strict=True)
+            if one.rank is not None
+        }
+        with naming_old_optimizers(model):
+            renew_wrappers_(swap_layers_(model, new).modules())
+        after, seconds = model_size(model), time.monotonic() - begun
+        return Compression(
+            made, before.params, after.params, before.bytes, after.bytes, seconds, loss
+        )
 
 
 def check_unused(loss_fn: object, targets: object, exclude: object, keep: object = None) -> None:
@@ -208,7 +212,8 @@ def _same(model: nn.Module, found: LayerSensitivity) -> Layer:
     layer, weight = None, found.whitened.weight_OI
     with suppress(AttributeError):
         layer = model.get_submodule(found.name)
-    if type(layer) not in (nn.Linear, nn.Embedding) or weight_OI(layer).shape != weight.shape:
+    known = layer is not None and type(as_torch(layer)) in (nn.Linear, nn.Embedding)
+    if not known or weight_OI(layer).shape != weight.shape:
         raise ValueError(
             f"{found.name} is no linear layer or table with a weight of {tuple(weight.shape)} in "
             "this model, and was one when sensitivity looked"
@@ -241,8 +246,7 @@ def _smallest_share(
                 if one.rank is not None:
                     left, right = about.whitened.factors(one.rank)
                     product, layer = left @ right, layers[one.name]
-                    product = product.T if isinstance(layer, nn.Embedding) else product
-                    layer.weight.data = product.to(layer.weight.dtype)
+                    layer.weight.data = _as_stored(layer, product.to(layer.weight.dtype))
             loss = measured(evaluate, model)
         finally:
             for name, data in dense.items():
@@ -259,6 +263,15 @@ def _smallest_share(
     return high, best
 
 
+def _as_stored(layer: Layer, weight_OI: Tensor) -> Tensor:
+    """Return a weight as the layer's class has it, such as transposed."""
+    if isinstance(layer, nn.Embedding):
+        return weight_OI.T
+    if (form := form_of(layer)) is None:
+        return weight_OI
+    return form.from_torch(linear_of(nn.Parameter(weight_OI), None)).weight.data  # type: ignore[return-value]
+
+
 @torch.no_grad()
 def _low_rank(layer: Layer, left_OR: Tensor, right_RI: Tensor) -> TTLinear | TTEmbedding:
     rank = len(right_RI)
@@ -271,6 +284,13 @@ def _low_rank(layer: Layer, left_OR: Tensor, right_RI: Tensor) -> TTLinear | TTE
         table.set_cores_([right_RI.T[None, :, None], left_OR.T[:, None, :, None]])
         table.freeze_like_(layer)
         return table.train(layer.training)
-    out_features, in_features = layer.weight.shape
-    shape = TTShape((in_features,), (out_features,), (rank,))
-    return TTLinear.from_cores(layer, shape, [right_RI.T[None], left_OR.T[:, :, None]])
+    shape = TTShape((right_RI.shape[1],), (len(left_OR),), (rank,))
+    cores = [right_RI.T[None], left_OR.T[:, :, None]]
+    if (form := form_of(layer)) is None:
+        return TTLinear.from_cores(layer, shape, cores)
+    kind = TTLinear if form.feature_dim == -1 else TTPointwise
+    made = kind.from_cores(as_torch(layer), shape, cores)
+    made.dense_form = form.name
+    if isinstance(made, TTPointwise):
+        made.feature_dim = form.feature_dim
+    return made

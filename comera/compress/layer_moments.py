@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from comera.extras import listed
 from comera.files import replacing
-from comera.nn.forms import form_of
+from comera.nn.forms import as_torch, form_of
 from comera.nn.swap import evaluation_mode, every_layer_called, uncompiled
 from comera.nn.targets import TTConfig, find_targets, other_holders, say_dense, tied_groups
 from comera.params import checksum
@@ -43,7 +43,7 @@ _BLOCK = 256
 
 def weight_OI(layer: Layer) -> Tensor:
     """Return a layer's weight as a matrix; a table's is transposed, as for one-hot inputs."""
-    return layer.weight.detach().T if isinstance(layer, nn.Embedding) else layer.weight
+    return layer.weight.detach().T if isinstance(layer, nn.Embedding) else as_torch(layer).weight
 
 
 def linear_targets(
@@ -57,10 +57,13 @@ def linear_targets(
     found: dict[str, Layer] = {}
     dense: dict[str, list[str]] = {}
     for names, modules in tied_groups(find_targets(model, config, None, caller)):
-        layer, why = modules[0], ""
+        layer: Any = modules[0]
+        why = ""
         if len(modules) > 1 or other_holders(model, modules):
             why = "another module holds the weight"
-        elif not isinstance(layer, nn.Linear | nn.Embedding) or form_of(layer) is not None:
+        elif not isinstance(as_torch(layer), nn.Linear) and (
+            not isinstance(layer, nn.Embedding) or form_of(layer) is not None
+        ):
             why = f"{type(layer).__name__} is not among what it compresses"
         elif isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq):
             why = "rows that share a basis cannot be scaled one by one (max_norm, ...)"
@@ -280,7 +283,9 @@ def _watched(
 
     def hook(name: str) -> Callable[..., Tensor]:
         def after(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-            args = args or (kwargs["input"],)
+            args = args or tuple(kwargs.values())
+            form = form_of(layer)
+            dim = -1 if form is None else form.feature_dim
             moments = found[name]
             padding: Tensor | None = None  # where the output is zero, whatever the weight is
             if isinstance(layer, nn.Embedding):
@@ -290,11 +295,13 @@ def _watched(
                     padding = (args[0] == layer.padding_idx).unsqueeze(-1)
                 moments.add_inputs(counts.to(moments.inputs_II.dtype), args[0].numel())
             else:
-                moments.add_inputs(*squares.of(args[0], moments.inputs_II.dtype))
+                x = args[0] if dim == -1 else args[0].movedim(dim, -1)
+                moments.add_inputs(*squares.of(x, moments.inputs_II.dtype))
 
             def take(grad: Tensor) -> None:
                 nonlocal terms
                 grad = grad if padding is None else grad.masked_fill(padding, 0)
+                grad = grad if dim == -1 else grad.movedim(dim, -1)
                 grad_NO = torch.atleast_2d(grad).flatten(0, -2).to(moments.grads_OO.dtype)
                 if len(grad_NO):
                     terms = terms or len(grad_NO)

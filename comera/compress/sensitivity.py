@@ -20,6 +20,7 @@ from comera.compress.allocate import (
     parse_budget,
 )
 from comera.compress.whitened import WhitenedSVD, whitened_svd
+from comera.nn.forms import experts_apart
 from comera.params import checksum, model_size
 from comera.planning import printing
 
@@ -257,8 +258,9 @@ def sensitivity(
         small = copy.deepcopy(model)
         comera.compress_(small, found, budget=0.8)
     """
-    layers = layer_moments.linear_targets(model, target_modules, exclude_modules, "sensitivity")
-    return look_at(model, layers, calibration, loss_fn, keep=keep, progress=progress)
+    with experts_apart(model):
+        layers = layer_moments.linear_targets(model, target_modules, exclude_modules, "sensitivity")
+        return look_at(model, layers, calibration, loss_fn, keep=keep, progress=progress)
 
 
 def look_at(
