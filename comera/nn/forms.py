@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from comera.nn.feed_forward_parts import may_fuse, path_of
 from comera.nn.fused import factors_together, grouped_linear
@@ -46,9 +47,9 @@ def register_layer(
     """Register layers of another class for :func:`~comera.tensorize_` and :func:`~comera.densify_`.
 
     Layers of that class compute the same as a torch layer and have a parameter ``weight``. Already
-    registered are ``Conv1D`` and tables that scale their output, such as Gemma's, of transformers,
-    and ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` of
-    kernel 1, stride 1, one group and no padding.
+    registered are ``Conv1D``, ``FalconLinear`` and tables that scale their output, such as Gemma's,
+    of transformers, ``Linear`` of torch_geometric, and ``nn.Conv1d``, ``nn.Conv2d`` and
+    ``nn.Conv3d`` of kernel 1, stride 1, one group and no padding.
 
     Args:
         dense_class: The class, or its module and name joined by a dot; subclasses do not count.
@@ -168,6 +169,27 @@ register_layer(
     lambda layer: _as_linear(layer.weight.detach().T, layer),
     _conv1d_of_linear,
 )
+
+
+def _named_linear(name: str, linear: nn.Linear) -> nn.Module:
+    module, _, kind = name.rpartition(".")
+    sizes = linear.in_features, linear.out_features
+    layer: Any = getattr(import_module(module), kind)(*sizes, bias=linear.bias is not None)
+    layer.weight, layer.bias = linear.weight, linear.bias
+    return layer
+
+
+# Classes of their own that compute what nn.Linear does.
+for _name in (
+    "transformers.models.falcon.modeling_falcon.FalconLinear",
+    "torch_geometric.nn.dense.linear.Linear",
+):
+    register_layer(
+        _name,
+        lambda layer: linear_of(layer.weight, layer.bias).train(layer.training),
+        partial(_named_linear, _name),
+        fits=lambda layer: not is_lazy(layer.weight),
+    )
 for _spatial, _conv in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):
     register_layer(
         _conv,

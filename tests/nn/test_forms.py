@@ -151,3 +151,39 @@ def test_a_table_that_does_more_than_scale_stays_dense(caplog):
     comera.tensorize_(model, comera.TTConfig(rank=2, init="orthogonal"))
     assert type(model[0]) is kind
     assert "leaves 0 dense: a subclass of the torch layer may do more" in caplog.text
+
+
+def falcon():
+    modeling = peer("transformers.models.falcon.modeling_falcon")
+    return modeling.FalconLinear(32, 64), modeling.FalconLinear(64, 32, bias=False)
+
+
+def geometric():
+    dense = pytest.importorskip("torch_geometric.nn.dense.linear")
+    return dense.Linear(32, 64), dense.Linear(64, 32, bias=False)
+
+
+@pytest.mark.parametrize("layers", [falcon, geometric])
+def test_classes_of_their_own_that_compute_what_a_linear_layer_does(layers, caplog):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*layers()), torch.randn(5, 32)
+    for name, param in net.named_parameters():
+        nn.init.normal_(param, 0.1 * name.endswith("bias"), 0.2)
+    kinds, want = [type(layer) for layer in net], net(x)
+    comera.tensorize_(net, comera.TTConfig(rank=12, order=1, init="svd", tokens=1 << 16))
+    assert [type(layer) for layer in net] == [comera.TTLinear] * 2
+    got = net(x)
+    comera.densify_(net)
+    assert [type(layer) for layer in net] == kinds
+    torch.testing.assert_close(net(x), got)
+    whole = comera.tensorize_(net, comera.TTConfig(rank=32, order=1, init="svd", min_size=0))
+    torch.testing.assert_close(whole(x), got, atol=1e-4, rtol=1e-4)
+    assert want.shape == got.shape
+
+
+def test_a_layer_that_does_not_know_its_width_stays():
+    dense = pytest.importorskip("torch_geometric.nn.dense.linear")
+    net = nn.Sequential(dense.Linear(-1, 64), nn.Linear(64, 64))
+    comera.tensorize_(net, comera.TTConfig(rank=4, init="orthogonal", tokens=1 << 16))
+    assert type(net[0]) is dense.Linear
+    assert type(net[1]) is comera.TTLinear
