@@ -4,7 +4,7 @@ import gc
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from comera.extras import listed
 
 _fused_steps = 0
 """Steps of optimizers with ``fused=True``, whose writes no tensor's version counts."""
+
+_watching = WeakSet["Undisturbed"]()
+"""Models that are being saved."""
 
 _resized = 0
 """Number of times that a parameter was given another shape."""
@@ -55,26 +58,41 @@ hooks.register_optimizer_step_pre_hook(check_fused_state)
 @hooks.register_optimizer_step_post_hook
 def _count_step(optimizer: Optimizer, *_: Any) -> None:
     global _fused_steps
-    if not torch.compiler.is_compiling():  # a graph would be compiled for each count
-        _fused_steps += any(group.get("fused") for group in optimizer.param_groups)
+    if torch.compiler.is_compiling():  # a graph would be compiled for each count
+        return
+    if any(group.get("fused") for group in optimizer.param_groups):
+        _fused_steps += 1
+        for watched in list(_watching):
+            watched.see(optimizer)
 
 
 class Undisturbed:
     """Watch named tensors for writes, while a model is saved; writes via ``.data`` go unnoticed."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._steps = _fused_steps
         self._versions = {
             name: (tensor, tensor._version)
             for name, tensor in tensors.items()
             if isinstance(tensor, Tensor) and not tensor.is_inference()
         }
+        self._fused: set[int] = set()  # addresses of what fused optimizers have stepped
+        _watching.add(self)
+
+    def see(self, optimizer: Optimizer) -> None:
+        """Note which parameters an optimizer has stepped, whose writes no version counts."""
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                local = (getattr(param, "_local_tensor", param) for param in group["params"])
+                self._fused.update(param.data_ptr() for param in local)
 
     def check(self) -> None:
         """Raise RuntimeError with the names of tensors that were written to since the start."""
-        written = [name for name, (tensor, at) in self._versions.items() if tensor._version > at]
-        if written or _fused_steps > self._steps:
-            written = written or ["parameters, by an optimizer with fused=True"]
+        _watching.discard(self)
+        written = [
+            name for name, (tensor, at) in self._versions.items()
+            if tensor._version > at or (self._fused and tensor.data_ptr() in self._fused)
+        ]  # fmt: skip
+        if written:
             raise RuntimeError(
                 f"written to while the model was being saved: {listed(written)}. That would save a "
                 "mixture of before and after; save between two steps, or save a copy that was made "
