@@ -71,8 +71,10 @@ class NliData:
                 f"{name}.length={self.length} must be at least {_SHORTEST}: [CLS], a token of each "
                 "sentence and [SEP] after both"
             )
-        if self.vocab_size < 1:
-            raise ValueError(f"{name}.vocab_size={self.vocab_size} must be at least 1")
+        if not 1 <= self.vocab_size <= vocabulary.MOST:
+            raise ValueError(
+                f"{name}.vocab_size={self.vocab_size} must be from 1 to {vocabulary.MOST:,}"
+            )
 
     @property
     def splits(self) -> dict[str, list[str]]:

@@ -55,6 +55,8 @@ class TextData:
             raise ValueError(f"{name}.max_megabytes={self.max_megabytes} must be above 0")
         if self.length < 2:
             raise ValueError(f"{name}.length={self.length} must be at least 2")
+        if self.vocab_size > vocabulary.MOST:
+            raise ValueError(f"{name}.vocab_size={self.vocab_size} is above {vocabulary.MOST:,}")
         if self.vocab_size < (least := len(vocabulary.SPECIAL) + 256):
             raise ValueError(
                 f"{name}.vocab_size={self.vocab_size} must be at least {least}: one for each byte"

@@ -32,6 +32,8 @@ PATH = {"path": True}  # mark of a setting that is a path to data, or a list of 
 PAD, UNKNOWN, CLS, SEP, MASK = range(5)
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 """The first tokens of every vocabulary, in this order."""
+MOST = 1 << 24
+"""Tokens of a vocabulary that is to be trained: room for more ends the process, with no error."""
 
 
 def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -7,6 +7,8 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -80,7 +82,8 @@ def converted(value: Any, hint: Any) -> Any:
     elif kind is tuple and isinstance(value, list | tuple) and len(value) == len(inside):
         return tuple(map(converted, value, inside))
     elif hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        return float(value)
+        if math.isfinite(number := float(value)):
+            return number
     elif hint is Any or (kind is None and type(value) is hint):
         return value
     raise ValueError(f"{value!r} must be {wanted(hint)}")
@@ -144,11 +147,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         with naming_what_is_no_text(path):
             content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except yaml.YAMLError as problem:
-        said = " ".join(str(problem).split())
+    except (yaml.YAMLError, RecursionError) as problem:
+        deep = isinstance(problem, RecursionError)
+        said = "it is nested too deep" if deep else " ".join(str(problem).split())
         raise ValueError(f"{path} is not readable as YAML: {said}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold keys and values, not {content!r}")
+        raise ValueError(f"{path} must hold keys and values, not {reprlib.repr(content)}")
     return content
 
 

@@ -368,6 +368,8 @@ def find_device(name: str, processes: Processes | None = None) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
+    if device.type == "meta":
+        raise ValueError(f"device={name!r} holds no numbers: nothing can be trained there")
     if processes is not None and processes.count > 1 and device.type == "cuda":
         device = torch.device("cuda", processes.local_rank)
     try:

@@ -45,6 +45,8 @@ class TwoStageConfig(TwoStageSettings):
     late_share: float = 0.4
 
     def check_shares(self, steps: int | None) -> None:
+        if not 0 < self.target <= 1:
+            raise ValueError(f"two_stage.target={self.target} must be in (0, 1]")
         early, late = self.early_share, self.late_share
         if early < 0 or late <= 0 or early + late > 1:
             raise ValueError(

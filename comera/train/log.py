@@ -271,9 +271,9 @@ def _parsed(raw: bytes) -> list[dict[str, Any]]:
     for text in raw.decode("utf-8", errors="replace").splitlines():
         try:
             line = from_json(text)
-        except json.JSONDecodeError:
+        except (ValueError, TypeError, RecursionError):
             line = {}
-        lines.append(line if isinstance(line, dict) and "step" in line else {})
+        lines.append(line if isinstance(line, dict) and type(line.get("step")) is int else {})
     return lines
 
 

@@ -131,7 +131,14 @@ def count_started(environment: Mapping[str, str]) -> int:
 
 def rank_started(environment: Mapping[str, str]) -> int:
     """Return the number of this process among those that a launcher has started."""
-    return int(environment.get("RANK") or environment.get("LOCAL_RANK") or 0)
+    name = "RANK" if environment.get("RANK") else "LOCAL_RANK"
+    try:
+        return int(environment.get(name) or 0)
+    except ValueError:
+        raise ValueError(
+            f"{name}={environment[name]}, in the environment, must be a whole number: a launcher "
+            "such as torchrun sets it"
+        ) from None
 
 
 @contextlib.contextmanager

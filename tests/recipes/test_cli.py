@@ -46,6 +46,17 @@ def test_of_several_that_are_merged_the_first_counts(tmp_path):
             "two_stage: {target: half}\n",
             "error: run.yaml: two_stage.target='half' must be a number",
         ),
+        ("optimizer: {lr: .inf}\n", "optimizer.lr=inf must be a number"),
+        ("two_stage: {early_share: .nan}\n", "two_stage.early_share=nan must be a number"),
+        (
+            "a: " + "[" * 3000 + "]" * 3000,
+            "not readable as YAML: it is nested too deep",
+        ),
+        (
+            "- &a [x, x, x, x, x, x, x, x]\n- &b [*a, *a, *a, *a, *a, *a, *a, *a]\n"
+            "- &c [*b, *b, *b, *b, *b, *b, *b, *b]\n",
+            "run.yaml must hold keys and values, not [['x', 'x', 'x', 'x', 'x', 'x', ...], ",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, content, message):
@@ -53,6 +64,12 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
     (tmp_path / "run.yaml").write_text(content)
     assert main(["train", "run.yaml"]) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_environment_that_no_launcher_has_set_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    assert main(["list"]) == 1
+    assert "LOCAL_RANK=x, in the environment, must be a whole number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

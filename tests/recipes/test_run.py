@@ -296,6 +296,16 @@ def test_a_dense_run_needs_no_other_section(config):
         ),
         ({"dlrm": DlrmConfig(small_tables=SmallTablesConfig(params=9))}, "give tensorize=null"),
         ({"device": "gpuu"}, "device='gpuu'"),
+        ({"device": "meta"}, "device='meta' holds no numbers"),
+        ({"two_stage": TwoStageConfig(target=0)}, r"two_stage.target=0 must be in \(0, 1\]"),
+        (
+            {"masked_text": TextData(vocab_size=10**10)},
+            "=10000000000 is above 16,777,216",
+        ),
+        (
+            {"masked_text": None, "nli": NliData(vocab_size=10**10)},
+            "nli.vocab_size=10000000000 must be from 1 to 16,777,216",
+        ),
     ],
 )
 def test_contradicting_settings_are_named_and_nothing_is_lost(config, changes, message):

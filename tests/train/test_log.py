@@ -394,3 +394,20 @@ def drawn_bar(width, title, **steps):
         figures = "loss 8.3710, 8.96 steps/s, 573 tokens/s, peak 457 MiB,"
         bar.add_task(title, **steps, figures=figures)
     return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": "x"}', '{"step": null}', '{"not_finite": 5, "x": null}', "[" * 10**5,
+        '{"step": ' + "9" * 5000 + "}", '{"loss": 1.0}', "\0\0",
+    ],
+)  # fmt: skip
+def test_a_damaged_line_ends_a_log_and_is_dropped(line, tmp_path):
+    whole = '{"step": 1, "loss": 2.0}'
+    (tmp_path / "metrics.jsonl").write_text(f"{whole}\n{line}\n")
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+    log = RunLog(tmp_path, resume_step=1, tensorboard=False)
+    log.write(2, loss=1.0)
+    log.close()
+    assert [each["step"] for each in read_metrics(tmp_path)] == [1, 2]
