@@ -140,6 +140,8 @@ def _tensorized(
     name_of = {id(module): name for name, module in targets.items()}
     made = {name_of[key]: new for key, new in replacements.items()}
     lost = [name for name, new in made.items() if _holds_numbers(new)]
+    if config.init != "svd":
+        _copy_copies_({name: targets[name] for name in lost}, made)
     if config.init is None and lost:
         log.warning(
             "tensorize_ draws new cores for %s; the weights that were there are gone "
@@ -234,6 +236,32 @@ def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], token
     for held, share in shares.items():
         if share is None and any(name.startswith(f"{held}.") for name in made):
             say_once(log, logging.WARNING, _ALL_ROWS, held, tokens, forms.PER_TOKEN[0])
+
+
+@torch.no_grad()
+def _copy_copies_(old: Mapping[str, Any], made: Mapping[str, nn.Module]) -> None:
+    """Give new layers equal cores where the old weights were equal, as a target network's are.
+
+    Layers that are told apart by numbers alone are no copies to keep: torch's encoders begin with
+    equal ones.
+    """
+    known: dict[Any, list[str]] = {}
+    for name, module in old.items():
+        weight = module.weight
+        start = weight.detach().flatten()[:8].tolist()
+        if len(set(start)) < 2:  # a constant, such as zeros
+            continue
+        alike = known.setdefault((weight.shape, weight.dtype, *start), [])
+        for other in alike:
+            pairs = zip(name.split("."), other.split("."), strict=False)
+            apart = [a for a, b in pairs if a != b and not (a.isdigit() and b.isdigit())]
+            new, first = made[name], made[other]
+            sizes = [[p.shape for p in each.parameters()] for each in (new, first)]
+            if apart and sizes[0] == sizes[1] and torch.equal(weight, old[other].weight):
+                for param, source in zip(new.parameters(), first.parameters(), strict=True):
+                    param.copy_(source)
+                break
+        alike.append(name)
 
 
 def _holds_numbers(layer: nn.Module) -> bool:

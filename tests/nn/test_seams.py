@@ -1,5 +1,7 @@
 """What stands around a converted layer: older optimizers, dense checkpoints."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -129,3 +131,29 @@ def test_a_dense_checkpoint_says_how_it_is_loaded(linear_format, strict, caplog)
     biases = {key for key in saved if key in before}
     for key, value in model.state_dict().items():
         assert_equal(value, saved[key] if key in biases else before[key])
+
+
+@pytest.mark.parametrize("init", ["orthogonal", "normal"])
+def test_a_copy_stays_a_copy(init):
+    model = nn.ModuleDict({"online": net(), "other": net()})
+    model["target"] = copy.deepcopy(model["online"])
+    nn.init.normal_(model["other"][0].weight)
+    nn.init.zeros_(model["online"][2].weight)
+    nn.init.zeros_(model["other"][2].weight)
+    nn.init.zeros_(model["target"][2].weight)
+    config = comera.TTConfig(rank=4, init=init, tokens=65536)
+    comera.tensorize_(model, config)
+    x = torch.randn(5, 64)
+    first = {key: model[key][0](x) for key in model}
+    assert torch.equal(first["online"], first["target"])
+    assert not torch.equal(first["online"], first["other"])
+    last = [model[key][2].cores[0] for key in model]
+    assert not torch.equal(last[0], last[1])  # constants tell nothing
+
+
+def test_layers_of_an_encoder_are_drawn_one_by_one():
+    part = nn.TransformerEncoderLayer(64, 4, 128)
+    model = nn.TransformerEncoder(part, 2, enable_nested_tensor=False)
+    comera.tensorize_(model, CONFIG)
+    first, second = (layer.linear1.cores[0] for layer in model.layers)
+    assert not torch.equal(first, second)
