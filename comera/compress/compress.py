@@ -99,7 +99,8 @@ def compress_(
     :class:`~comera.TTLinear` layers of order 1 with open gates, which can be trained and saved.
 
     Args:
-        model: Any model with ``nn.Linear`` layers.
+        model: Any model with linear layers: ``nn.Linear``, those of
+            :func:`~comera.register_layer`, and experts of transformers.
         calibration: Batches as ``loss_fn`` takes them, of the kind of data the model is for. Some
             ten thousand rows (tokens) are enough. Or the result of :func:`~comera.sensitivity` for
             this model or the one it is a copy of; then give that function the arguments from
@@ -128,7 +129,7 @@ def compress_(
 
     Raises:
         ValueError: If the budget or the loss is out of range or out of reach, no layer matches,
-            there is no batch, a loss is not finite, a targeted layer is never called, or the file
+            there is no batch, a loss is not finite or depends on no targeted layer, or the file
             or the sensitivity belongs to other weights. The model is then unchanged.
         TypeError: If ``model`` is no module.
 
