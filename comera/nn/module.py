@@ -484,7 +484,9 @@ class TensorTrainModule(WeightByAssignment):
 
 def linear_of(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     """Return an ``nn.Linear`` that holds the given parameters themselves, not copies."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, "meta")
+    linear = nn.Linear.__new__(nn.Linear)  # accelerate's init_on_device takes no parameter on meta
+    nn.Module.__init__(linear)
+    linear.out_features, linear.in_features = weight.shape
     linear.weight = weight
     linear.register_parameter("bias", bias)
     return linear

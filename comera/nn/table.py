@@ -399,12 +399,12 @@ class TTTable(TensorTrainModule):
     def to_dense(self) -> Any:
         """Return an ``nn.Embedding`` or ``nn.EmbeddingBag`` with this layer's dense table."""
         like = self.cores[0]
+        weight = like.new_empty(self.num_embeddings, self.embedding_dim).copy_(self.weight)
         dense = self._dense_class(
             self.num_embeddings, self.embedding_dim, padding_idx=self.padding_idx,
-            sparse=self.dense_sparse, device="meta", dtype=like.dtype,  # on meta nothing is drawn
+            sparse=self.dense_sparse, _weight=weight,  # nothing is drawn
             **{name: getattr(self, name) for name in self._own_settings},
-        ).to_empty(device=like.device)  # fmt: skip
-        dense.weight.copy_(self.weight)
+        )  # fmt: skip
         if self.output_scale != 1:  # for what from_torch makes of it
             dense.output_scale = self.output_scale
         dense.weight.requires_grad_(any(param.requires_grad for param in self.parameters()))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import comera
+from tests.peers import peer
 from tests.states import assert_equal
 
 
@@ -157,3 +158,16 @@ def test_layers_of_an_encoder_are_drawn_one_by_one():
     comera.tensorize_(model, CONFIG)
     first, second = (layer.linear1.cores[0] for layer in model.layers)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("change", [comera.to_plain_, comera.densify_, comera.freeze_])
+def test_under_a_default_device_of_accelerate(change):
+    accelerate = peer("accelerate")
+    model = nn.Sequential(nn.Embedding(100, 64), *net(), nn.Linear(64, 8, bias=False))
+    config = comera.TTConfig(rank=2, init="orthogonal", target_modules="all", embedding_rank=4)
+    comera.tensorize_(model, config)
+    x = torch.randint(100, (5,))
+    want = model(x)
+    with accelerate.init_on_device(torch.device("cpu")):
+        model = change(model)
+    torch.testing.assert_close(model(x), want, atol=1e-5, rtol=1e-4)
