@@ -120,7 +120,7 @@ class Sensitivity(printing.Report):
             rounded = f'"{math.ceil(least / 100) / 10:.1f}kB"' if in_bytes else None
             raise ValueError(
                 f"budget={budget!r}: {other:,} of {total:,} {unit} are in layers that are no "
-                "target, as those are that were compressed before, and the targets hold "
+                "target (compressed ones, others, tables that are not named), and the targets hold "
                 f"{least - other:,} at their smallest; budget="
                 f"{rounded or math.ceil(1e4 * least / total) / 1e4} is the smallest that is "
                 "possible"

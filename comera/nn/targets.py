@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from comera.extras import check_known, error_prefix, listed, names_misspelt, say_once
+from comera.nn.feed_forward_parts import path_of
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
@@ -182,7 +183,7 @@ _IN_ATTENTION = (
 )
 _ADAPTER = "adapters of PEFT stay what they are unless target_modules names them, as lora_A"
 _SUBCLASS = (
-    "a subclass of the torch layer may do more than the layer (comera.register_layer can tell)"
+    "a subclass may do more than its torch layer (if not, call comera.register_layer for it)"
 )
 _QUANTIZED = "its weight is quantized, or another tensor that is not one of torch's own"
 _COMPUTED = (
@@ -306,6 +307,8 @@ def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:
         matrices = [k for k, p in own.items() if not is_lazy(p) and sum(n > 1 for n in p.shape) > 1]
         if id(module) not in skip:
             kind, alone = type(module).__name__, len(own) == len(list(module.parameters()))
+            if not type(module).__module__.startswith("torch.nn."):
+                kind = path_of(type(module))
             kinds.update({kind if alone else f"{kind}.{key}" for key in matrices})
             left += [own[key] for key in matrices]
     share = _share(model, left)
@@ -313,8 +316,8 @@ def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:
         found = listed([f"{count} {kind}" for kind, count in kinds.most_common()])
         say_once(
             log, logging.WARNING,
-            "%s leaves %s dense, with %.0f %% of all parameters: they are no nn.Linear, "
-            "nn.Embedding or nn.EmbeddingBag, nor known by comera.register_layer",
+            "%s leaves %s dense, with %.0f %% of all parameters: they are none of torch's linear "
+            "layers and tables (comera.register_layer teaches classes that compute the same)",
             caller, found, 100 * share,
         )  # fmt: skip
 
