@@ -18,12 +18,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from comera.extras import listed
+from comera.extras import listed, say_once
 from comera.nn.dense_weight import WeightByAssignment
 from comera.nn.feed_forward_parts import fuse_feed_forwards_
 from comera.nn.module import TensorTrainModule, tensor_trains
 
 log = logging.getLogger("comera")
+
+
+_LOADS_DENSE = {"huggingface_hub.PyTorchModelHubMixin", "diffusers.ModelMixin"}
+"""Classes whose ``from_pretrained`` makes a dense model, and leaves out what it does not know."""
+
+_RANDOM_FOLDER = (
+    "%s.save_pretrained writes a folder that from_pretrained loads as a dense model of random "
+    "weights: save by comera.save_model and load by comera.load_model, or densify_ before saving"
+)
 
 
 def swap_layers_(
@@ -77,6 +86,10 @@ def swap_layers_(
         )  # fmt: skip
     fuse_feed_forwards_(model)
     rename_tied_weights_(model)
+    for part in model.modules():
+        bases = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in type(part).__mro__}
+        if bases & _LOADS_DENSE and tensor_trains(part):
+            say_once(log, logging.WARNING, _RANDOM_FOLDER, type(part).__name__)
     there = "transformers.core_model_loading" in sys.modules  # of transformers 5
     loaded: Any = sys.modules["transformers.modeling_utils"] if there else None
     for part in model.modules() if there else ():

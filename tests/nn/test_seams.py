@@ -171,3 +171,22 @@ def test_under_a_default_device_of_accelerate(change):
     with accelerate.init_on_device(torch.device("cpu")):
         model = change(model)
     torch.testing.assert_close(model(x), want, atol=1e-5, rtol=1e-4)
+
+
+def test_a_folder_that_loads_at_random_is_named(caplog, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+
+    class Model(nn.Module, hub.PyTorchModelHubMixin):
+        def __init__(self, width=64):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x):
+            return self.net(x)
+
+    model = comera.tensorize_(Model(), CONFIG)
+    said = "Model.save_pretrained writes a folder that from_pretrained loads as a dense model"
+    assert caplog.text.count(said) == 1
+    x = torch.randn(3, 64)
+    comera.densify_(model).save_pretrained(tmp_path)
+    torch.testing.assert_close(Model.from_pretrained(tmp_path)(x), model(x))
