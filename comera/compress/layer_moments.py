@@ -9,6 +9,7 @@ import json
 import logging
 import reprlib
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from comera.extras import listed
 from comera.files import replacing
@@ -162,12 +164,19 @@ def gather_moments(
             weight.new_zeros(out_features, out_features, dtype=dtype),
         )
     keep = Path(keep).expanduser() if keep else None
-    seen, complete = _read(keep, layers, found) if keep and keep.exists() else (0, False)
+    total = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
+    seen, complete, mark = 0, False, 0
+    if keep:
+        batches = iter(batches)
+        begin = list(itertools.islice(batches, 1))
+        mark = _mark(begin)
+        batches = itertools.chain(begin, batches)
+        if keep.exists():
+            seen, complete = _read(keep, layers, found, mark if begin else None)
     if complete:
         return _without_idle(model, found)
     saved = time.monotonic()
     left = itertools.islice(batches, seen, None)
-    total = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
     with training_only(model), uncompiled(), torch.enable_grad():
         for batch in with_bar(left, "calibration", progress, total, seen):
             with _watched(layers, found) as first:
@@ -191,7 +200,7 @@ def gather_moments(
                     "none can be compressed by it"
                 )
             if keep and time.monotonic() - saved > _SAVE_EVERY:
-                _write(keep, layers, found, seen, complete=False)
+                _write(keep, layers, found, seen, mark, complete=False)
                 saved = time.monotonic()
     if not seen:
         raise ValueError("calibration has no batch; some hundred sequences are enough")
@@ -200,7 +209,7 @@ def gather_moments(
         moments.batches = seen
         moments.grads_OO.mul_(moments.grad_rows / whole)  # the last batches may not have called it
     if keep:
-        _write(keep, layers, found, seen, complete=True)
+        _write(keep, layers, found, seen, mark, complete=True)
     return _without_idle(model, found)
 
 
@@ -211,14 +220,31 @@ def _without_idle(model: nn.Module, found: dict[str, LayerMoments]) -> dict[str,
     return {name: moments for name, moments in found.items() if moments.grad_rows}
 
 
+def _mark(batch: Any) -> int:
+    """Return a checksum of the numbers in a batch."""
+    mark = 0
+    for leaf in tree_leaves(batch):
+        mark = checksum(leaf, mark) if isinstance(leaf, Tensor) else zlib.crc32(b"%r" % leaf, mark)
+    return mark
+
+
+def _checksum_of(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+    mark = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(tensors):
+        mark = checksum(tensors[name], mark)
+    return mark
+
+
 def _write(
     path: str | Path,
     layers: Mapping[str, Layer],
     found: Mapping[str, LayerMoments],
     seen: int,
+    mark: int,
     complete: bool,
 ) -> None:
     about = {
+        "first_batch": mark,
         "batches": seen,
         "complete": complete,
         "rows": {name: moments.rows for name, moments in found.items()},
@@ -227,14 +253,21 @@ def _write(
     }
     tensors = {f"{name}.inputs_II": moments.inputs_II for name, moments in found.items()}
     tensors |= {f"{name}.grads_OO": moments.grads_OO for name, moments in found.items()}
+    about["checksum"] = _checksum_of(about, tensors)
     with replacing(path) as temporary:
         save_file(tensors, temporary, {"comera_moments": json.dumps(about)})
 
 
 def _read(
-    path: str | Path, layers: Mapping[str, Layer], found: Mapping[str, LayerMoments]
+    path: str | Path,
+    layers: Mapping[str, Layer],
+    found: Mapping[str, LayerMoments],
+    mark: int | None,
 ) -> tuple[int, bool]:
-    """Read moments from a file into ``found``; return its batches, and whether it is complete."""
+    """Read moments from a file into ``found``; return its batches, and whether it is complete.
+
+    ``mark`` is the checksum of the first batch of the calibration, None if there is none.
+    """
     try:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {})["comera_moments"])
@@ -247,13 +280,22 @@ def _read(
                     f"{path} has the moments of other layers or weights ({', '.join(wrong[:3])}): "
                     "remove it, or name another file"
                 )
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            stated = about.pop("checksum")
+            if stated != _checksum_of(about, tensors):
+                raise ValueError(f"{path} is damaged: remove it, or name another file")
             for name, moments in found.items():
-                moments.inputs_II.copy_(file.get_tensor(f"{name}.inputs_II"))
-                moments.grads_OO.copy_(file.get_tensor(f"{name}.grads_OO"))
+                moments.inputs_II.copy_(tensors[f"{name}.inputs_II"])
+                moments.grads_OO.copy_(tensors[f"{name}.grads_OO"])
                 moments.rows, moments.batches = about["rows"][name], about["batches"]
                 moments.grad_rows = about["grad_rows"][name]
-    except (SafetensorError, KeyError):
+    except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"{path} is no file of moments: remove it, or name another") from None
+    if mark not in (None, about["first_batch"]):
+        log.warning(
+            "%s has the moments of other batches, as the first one tells; they are used: for those "
+            "of this calibration remove it, or name another file", path,
+        )  # fmt: skip
     log.info("%s: %d batches of calibration were done before", path, about["batches"])
     return about["batches"], about["complete"]
 

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -293,3 +295,28 @@ def test_models_that_write_into_what_layers_return_have_the_same_moments():
     for name, moments in found[0].items():
         torch.testing.assert_close(found[1][name].inputs_II, moments.inputs_II, rtol=0, atol=0)
         torch.testing.assert_close(found[1][name].grads_OO, moments.grads_OO, rtol=0, atol=0)
+
+
+def test_a_damaged_file_of_moments_is_refused(tmp_path):
+    net, keep = Net(), tmp_path / "moments.safetensors"
+    gather_moments(net, layers(net), batches(), loss_fn, keep)
+    whole = keep.read_bytes()
+    draw = random.Random(0)
+    for _ in range(60):
+        damaged = bytearray(whole)
+        damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        keep.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"is damaged|is no file of moments|of other layers"):
+            gather_moments(net, layers(net), batches(), loss_fn, keep)
+    keep.write_bytes(whole)
+    gather_moments(net, layers(net), batches(), loss_fn, keep)
+
+
+def test_moments_of_other_batches_are_named(tmp_path, caplog):
+    net, keep, data = Net(), tmp_path / "moments.safetensors", batches()
+    first = gather_moments(net, layers(net), data, loss_fn, keep)
+    gather_moments(net, layers(net), data, loss_fn, keep)
+    assert "other batches" not in caplog.text
+    again = gather_moments(net, layers(net), data[::-1], loss_fn, keep)
+    assert "has the moments of other batches, as the first one tells" in caplog.text
+    assert torch.equal(again["first"].inputs_II, first["first"].inputs_II)
