@@ -5,6 +5,7 @@ do not depend on it. The model is on the ``meta`` device.
 """
 
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from comera.compress.allocate import CompressedLayer
 from comera.extras import listed
 from comera.files import replacing
 from comera.nn.swap import call
+from comera.params import checksum
 from comera.saved.description import describe_layers
 from comera.saved.model_folder import Shards, opened, read_tensor
 
@@ -278,8 +280,11 @@ class UnfinishedBlocks:
                         "go on with it, or remove the folder"
                     )
                 states[:] = [file.get_tensor(str(k)).clone() for k in range(len(states))]
-        except (SafetensorError, KeyError, json.JSONDecodeError) as problem:
-            raise ValueError(f"{self._states} is damaged: remove {self.folder}") from problem
+            damaged: Any = noted["checksums"] != [checksum(state) for state in states]
+        except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as problem:
+            damaged = problem
+        if damaged:
+            raise ValueError(f"{self._states} is damaged: remove {self.folder}")
         return noted["done"]
 
     def add(
@@ -291,18 +296,30 @@ class UnfinishedBlocks:
             tensors.setdefault(tensor, name)
         noted = {"layers": [asdict(one) for one in layers], "described": describe_layers(block)}
         content = {name: tensor.detach().contiguous() for tensor, name in tensors.items()}
+        noted["checksums"] = {name: checksum(tensor) for name, tensor in content.items()}
+        text = json.dumps(noted)
         with replacing(self._file(k)) as temporary:
-            save_file(content, temporary, {_KEY: json.dumps(noted)})
+            save_file(content, temporary, {_KEY: text, "checksum": str(zlib.crc32(text.encode()))})
         states = {str(number): state.contiguous() for number, state in enumerate(after)}
+        about: dict[str, Any] = {"about": self.about, "done": k + 1}
+        about["checksums"] = [checksum(state) for state in states.values()]
         with replacing(self._states) as temporary:
-            save_file(states, temporary, {_KEY: json.dumps({"about": self.about, "done": k + 1})})
+            save_file(states, temporary, {_KEY: json.dumps(about)})
 
     def tensor(self, k: int, name: str) -> Tensor:
-        return read_tensor(self._file(k), name)
+        """Return a tensor of a compressed block; raise ``ValueError`` if it is damaged."""
+        found = read_tensor(self._file(k), name)
+        if checksum(found) != self.noted(k)["checksums"][name]:
+            raise ValueError(f"{self._file(k)} is damaged: remove {self.folder}")
+        return found
 
     def noted(self, k: int) -> dict[str, Any]:
+        """Return what was noted of a compressed block; raise ``ValueError`` if it is damaged."""
         with opened(self._file(k)) as file:
-            return json.loads(file.metadata()[_KEY])
+            held = file.metadata()
+        if str(zlib.crc32(held[_KEY].encode())) != held.get("checksum"):
+            raise ValueError(f"{self._file(k)} is damaged: remove {self.folder}")
+        return json.loads(held[_KEY])
 
     def _file(self, k: int) -> Path:
         return self.folder / f"block-{k:04d}.safetensors"

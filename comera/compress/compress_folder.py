@@ -137,8 +137,11 @@ def compress_folder(
             calls = record_calls(model, list(parts.values()), calibration, filler.filled)
         about = {
             "budget": budget, "seed": seed, "blocks": where, "targets": sorted(targets),
+            # Their bytes are too many to look at: a file that was written anew is another.
             "source": {
-                name: (shards.folder / name).stat().st_size for name in sorted(shards.files)
+                name: [found.st_size, found.st_mtime_ns]
+                for name in sorted(shards.files)
+                for found in [(shards.folder / name).stat()]
             },
             "calibration": [checksum(state) for state in calls.states],
         }  # fmt: skip

@@ -1,5 +1,6 @@
 import copy
 import json
+import os
 import subprocess
 import sys
 import zlib
@@ -226,6 +227,23 @@ def test_it_goes_on_where_it_was(trained, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"states\.safetensors is damaged: remove"):
             comera.compress_folder(source, tmp_path / "small", Model, batches, budget=0.6)
     states.write_bytes(sound)
+    for file in (states, states.with_name("block-0000.safetensors")):
+        sound = file.read_bytes()
+        header = 8 + int.from_bytes(sound[:8], "little")
+        for place in (header + 5, len(sound) - 3, sound.index(b"checksums") + 16):
+            damaged = bytearray(sound)
+            damaged[place] ^= 1
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match="is damaged: remove"):
+                comera.compress_folder(source, tmp_path / "small", Model, batches, budget=0.6)
+        file.write_bytes(sound)
+    shards = {file: file.stat() for file in source.glob("*.safetensors")}
+    for file in shards:
+        file.write_bytes(file.read_bytes())  # of other numbers, as far as anyone knows
+    with pytest.raises(ValueError, match="is of a call with another source"):
+        comera.compress_folder(source, tmp_path / "small", Model, batches, budget=0.6)
+    for file, was in shards.items():
+        os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
     again = comera.compress_folder(source, tmp_path / "small", Model, batches, budget=0.6)
     assert done == [0, 1, 2, 2]
     assert again.layers == whole.layers
