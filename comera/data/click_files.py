@@ -352,6 +352,8 @@ def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
             raise ValueError(
                 f"{path}: {name} has the shape {column.shape}, expected one value a row"
             )
+        if np.iscomplexobj(column):
+            raise ValueError(f"{path}: {name} has complex numbers, expected real ones")
         if len(column) != (rows := len(table[columns.label])):
             raise ValueError(f"{path}: {name} has {len(column)} values, the label {rows}")
         for cell in column if pd.api.types.infer_dtype(column).startswith("mixed") else ():

@@ -260,7 +260,9 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
         if first[1].lstrip().startswith("{"):
             for number, line in itertools.chain([first], lines):
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line, object_pairs_hook=_of_pairs)
+                except KeyError as problem:
+                    raise ValueError(f"line {number} of {source} has {problem} twice") from None
                 except json.JSONDecodeError as problem:
                     raise ValueError(
                         f"line {number} of {source} is no JSON: {problem.msg} at character "
@@ -273,8 +275,18 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
                 yield row
             return
         names = first[1].rstrip("\n").split("\t")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"the first line of {source} has the column {twice[0]!r} twice")
         for _, line in lines:
             yield dict(zip(names, line.rstrip("\n").split("\t"), strict=False))
+
+
+def _of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of a line of JSON; raise ``KeyError`` for a key that is there twice."""
+    if len(made := dict(pairs)) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise KeyError(next(key for key in keys if keys.count(key) > 1))
+    return made
 
 
 def _is_on_hub(source: str) -> bool:

@@ -272,6 +272,14 @@ def test_columns_of_an_archive_have_a_value_a_row(tmp_path, name, odd):
         Clicks.prepare(settings(tmp_path / "a.npz"))
 
 
+@pytest.mark.parametrize("name", ["age", "rating", "user"])
+def test_complex_numbers_are_named(tmp_path, name):
+    columns = {key: np.arange(40) % 5 for key in ("rating", "user", "age")}
+    np.savez(tmp_path / "a.npz", **columns | {name: columns[name] + 1j})
+    with pytest.raises(ValueError, match=rf"a\.npz: {name} has complex numbers, expected real"):
+        Clicks.prepare(settings(tmp_path / "a.npz"))
+
+
 def test_a_column_of_lists_is_named(tmp_path, monkeypatch):
     frame = pd.DataFrame({"rating": [1, 2], "user": [np.array([1, 2]), None]})
     monkeypatch.setattr(pd, "read_parquet", lambda *_, **__: frame)

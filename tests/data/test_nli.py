@@ -167,6 +167,11 @@ def test_a_vocabulary_with_capitals_is_cased(settings, tmp_path, capital):
             '{"premise": "a", "hypothesis": "b", "label": 2}\n[3]\n',
             "line 2 .* JSON object, not .3.",
         ),
+        (
+            '{"premise": "a", "hypothesis": "b", "label": 2, "premise": "c"}',
+            r"^line 1 of \S+ has 'premise' twice$",
+        ),
+        ("premise\thypothesis\tpremise\tlabel\n", "has the column 'premise' twice"),
         ("", "holds no rows"),
         (
             '{"premise": "a", "hypothesis": "b", "label": "-"}\n' * 2,
