@@ -190,3 +190,35 @@ def test_a_folder_that_loads_at_random_is_named(caplog, tmp_path):
     x = torch.randn(3, 64)
     comera.densify_(model).save_pretrained(tmp_path)
     torch.testing.assert_close(Model.from_pretrained(tmp_path)(x), model(x))
+
+
+def test_a_bag_leaves_its_padding_out_with_weights_too():
+    torch.manual_seed(0)
+    bag = comera.TTEmbeddingBag(60, 16, rank=4, padding_idx=3, mode="sum")
+    dense = bag.to_dense()
+    index = torch.tensor([[3, 5, 7], [3, 3, 9], [1, 2, 4]])
+    weights = torch.rand(3, 3, requires_grad=True)
+    got, want = (each(index, None, weights) for each in (bag, dense))
+    torch.testing.assert_close(got, want)
+    wide = torch.randn_like(got)
+    of_ours, of_torch = (
+        torch.autograd.grad(y, weights, wide, allow_unused=True)[0] for y in (got, want)
+    )
+    real = index != 3
+    torch.testing.assert_close(of_ours[real], of_torch[real])
+
+
+def test_a_layer_made_dense_has_a_bias_of_its_own():
+    layer = comera.TTLinear(64, 64, rank=4)
+    dense = layer.to_dense()
+    with torch.no_grad():
+        dense.bias.add_(1)
+    assert not torch.equal(layer.bias, dense.bias)
+
+
+def test_galore_adafactor_moves_a_parameter_of_zeros():
+    weight = nn.Parameter(torch.zeros(16, 24))
+    optimizer = comera.GaLore([{"params": [weight], "rank": 4}], torch.optim.Adafactor, lr=1e-2)
+    weight.grad = torch.randn(16, 24)
+    optimizer.step()
+    assert weight.abs().max() > 0

@@ -47,6 +47,7 @@ def test_of_several_that_are_merged_the_first_counts(tmp_path):
             "error: run.yaml: two_stage.target='half' must be a number",
         ),
         ("optimizer: {lr: .inf}\n", "optimizer.lr=inf must be a number"),
+        ("optimizer: {lr: true}\n", "optimizer.lr=True must be a number"),
         ("two_stage: {early_share: .nan}\n", "two_stage.early_share=nan must be a number"),
         (
             "a: " + "[" * 3000 + "]" * 3000,
