@@ -1,4 +1,4 @@
-"""How small a PyTorch model can be: training in compressed form, beside its simple rivals.
+"""Compressed training of PyTorch models, beside its simple rivals: how small can a model be?
 
 Importing this package registers the operators, which exported programs and compiled graphs find by
 name. Everything else is imported when it is first used.

@@ -240,7 +240,7 @@ def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], token
 
 @torch.no_grad()
 def _copy_copies_(old: Mapping[str, Any], made: Mapping[str, nn.Module]) -> None:
-    """Give new layers equal cores where the old weights were equal, as a target network's are.
+    """Copy cores between new layers whose old weights were equal, as those of target networks.
 
     Layers that are told apart by numbers alone are no copies to keep: torch's encoders begin with
     equal ones.

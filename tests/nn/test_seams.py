@@ -1,4 +1,4 @@
-"""What stands around a converted layer: older optimizers, dense checkpoints."""
+"""Optimizers, checkpoints, copies and folders around a converted layer."""
 
 import copy
 
