@@ -79,7 +79,7 @@ class Undisturbed:
         _watching.add(self)
 
     def see(self, optimizer: Optimizer) -> None:
-        """Record the parameters that a fused optimizer has stepped: no version counts its writes."""
+        """Record what a fused optimizer has stepped, whose writes no version counts."""
         for group in optimizer.param_groups:
             if group.get("fused"):
                 local = (getattr(param, "_local_tensor", param) for param in group["params"])
