@@ -266,6 +266,7 @@ class UnfinishedBlocks:
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self.folder, self.about = folder, json.loads(json.dumps(about))
         self._states = folder / "states.safetensors"
+        self._noted: dict[int, dict[str, Any]] = {}
 
     def resume(self, states: list[Tensor]) -> int:
         """Return the number of compressed blocks, and put the next block's inputs in ``states``."""
@@ -315,11 +316,14 @@ class UnfinishedBlocks:
 
     def noted(self, k: int) -> dict[str, Any]:
         """Return what was noted of a compressed block; raise ``ValueError`` if it is damaged."""
+        if k in self._noted:
+            return self._noted[k]
         with opened(self._file(k)) as file:
             held = file.metadata()
         if str(zlib.crc32(held[_KEY].encode())) != held.get("checksum"):
             raise ValueError(f"{self._file(k)} is damaged: remove {self.folder}")
-        return json.loads(held[_KEY])
+        self._noted[k] = json.loads(held[_KEY])
+        return self._noted[k]
 
     def _file(self, k: int) -> Path:
         return self.folder / f"block-{k:04d}.safetensors"

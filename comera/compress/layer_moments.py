@@ -221,10 +221,15 @@ def _without_idle(model: nn.Module, found: dict[str, LayerMoments]) -> dict[str,
 
 
 def _mark(batch: Any) -> int:
-    """Return a checksum of the numbers in a batch."""
+    """Return a checksum of the tensors, numbers and texts in a batch."""
     mark = 0
     for leaf in tree_leaves(batch):
-        mark = checksum(leaf, mark) if isinstance(leaf, Tensor) else zlib.crc32(b"%r" % leaf, mark)
+        if isinstance(leaf, Mapping):  # such as a BatchEncoding, which is no tree to torch
+            mark ^= _mark(dict(leaf))
+        elif isinstance(leaf, Tensor):
+            mark = checksum(leaf, mark)
+        elif isinstance(leaf, int | float | str):  # the text of others may hold an address
+            mark = zlib.crc32(repr(leaf).encode(), mark)
     return mark
 
 

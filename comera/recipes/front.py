@@ -312,6 +312,7 @@ def _matrices(config: RunConfig) -> str | list[str] | None:
 def write_front(found: Front, folder: Path) -> None:
     """Write the points, the picture and the page of a front into its folder."""
     facts = {**vars(found), "points": [vars(point) for point in found.points]}
+    del facts["loader"]
     write_text(folder / "front.json", to_json(facts, indent=1))
     found.plot().savefig(folder / "front.png", dpi=110)
     content = page.gather_front(f"How small can it be: {folder.resolve().name}", found) | {
