@@ -78,7 +78,7 @@ class FolderInUseError(RuntimeError):
 
 
 def take(lock: FileLock, folder: Path, advice: str) -> None:
-    """Make a folder and lock it; raise ``FolderInUseError`` with ``advice`` if it is locked.
+    """Lock a folder, made if missing; raise ``FolderInUseError`` with ``advice`` if it is locked.
 
     Raises ``NotADirectoryError`` where something else has its name.
     """

@@ -76,21 +76,16 @@ _COLUMN, _WIDEST = 26, 100
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; of several processes only the first prints."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    count, rank, wrong = processes.count_started(os.environ), 0, None
-    try:
-        rank = processes.rank_started(os.environ)
-    except ValueError as problem:
-        wrong = problem
-    speaks = count == 1 or rank == 0
-    logging.basicConfig(format="%(message)s", level=logging.INFO if speaks else logging.ERROR)
+    count, rank, speaks = processes.count_started(os.environ), 0, True
     console, errors = Console(), Console(stderr=True)
     for each in (console, errors):
         if not each.is_terminal and not os.environ.get("COLUMNS"):
             each.width = 120
     begun = False
     try:
-        if wrong is not None:
-            raise wrong
+        rank = processes.rank_started(os.environ)
+        speaks = count == 1 or rank == 0
+        logging.basicConfig(format="%(message)s", level=logging.INFO if speaks else logging.ERROR)
         if count > 1 and words[:1] not in (["train"], []):
             raise ValueError(
                 f"started as {count} processes (WORLD_SIZE={count}), which only comera train makes "

@@ -45,8 +45,6 @@ class TwoStageConfig(TwoStageSettings):
     late_share: float = 0.4
 
     def check_shares(self, steps: int | None) -> None:
-        if not 0 < self.target <= 1:
-            raise ValueError(f"two_stage.target={self.target} must be in (0, 1]")
         early, late = self.early_share, self.late_share
         if early < 0 or late <= 0 or early + late > 1:
             raise ValueError(
@@ -465,13 +463,6 @@ class RunConfig:
                 ) from None
         if self.dlrm.small_tables is not None and self.tensorize is not None:
             raise ValueError("dlrm.small_tables replace tensor trains: give tensorize=null")
-        optimizer = self.optimizer_for(self.train.steps)
-        optimizer.check()
-        if optimizer.in_backward and self.train.clip_norm is not None:
-            raise ValueError(
-                f"train.clip_norm={self.train.clip_norm} needs all gradients at once, which "
-                "optimizer.in_backward=true frees one by one: give train.clip_norm=null"
-            )
         if self.two_stage is not None and self.importance_pruning is not None:
             raise ValueError(
                 f"give one of the sections {' and '.join(RANK_SECTIONS)}, and the other one as "
@@ -484,6 +475,13 @@ class RunConfig:
                 check_target(self.ranks.target)
                 self.ranks.check()
             self.ranks.check_shares(self.train.steps)
+        optimizer = self.optimizer_for(self.train.steps)
+        optimizer.check()
+        if optimizer.in_backward and self.train.clip_norm is not None:
+            raise ValueError(
+                f"train.clip_norm={self.train.clip_norm} needs all gradients at once, which "
+                "optimizer.in_backward=true frees one by one: give train.clip_norm=null"
+            )
 
 
 TASKS: dict[str, TaskEntry] = {

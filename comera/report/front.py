@@ -114,8 +114,8 @@ def front(
         rates: Multiples of these rates to train each variant at.
         seeds: Seeds; the first is trained at each rate, others at the best.
         metric: Name of what ``evaluate`` returns.
-        higher: Whether more of it is better; by default it is for a metric with a name of such
-            measures: accuracy, AUC, F1, R2, precision, recall, BLEU.
+        higher: Whether more of it is better. By default the name decides: accuracy, AUC, F1, R2,
+            precision, recall and BLEU are better if higher.
         folder: Folder of all trainings, models included.
         jobs: Trainings at a time, each in a process of its own; by default one a processor. On a
             GPU, and on systems other than Linux, all are trained in this process.

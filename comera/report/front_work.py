@@ -86,7 +86,7 @@ class Work(ABC):
 
     @abstractmethod
     def make_smaller(self, variant: Variant, given: Path, place: Path) -> Measured:
-        """Make the trained model of a folder smaller, and save it in another one."""
+        """Compress the trained model of a folder, save it in another one, return its figures."""
 
     def place(self, name: str, rate: float, seed: int) -> Path:
         """Return the folder of a training."""
