@@ -180,7 +180,8 @@ class TensorTrainQuantizer(HfQuantizer):
                 layers[name] = _in_size_of(model.get_submodule(name), layers[name])
             rebuild_(model, layers)
             _tie_(model, described["tied"])
-            of_head = r"\.embedding\.(_extra_state|row_order)$"  # those of its table under its name
+            # buffers of an output layer's table under its name; the places of rows in older files
+            of_head = r"\.embedding\.(rows_(scattered|in_order)|row_order)$|\._extra_state$"
             model._keys_to_ignore_on_load_unexpected.add(of_head)
             for name in _names_in(model, described["served"]).values():
                 refuse_training_(model.get_submodule(name))

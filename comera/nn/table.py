@@ -22,8 +22,8 @@ from comera.ops.table.tt_embedding import Request, tt_embedding, ttm_to_dense
 from comera.planning.ways import Lookup
 from comera.shapes import TTMShape, TTShape, check_whole_numbers, only_one, whole_number
 
-_ROWS_IN_STATE = 64
-"""Multiple of the rows in the extra state: larger than steps of neighbouring tables differ by."""
+_PLACES = {True: "rows_scattered", False: "rows_in_order"}
+"""Buffer that holds the number of rows; its name says where they are kept."""
 
 
 class HotRows(TensorTrainModule):
@@ -90,7 +90,7 @@ class TTTable(TensorTrainModule):
         row_order: ``(num_embeddings,)`` int32, the row at which each index is kept after
             :func:`~comera.update_hot_rows_`; None before.
         scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, with k
-            near the golden section; saved as extra state of a state dict.
+            near the golden section; a state dict has it in the name of a buffer.
         twins: The tables tied to this one, which share its cores and hot rows.
         output_scale: Number that multiplies the rows of an embedding after the lookup.
         sparse: False: gradients of cores are dense, and small.
@@ -98,6 +98,8 @@ class TTTable(TensorTrainModule):
     """
 
     row_order: Tensor | None
+    rows_scattered: Tensor
+    rows_in_order: Tensor
     twins: "tuple[TTTable, ...]" = ()
     output_scale: float = 1.0
     dense_sparse: bool = False
@@ -160,8 +162,7 @@ class TTTable(TensorTrainModule):
             raise ValueError(
                 f"scatter_rows=True moves all rows, and hot_rows={hot_rows} are the first: give one"
             )
-        self.scatter_rows = not hot_rows if scatter_rows is None else scatter_rows
-        self._step = _golden_step(num_embeddings) if self.scatter_rows else None
+        self._scatter_(not hot_rows if scatter_rows is None else scatter_rows, device)
         self.register_buffer("row_order", None)
         fitted = TTMShape.fit(
             _cold_rows(num_embeddings, hot_rows), embedding_dim,
@@ -276,34 +277,39 @@ class TTTable(TensorTrainModule):
     def _weight_size(self) -> tuple[int, int]:
         return self.num_embeddings, self.embedding_dim
 
-    def get_extra_state(self) -> Tensor:
-        """Return the ``scatter_rows`` step, or 1 if rows are not scattered; int64, ``()``.
+    def _scatter_(self, scattered: bool, device: torch.device | str | None) -> None:
+        self.scatter_rows = scattered
+        self._step = _golden_step(self.num_embeddings) if scattered else None
+        self._buffers.pop(_PLACES[not scattered], None)
+        count = torch.tensor(self.num_embeddings, device=device)
+        self.register_buffer(_PLACES[scattered], count)
 
-        A multiple of the rows is added, which changes no place, and no other table has.
-        """
-        rows = _ROWS_IN_STATE * self.num_embeddings
-        return torch.tensor(1 - rows if self._step is None else self._step + rows)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Set the ``scatter_rows`` step; raise ``ValueError`` for that of another table."""
-        if not isinstance(state, Tensor) or state.is_meta:  # torch's sign that a state has none
-            return
-        golden, rows = _golden_step(self.num_embeddings), _ROWS_IN_STATE * self.num_embeddings
-        # as it is written, or was before the rows were in it
-        steps = {1 - rows: None, 1: None, golden + rows: golden, golden: golden}
-        known = [kept for kept in steps if state == torch.tensor(kept).to(state.dtype)]
-        if not known:
-            raise ValueError(
-                f"the state dict keeps row i at i * {state.item()}, and a table of "
-                f"{self.num_embeddings} rows keeps it at i * {1 - rows} or at i * {golden + rows}: "
-                "it is of a table with another number of rows"
-            )
-        self._step = steps[known[0]]
-        self.scatter_rows = self._step is not None
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        count = destination[prefix + _PLACES[self.scatter_rows]]
+        if not count.is_meta:  # it is not what to_empty found in memory
+            count.fill_(self.num_embeddings)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        """Load also rows that are kept elsewhere; raise ``ValueError`` for another table's."""
+        rows, old = self.num_embeddings, state_dict.pop(f"{prefix}_extra_state", None)
+        if isinstance(old, Tensor):  # of files before 0.1: a step, and 64 times the rows
+            step = 1 - 64 * rows if old < 0 else _golden_step(rows) + 64 * rows
+            count = rows if old == step else int(old) // 64
+            state_dict[prefix + _PLACES[bool(old > 0)]] = torch.tensor(count)
+        for scattered, name in _PLACES.items():
+            count = state_dict.get(prefix + name)
+            if not isinstance(count, Tensor):
+                continue
+            if not count.is_meta and count != torch.tensor(rows).to(count.dtype):
+                raise ValueError(
+                    f"the state dict's {prefix}{name} is {count.item()}, and this table has {rows} "
+                    "rows: it is of a table with another number of rows"
+                )
+            if scattered != self.scatter_rows:
+                self._scatter_(scattered, self.cores[0].device)
         saved = state_dict.get(f"{prefix}row_order")
-        if isinstance(saved, Tensor) and saved.shape == (self.num_embeddings,):
+        if isinstance(saved, Tensor) and saved.shape == (rows,):
             self.row_order = torch.empty_like(saved, device=self.cores[0].device)
         elif saved is None and f"{prefix}cores.0" in state_dict:
             self.row_order = None

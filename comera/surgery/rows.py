@@ -163,6 +163,6 @@ def append_rows_(table: TTTable, rows: Tensor) -> None:
     for each in (table, *table.twins):
         each.hot = table.hot
         each.num_embeddings, each.hot_rows = old + more, hot + more
-        each.scatter_rows, each._step = False, None  # row_order says where all of them are
+        each._scatter_(False, places.device)  # row_order says where all of them are
     table.keep_rows_at_(torch.cat([places, new]).to(torch.int32))
     renew_wrappers_([table, *table.twins])

@@ -128,7 +128,7 @@ def _layout(model: nn.Module) -> dict[str, list[int]]:
         for part in ("cores", "gates")
         for k in range(len(getattr(module, part)))
     }
-    order = "row_order", "_extra_state"  # of a table's rows
+    order = "row_order", "rows_scattered", "rows_in_order"  # of a table's rows
     places = {f"{layer}.{key}".lstrip(".") for layer in layers for key in order}
     return {
         name: list(tensor.shape[1:-1]) if name in bonds else list(tensor.shape)

@@ -81,3 +81,24 @@ def test_offloaded_weights_come_back_or_are_missed(kind):
     want = model(x)
     accelerate.cpu_offload(model, **on_cpu, preload_module_classes=[kind])
     torch.testing.assert_close(model(x), want)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_files_are_loaded_by_a_device_map(kind, tmp_path):
+    make, batch = LAYERS[kind]
+    saved, loaded, x = nn.Sequential(make()), nn.Sequential(make()), batch()
+    accelerate.Accelerator(cpu=True).save_model(saved, tmp_path)
+    accelerate.load_checkpoint_and_dispatch(loaded, tmp_path, device_map={"": "cpu"}, strict=True)
+    assert torch.equal(loaded(x), saved(x))
+
+
+def test_rows_that_a_file_keeps_elsewhere_are_missed(tmp_path):
+    saved, loaded = (
+        nn.Sequential(comera.TTEmbedding(64, 16, rank=4, scatter_rows=there))
+        for there in (True, False)
+    )
+    accelerate.Accelerator(cpu=True).save_model(saved, tmp_path)
+    with pytest.raises(ValueError, match="not have a parameter or a buffer named rows_scattered"):
+        accelerate.load_checkpoint_and_dispatch(
+            loaded, tmp_path, device_map={"": "cpu"}, strict=True
+        )

@@ -179,7 +179,7 @@ def state_without_extras(rank):
     """As of a table of torch."""
     model, alone = make_model(seed=1), make_model()
     state = alone.state_dict()
-    del state["0._extra_state"]
+    del state["0.rows_scattered"]
     set_model_state_dict(shard(model), state, options=WHOLE)
     return all(map(torch.equal, whole(model).values(), alone.parameters()))
 
