@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, ClassVar, Self
 
+_MOST = 2**40
+"""Largest width: the search for its modes takes 0.4 seconds, and grows with its root."""
 _GOOD_BALANCE = 1.25
 """An exact factorisation is kept when its modes sum to at most this times the ideal sum."""
 _LEFT_SLICES, _MOST_RIGHT_SLICES = 8, 2000
@@ -102,7 +104,8 @@ def _tightened(modes: Modes, width: int) -> Modes:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 class Shape:
@@ -230,6 +233,9 @@ class Shape:
         """Implement ``fit`` of all formats; ``choose`` returns the modes if ``shape`` is None."""
         only_one(rank=rank, compression=compression)
         check_whole_numbers(1, **widths)
+        for name, width in widths.items():
+            if width > _MOST:  # the search for modes would take minutes
+                raise ValueError(f"{name}={width} must be at most {_MOST}")
         given: Any = shape
         if not isinstance(shape, cls):
             modes = choose() if shape is None else cls._two_sides(shape)  # type: ignore[arg-type]

@@ -160,37 +160,38 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
             f"{described.get('comera')}; this one, {__version__}, reads up to {VERSION}: "
             "install a newer comera"
         )
-    for part, plain in {"layers": dict, "tied": dict, "frozen": list}.items():
+    for part, plain in {"layers": dict, "tied": dict}.items():
         if not isinstance(described.get(part), plain):
             raise ValueError(f"{where} is damaged: {part} must be a {plain.__name__}")
     for entry in described["layers"].values():
         if not isinstance(entry, dict) or not isinstance(entry.get("works_on", ""), str):
             raise ValueError(f"{where} is damaged: every layer must be a dict, works_on a name")
-    for part in ("split_experts", "served"):
+    for part in ("split_experts", "served", "frozen", "tied"):
         names = described.get(part)
+        names = [*names, *names.values()] if isinstance(names, dict) else names
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{where} is damaged: {part} must be a list of names")
+            raise ValueError(f"{where} is damaged: {part} must be names")
     return described
 
 
 def rebuild_(
     model: nn.Module,
     layers: Mapping[str, Entry],
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
     """Replace layers of a dense model by ``layers`` of :func:`describe`, in place.
 
     The model, possibly on ``meta``, is made like the dense model before compression. Returns the
     model, or the layer that replaces it; new layers are on ``meta``. Raises ``ValueError``, which
-    names the entry, if an entry is damaged or has no layer to replace, or if the tensors of the
-    result would not have these ``shapes`` by name; the model is then unchanged.
+    names the entry, if an entry is damaged or has no layer to replace, or if the result could not
+    hold these ``tensors`` by name; the model is then unchanged.
     """
     made = _build_layers(layers)
     modules = dict(model.named_modules(remove_duplicate=False))
     _check_places(modules, made)
     replacements = {id(modules[name]): new for name, new in made.items()}
-    if shapes is not None:
-        _check_tensors(model, modules, replacements, shapes)
+    if tensors is not None:
+        _check_tensors(model, modules, replacements, tensors)
     for name, new in made.items():
         new.train(modules[name].training)
     return swap_layers_(model, replacements, biases=False)
@@ -267,7 +268,7 @@ def _check_tensors(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     replacements: Mapping[int, nn.Module],
-    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, Tensor],
 ) -> None:
     inside = {
         f"{name}.".lstrip("."): replacements[id(old)]
@@ -281,15 +282,19 @@ def _check_tensors(
     }
     for prefix, new in inside.items():
         state |= {f"{prefix}{key}": x for key, x in new.state_dict(keep_vars=True).items()}
-    wanted = {key: tuple(value.shape) for key, value in state.items() if isinstance(value, Tensor)}
+    wanted = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    places = "rows_scattered", "rows_in_order", "_extra_state"  # the last in older files
+    saved, made = ({k for k in keys if not k.endswith(places)} for keys in (tensors, wanted))
     wrong = {
-        "the model given has no": sorted(shapes.keys() - wanted.keys()),
-        "the saved one has no": sorted(wanted.keys() - shapes.keys()),
+        "the model given has no": sorted(saved - made),
+        "the saved one has no": sorted(made - saved),
     }
     parts = [f"{what} {listed(names)}" for what, names in wrong.items() if names]
-    for name in sorted(shapes.keys() & wanted.keys()):
-        if shapes[name] != wanted[name]:
-            parts.append(f"{name} is {shapes[name]} in the file and {wanted[name]} in the model")
+    for name in sorted(tensors.keys() & wanted.keys()):
+        found, here = tensors[name], wanted[name]
+        if found.shape != here.shape or found.is_floating_point() != here.is_floating_point():
+            one, other = (f"{tuple(each.shape)}, {each.dtype}" for each in (found, here))
+            parts.append(f"{name} is {one}, in the file and {other}, in the model")
     if parts:
         raise ValueError(f"the model given is not made as the saved one: {'; '.join(parts[:4])}")
 

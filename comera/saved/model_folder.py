@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ _DTYPES = {
 """Names of dtypes in safetensors (https://github.com/huggingface/safetensors, its format)."""
 
 DESCRIPTION = "comera.json"
-_KEY = "comera"
-"""Key of the description in the header of the weights."""
+_KEY, _CHECKSUM = "comera", "comera_crc32"
+"""Keys of the description, and of its checksum, in the header of the weights."""
 
 
 def save_model(model: nn.Module, folder: str | Path, *, config: TTConfig | None = None) -> Path:
@@ -122,7 +123,8 @@ def write_folder(
         text,
     )
     with replacing(folder / WEIGHTS) as temporary:
-        write_tensors(temporary, tensors, read, {"format": "pt", _KEY: text})
+        about = {"format": "pt", _KEY: text, _CHECKSUM: str(zlib.crc32(text.encode()))}
+        write_tensors(temporary, tensors, read, about)
         check()
     write_text(folder / DESCRIPTION, f"{text}\n")
 
@@ -164,7 +166,7 @@ def load_model(
     if isinstance(folder, nn.Module):
         raise TypeError("a model is given where the folder is wanted: load_model(folder, model)")
     folder = Path(folder).expanduser()
-    described, tensors = _read(folder)
+    described, tensors = read_folder(folder)
     made = model if isinstance(model, nn.Module) or not callable(model) else model()
     if not isinstance(made, nn.Module):
         origin = described.get("model")
@@ -187,8 +189,11 @@ def load_model(
     here = next((param.device for param in model.parameters() if not param.is_meta), "cpu")
     where = torch.device(here if device is None else device)
     with experts_apart(model, described["split_experts"]):
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        model = rebuild_(model, described["layers"], shapes)
+        places = dict(model.named_modules(remove_duplicate=False))
+        for part, known in {"frozen": tensors, "served": places}.items():
+            if unknown := [name for name in described[part] if name not in known]:
+                raise ValueError(f"{path} is damaged: {part} names {listed(unknown)}, not there")
+        model = rebuild_(model, described["layers"], tensors)
     fill_(model, tensors, tied, described["frozen"])
     for name in described["served"]:
         refuse_training_(model.get_submodule(name))
@@ -237,7 +242,7 @@ def push_to_hub(
     return str(commit)
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a model's description and its tensors, after a check of their checksums."""
     path = folder / WEIGHTS
     if not path.is_file():
@@ -272,6 +277,8 @@ def _description(folder: Path, header: Mapping[str, str]) -> dict[str, Any]:
     text = beside.read_text(encoding="utf-8", errors="replace") if beside.is_file() else ""
     path = path if _KEY in header else beside
     counts = header.get(_KEY, text)
+    if header.get(_CHECKSUM, crc := str(zlib.crc32(counts.encode()))) != crc:
+        raise ValueError(f"{path} is damaged: the description in it is not what was saved")
     try:
         found = json.loads(counts)
     except (ValueError, RecursionError) as problem:
@@ -300,9 +307,11 @@ class Shards:
             try:
                 found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 self.file_of = {str(name): str(file) for name, file in found.items()}
+                if any(Path(file).name != file for file in self.file_of.values()):
+                    raise ValueError("files elsewhere")
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ValueError(
-                    f"{index} is damaged: it has no weight_map of tensors to files"
+                    f"{index} is damaged: it has no weight_map of tensors to files beside it"
                 ) from None
         elif whole.is_file():
             with opened(whole) as file:

@@ -73,9 +73,13 @@ def test_a_description_beside_weights_that_others_wrote_counts(folder):
         ({"layers": {"1": 3}}, "every layer must be a dict"),
         ({"layers": {"1": {"kind": "TTConv"}}}, "kind 'TTConv' are not known here, only TTLinear"),
         ({"layers": {"1": {"kind": ["TTLinear"]}}}, "are not known here"),
-        ({"served": [3]}, "served must be a list of names"),
+        ({"served": [3]}, "served must be names"),
+        ({"served": ["nope"]}, "served names nope, not there"),
+        ({"frozen": ["nope"]}, "frozen names nope, not there"),
+        ({"frozen": [1, {}]}, "frozen must be names"),
         ({"tied": {"a": "b"}}, "'b' is tied and not there"),
-        ({"tied": {"a": 3}}, "3 is tied and not there"),
+        ({"tied": {"a": 3}}, "tied must be names"),
+        ({"tied": {"a": ["b"]}}, "tied must be names"),
         ({"tensors": {}}, "does not hold the tensors that it says"),
     ],
 )
@@ -93,6 +97,8 @@ def test_descriptions_that_say_something_else(folder, change, message):
         ("ranks", [10**30] * 4, "described wrongly"),
         ("dtype", "__loader__", "dtype='__loader__' is none of torch's"),
         ("in_features", None, "described wrongly"),
+        ("in_features", 10**30, f"in_features={10**30} must be at most"),
+        ("start_ranks", [3], r"join at 4 bonds, but 1 ranks were given: \(3,\)"),
         ("works_on", "1", "1: it works on '1', which is no other layer"),
         ("works_on", "nobody", "1: it works on 'nobody', which is no other layer"),
         ("works_on", "0", "1: TTLinear is described wrongly"),
@@ -102,6 +108,24 @@ def test_descriptions_that_say_something_else(folder, change, message):
 def test_layers_that_cannot_be(folder, key, value, message):
     rewrite(folder, lambda described: described["layers"]["1"].update({key: value}))
     refused(folder, message)
+
+
+def test_an_edited_description_is_not_what_was_saved(folder):
+    path = folder / WEIGHTS
+    for file in (path, folder / DESCRIPTION):
+        edited = file.read_bytes().replace(b'prune_below\\": 0.01', b'prune_below\\": 0.81')
+        file.write_bytes(edited.replace(b'prune_below": 0.01', b'prune_below": 0.81'))
+    refused(folder, "model.safetensors is damaged: the description in it is not what was saved")
+
+
+def test_whole_numbers_are_no_weights(folder):
+    tensors = load_file(folder / WEIGHTS)
+    tensors["1.cores.0"] = tensors["1.cores.0"].long()
+    save_file(tensors, folder / WEIGHTS)
+    described = json.loads((folder / DESCRIPTION).read_text())
+    del described["tensors"]
+    (folder / DESCRIPTION).write_text(json.dumps(described))
+    refused(folder, r"1\.cores\.0 is .* torch\.int64, in the file")
 
 
 def test_models_that_were_made_otherwise(folder):
