@@ -34,7 +34,7 @@ from comera.recipes.tasks.task import Task, prepare_task, task_of
 from comera.report import model_plan
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
-from comera.saved.model_folder import save_state
+from comera.saved.model_folder import read_folder, save_state
 from comera.train.log import MemoryWatch, print_text, to_json
 from comera.train.loop import evaluated, forward_seconds, train
 from comera.train.processes import Processes
@@ -95,6 +95,7 @@ def run(
                 print_text(console, f"interrupted; the same command resumes the run in {folder}")
                 return []
             trained.append(outcome)
+        processes.from_first(lambda: run_folder.write_settings(config))
         print_text(console, run_folder.outcome_text(trained))
         return trained
 
@@ -113,9 +114,9 @@ def _finished(
         outcomes = [run_folder.Outcome(**facts) for facts in kept]
         for place in places:
             task_of(config).load_vocabulary(place)
-    except (OSError, ValueError, TypeError):  # the last step writes it again
-        return None
-    if not all((place / "model.safetensors").is_file() for place in places):
+            read_folder(place)
+    except (OSError, ValueError, TypeError) as problem:
+        print_text(console, f"{problem}\nthe last step writes it again")
         return None
     with run_folder.lock(folder):  # no other process replaces it meanwhile
         print_text(console, f"the run in {folder} is finished")

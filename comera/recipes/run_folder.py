@@ -385,9 +385,13 @@ def claim(config: RunConfig, record: DataRecord, found: Begun | None) -> None:
             (folder / place / "result.json").unlink(missing_ok=True)
     if config.overwrite or not (folder / "checkpoints").is_dir():
         _delete(folder, _written_by_a_run(folder) - {"config.yaml"})  # which is replaced at once
-    # How checkpoints are kept may be new.
-    write_text(folder / "config.yaml", yaml.safe_dump(settings_of(config), sort_keys=False))
+    write_settings(config)  # how checkpoints are kept may be new
     write_text(folder / NAME, json.dumps(asdict(record), indent=1))
+
+
+def write_settings(config: RunConfig) -> None:
+    text = yaml.safe_dump(settings_of(config), sort_keys=False)
+    write_text(Path(config.out) / "config.yaml", text)
 
 
 def _delete(folder: Path, names: Iterable[str]) -> None:

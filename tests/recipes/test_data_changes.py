@@ -13,6 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+import comera
 from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
@@ -376,3 +377,25 @@ def test_numbers_compare_as_they_are():
     assert array_digest({"a": np.asarray(3), "e": np.empty(0)}) == array_digest(
         {"e": np.empty(0), "a": np.asarray(3)}
     )
+
+
+def test_a_finished_model_that_is_damaged_is_written_again(tmp_path, monkeypatch):
+    config, _, _ = masked(tmp_path)
+    settings, of_all = Path(config.out) / "config.yaml", comera.recipes.run.whole_state
+
+    def without_settings(state):
+        settings.unlink()  # as by another program
+        return of_all(state)
+
+    monkeypatch.setattr("comera.recipes.run.whole_state", without_settings)
+    quiet_run(config)
+    whole, text = weights(config), settings.read_text()
+    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:100], b""):
+        (Path(config.out) / "model.safetensors").write_bytes(damaged)
+        quiet_run(config)
+        said = (tmp_path / "said").read_text()
+        assert "model.safetensors is damaged" in said.replace("\n", " ")
+        assert "the last step writes it again" in said
+        assert (weights(config), settings.read_text()) == (whole, text)
+    quiet_run(config)
+    assert "is finished" in (tmp_path / "said").read_text()
