@@ -3,6 +3,7 @@
 Source: Oseledets, SIAM J. Sci. Comput. 33 (2011).
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,7 @@ def decompose_matrix(
 ) -> list[Tensor]:
     """Decompose an ``(out, in)`` weight, padded with zeros to the modes, by TT-SVD."""
     padded = _pad(weight.T, shape.in_width, shape.out_width)
-    return balance(tt_svd(padded.reshape(shape.slice_sizes), shape.ranks, tolerance))
+    return _balanced_train(padded.reshape(shape.slice_sizes), shape.ranks, tolerance)
 
 
 def decompose_table(
@@ -34,11 +35,27 @@ def decompose_table(
     apart = padded.reshape(*shape.row_modes, *shape.col_modes)
     order = [axis for k in range(count) for axis in (k, count + k)]
     paired = apart.permute(order).reshape(shape.slice_sizes)
-    cores = balance(tt_svd(paired, shape.ranks, tolerance))
+    cores = _balanced_train(paired, shape.ranks, tolerance)
     modes = zip(shape.row_modes, shape.col_modes, strict=True)
     return [
         core.reshape(core.shape[0], p, q, core.shape[-1])
         for core, (p, q) in zip(cores, modes, strict=True)
+    ]
+
+
+def _balanced_train(
+    tensor: Tensor, ranks: tuple[int, ...], tolerance: float | None
+) -> list[Tensor]:
+    peak = float(tensor.abs().max())
+    if peak == 0 or not math.isfinite(peak) or 1e-12 < peak < 1e12:
+        return balance(tt_svd(tensor, ranks, tolerance))
+    # Squares of larger numbers are more than float32 holds, those of smaller ones nothing.
+    exponent, count = math.frexp(peak)[1], tensor.dim()
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    cores = balance(tt_svd(torch.ldexp(wide, torch.tensor(-exponent)), ranks, tolerance))
+    shares = (exponent // count + (k < exponent % count) for k in range(count))
+    return [
+        torch.ldexp(core, torch.tensor(share)) for core, share in zip(cores, shares, strict=True)
     ]
 
 

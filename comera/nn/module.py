@@ -250,9 +250,9 @@ class TensorTrainModule(WeightByAssignment):
 
         Args:
             weight: The new weight, of the shape of :attr:`weight`.
-            tolerance: Bound on the relative Frobenius error, which gives new ranks: parameters
-                change their shapes, and the optimizer must be rebuilt. Hot rows keep their rank.
-                None keeps the present ranks.
+            tolerance: Bound on the relative Frobenius error before cores are rounded to their
+                dtype (bfloat16 adds 0.005), which gives new ranks: parameters change their shapes,
+                and the optimizer must be rebuilt. Hot rows keep their rank. None keeps the ranks.
 
         Returns:
             The relative Frobenius error of the weight that the module now holds.
@@ -400,7 +400,7 @@ class TensorTrainModule(WeightByAssignment):
             shape=cls._shapes(**{field.name: sizes(field.name) for field in fields(cls._shapes)}),
             device="meta", dtype=dtype_of(config),
         )  # fmt: skip
-        layer.start_ranks = sizes("start_ranks")
+        layer.start_ranks = layer.shape.of_ranks(sizes("start_ranks")).ranks
         layer.dense_form = None if config["dense_form"] is None else str(config["dense_form"])
         if lead is not None:
             layer.share_parameters_(lead)

@@ -515,6 +515,8 @@ def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dic
     grad_MN = _widened(grad_MN)
     if grad_MN.is_meta:  # no numbers, but the shapes are right for counting memory
         return {side: grad_MN.new_empty(shape) for side, shape in shapes.items()}
+    # Exactly, so that no square is more than float32 holds; the bases are the same.
+    grad_MN = torch.ldexp(grad_MN, -torch.frexp(grad_MN.abs().max())[1])
     bases = {}
     with torch.autocast(grad_MN.device.type, enabled=False):
         generator = torch.Generator(grad_MN.device).manual_seed(seed)

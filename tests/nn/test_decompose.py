@@ -3,6 +3,7 @@ import tensorly
 import torch
 from tensorly.decomposition import tensor_train
 
+import comera
 from comera.nn import decompose
 from comera.nn.decompose import balance, decompose_matrix, decompose_table, tt_svd
 from comera.ops.linear.tt_linear import tt_to_dense
@@ -135,3 +136,14 @@ def test_a_tolerance_that_is_no_relative_error_is_repeated(tolerance):
         decompose_matrix(torch.ones(4, 4), TTShape((4,), (4,), (2,)), tolerance)
     with pytest.raises(ValueError, match=f"tolerance={tolerance}"):
         decompose_table(torch.ones(4, 4), TTMShape((2, 2), (2, 2), (2,)), tolerance)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e19, 1e37])
+@pytest.mark.parametrize("kind", [comera.TTLinear, comera.BTTLinear, comera.TTEmbedding])
+def test_weights_whose_squares_no_float32_holds(kind, size):
+    weight = torch.randn(12, 20, generator=torch.Generator().manual_seed(0)) * size
+    sizes = (12, 20) if kind is comera.TTEmbedding else (20, 12)
+    layer = kind(*sizes, rank=2)
+    assert layer.set_weight_(weight, tolerance=0.0) < 1e-5
+    norms = [float(core.detach().double().norm()) for core in layer.cores]
+    assert max(norms) < 100 * min(norms)

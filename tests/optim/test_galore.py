@@ -142,6 +142,13 @@ def test_subspaces(shape, proj_type):
     assert not any(torch.equal(bases[side], other[side]) for side in bases)
 
 
+@pytest.mark.parametrize("size", [1e-25, 1e19, 1e30])
+def test_bases_of_gradients_whose_squares_no_float32_holds(size):
+    grad = torch.randn(40, 60, generator=torch.Generator().manual_seed(0))
+    found, wanted = (new_bases(g, 6, "std", 3)["left"] for g in (grad * size, grad))
+    assert torch.allclose(found.T @ wanted, torch.eye(6), atol=1e-4)
+
+
 def test_weight_decay_is_that_of_the_inner_optimizer():
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(20, 30))

@@ -426,7 +426,7 @@ def split_blocks(
     rank = min(rank, s_ack.shape[2])
     s_ack = s_ack[..., :rank]
     # Halved between both cores; but were both of them zero, neither would ever have a gradient.
-    typical = s_ack.square().mean().sqrt()
+    typical = s_ack.double().square().mean().sqrt()
     root_ack = s_ack.clamp(min=float(typical) * _LEAST_SHARE or 1.0).sqrt()
     left = u_acbk[..., :rank] * root_ack[:, :, None]
     right = vh_ackd[:, :, :rank] * (s_ack / root_ack)[..., None]
