@@ -32,14 +32,14 @@ from comera.shapes import BTTShape
 log = logging.getLogger("comera")
 
 _LOSES = (
-    "tensorize_ makes layers slower or larger than dense: %s; predicted for the rows of a batch in "
-    "TTConfig(tokens=%d)%s"
+    "tensorize_: %d of %d layers are slower or larger than dense, %s most: %s; predicted for "
+    "TTConfig(tokens=%d)%s; see comera.plan(model)"
 )
 _ALL_ROWS = (
     "tensorize_ plans each expert of %s with all %d rows of a batch: no module around them or "
     "config of theirs says how many experts a row goes to (%s)"
 )
-_GUESS = " by a default profile (`comera calibrate --device {}` measures this machine)"
+_GUESS = " by a default profile (`comera calibrate --device {}` measures)"
 _ON_A_CARD = (
     "on a GPU compressed layers are many small calls: train by comera.TrainStep, which replays a "
     'step as one CUDA graph, or compile the model, by torch.compile(mode="reduce-overhead")'
@@ -50,10 +50,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _WORST_RATIO = 1.1
 """Predicted time or memory, in units of dense's, above which a layer is named."""
 
-_NO_SMALLER = "as a {} it would hold no fewer numbers (a lower rank, or more compression, would)"
-
-_NAMED_KINDS = 3
-"""Kinds of layers of which a line says how much slower they are."""
+_NO_SMALLER = "as a {} it would hold no fewer numbers ({}, or more compression, would)"
 
 _TOKENS = 4096
 """Rows of a training batch by default."""
@@ -219,20 +216,16 @@ def _name_those_that_lose(model: nn.Module, made: Mapping[str, nn.Module], token
     shares = forms.expert_shares(model)
     plans = plans_of(made, shares, tokens)
     losing = [(names, plan) for names, plan in plans if plan.worst_ratio > _WORST_RATIO]
-    losing.sort(key=lambda each: -each[1].worst_ratio)
-    texts = [
-        f"{listed(names, most=2)}: {plan.sentence()}"
-        + f" at an expert's {plan.layer.tokens} rows" * (plan.layer.tokens != tokens)
-        for names, plan in losing[:_NAMED_KINDS]
-    ]
-    if len(losing) > _NAMED_KINDS:
-        texts.append(f"comera.plan(model) has {len(losing) - _NAMED_KINDS} more kinds")
     if losing:
         slower = any(max(plan.time_ratio, plan.eager_ratio or 0.0) > 1 for _, plan in losing)
-        machine = losing[0][1].machine
-        guess = "" if machine.measured else _GUESS.format(machine.kind)
+        names, plan = max(losing, key=lambda each: each[1].worst_ratio)
+        text = plan.sentence()
+        if plan.layer.tokens != tokens:
+            text += f" at an expert's {plan.layer.tokens} rows"
+        guess = "" if plan.machine.measured else _GUESS.format(plan.machine.kind)
         level = logging.WARNING if slower else logging.INFO
-        say_once(log, level, _LOSES, "; ".join(texts), tokens, guess)
+        counts = (sum(len(names) for names, _ in each) for each in (losing, plans))
+        say_once(log, level, _LOSES, *counts, names[0] or "it", text, tokens, guess)
     for held, share in shares.items():
         if share is None and any(name.startswith(f"{held}.") for name in made):
             say_once(log, logging.WARNING, _ALL_ROWS, held, tokens, forms.PER_TOKEN[0])
@@ -376,12 +369,14 @@ def _convert(
             return 'linear_format="btt" is for layers whose features are last'
         least = BTTShape.fit(module.in_features, module.out_features, rank=1).num_params
         if _first(config.shape_pattern, name) is None and least >= module.weight.numel():
-            return _NO_SMALLER.format("block tensor train")
+            return "as a block tensor train it would hold no fewer numbers at any rank"
     with error_prefix(f"{name or 'the model'}: "):
         new = _build(name, module, config, feature_dim)
     if new.num_stored >= new.num_dense:
-        made = "tensor train" if new.is_chain else "block tensor train"
-        return _NO_SMALLER.format(made)
+        if new.is_chain:
+            return _NO_SMALLER.format("tensor train", "a lower rank")
+        most = (new.num_dense - 1) // new.shape.with_rank(1).num_params
+        return _NO_SMALLER.format("block tensor train", f"rank={most}")
     return new
 
 

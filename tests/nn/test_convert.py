@@ -430,19 +430,34 @@ def test_a_pattern_that_matches_nothing_is_named(settings, message):
         tensorize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), TTConfig(**settings))
 
 
+def test_the_largest_rank_of_blocks_is_named(caplog):
+    tensorize_(
+        nn.ModuleList([nn.Linear(96, 64), nn.Linear(768, 768)]),
+        TTConfig(rank=8, linear_format="btt"),
+    )
+    (rank,) = re.findall(
+        r"leaves 0 dense: .*\(rank=(\d+), or more compression, would\)", caplog.text
+    )
+    for more, wanted in enumerate((1, 0)):
+        caplog.clear()
+        model = nn.ModuleList([nn.Linear(96, 64), nn.Linear(768, 768)])
+        tensorize_(model, TTConfig(rank=int(rank) + more, linear_format="btt"))
+        assert isinstance(model[0], comera.BTTLinear) == wanted
+
+
 def test_layers_that_would_be_slower_than_dense_are_named_in_one_line(caplog):
     with torch.device("meta"):
         model = nn.ModuleList([nn.Linear(2048, 2048), nn.Linear(2048, 2048)])
         model += [nn.Embedding(5000, 32), nn.EmbeddingBag(5000, 64), nn.Linear(2000, 2048)]
     tensorize_(model, TTConfig(rank=900, embedding_rank=8, tokens=512))
     (said,) = [r.message for r in caplog.records if "slower" in r.message]
-    assert said.startswith("tensorize_ makes layers slower or larger than dense: 2: ")
+    assert said.startswith("tensorize_: 5 of 5 layers are slower or larger than dense, 2 most: ")
     assert "x the time of nn.Embedding" in said
     assert "TTConfig(tokens=512)" in said
-    assert "comera.plan(model) has 1 more kinds" in said
+    assert said.endswith("see comera.plan(model)")
     caplog.clear()
     tensorize_(model[:0].append(nn.Linear(2048, 2048)), TTConfig(rank=900, tokens=512))
-    assert "0: 1." in caplog.text
+    assert "1 of 1 layers are slower or larger than dense, 0 most: 1." in caplog.text
     assert "(rank=" in caplog.text
     caplog.clear()
     tensorize_(nn.Sequential(nn.Linear(768, 768)), TTConfig(rank=16, tokens=4096))
