@@ -578,3 +578,16 @@ def test_a_compressed_model_shrinks_and_goes_on(state_dtype):
     for param in model.parameters():
         assert optimizer.state[param]["exp_avg_update"].shape == param.shape
     assert all(map(math.isfinite, train(model, optimizer, data[4:])))
+
+
+def test_a_rate_that_is_too_high_for_the_first_steps_is_named(caplog):
+    settings = [{"lr": 3e-3}, {"lr": 0.01, "bias_correction": True}, {"lr": 0.01}]
+    for number, given in enumerate(settings):
+        layer = comera.TTLinear(64, 64, rank=8)
+        layer(torch.ones(1, 64)).sum().backward()
+        comera.CAME(layer.parameters(), **given).step()
+        assert ("up to 11 times lr=0.01" in caplog.text) == (number == 2)
+    caplog.clear()
+    gates = {"params": list(layer.gates), "lr": 0.02}  # as TwoStage advises
+    comera.CAME([{"params": list(layer.cores)}, gates], lr=1e-3).step()
+    assert not caplog.text
