@@ -23,7 +23,7 @@ from comera.compress.sensitivity import Sensitivity, look_at
 from comera.extras import listed
 from comera.files import write_text
 from comera.nn.convert import tensorize_
-from comera.nn.forms import as_torch
+from comera.nn.forms import as_torch, experts_apart
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import check_model, tensor_trains
 from comera.nn.table import TTTable
@@ -327,15 +327,17 @@ def explore(
     points, planned = [dense], 1
     try:
         found: Any = None
-        if isinstance(calibration, Sensitivity):
-            found = calibration
-            target_modules = _targets_of(model, found)
-        elif budgets and calibration is not None:
-            layers = linear_targets(model, target_modules, exclude_modules, "explore")
-            found = look_at(model, layers, calibration, loss_fn, progress=progress)
+        with experts_apart(model):
+            if isinstance(calibration, Sensitivity):
+                found = calibration
+                target_modules = _targets_of(model, found)
+            elif budgets and calibration is not None:
+                layers = linear_targets(model, target_modules, exclude_modules, "explore")
+                found = look_at(model, layers, calibration, loss_fn, progress=progress)
+            targets = {"target_modules": target_modules, "exclude_modules": exclude_modules}
+            which = _settings(TTConfig(**targets))
+            tries = _tries(model, found, budgets, which, configs, each_layer)
         rows = tokens or (found.batch_rows if found else None) or 4096
-        which = _settings(TTConfig(target_modules=target_modules, exclude_modules=exclude_modules))
-        tries = _tries(model, found, budgets, which, configs, each_layer)
         planned += len(tries)
         for setting, layer, make in with_bar(tries, "exploring", progress, len(tries)):
             point = kept.known(setting, layer)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import comera
+from comera.report.explore import WHOLE
 
 transformers = pytest.importorskip("transformers")
 
@@ -103,3 +104,18 @@ def test_it_is_searched_for_too(given):
     weights = dict(dense.named_parameters())
     for name, param in model.named_parameters():
         assert name not in weights or torch.equal(param, weights[name])
+
+
+def test_they_are_explored(given):
+    model, batch = given
+    experts = comera.TTConfig(rank=4, target_modules=r".*(experts|h\..*|layers\.\d)(\..*)?")
+    explored = comera.explore(
+        model, lambda small: float(small(**batch).loss.detach()), [batch] * 2,
+        budgets=[0.7], configs=[experts], each_layer=True,
+    )  # fmt: skip
+    assert not [point.note for point in explored.points if "Error" in point.note]
+    layers = {layer.name for layer in comera.sensitivity(model, [batch]).layers}
+    assert {p.layer for p in explored.points if p.setting == "budget=0.7"} == {WHOLE, *layers}
+    dense, by_data, by_config = explored.points[:3]
+    assert by_data.params <= 0.7 * dense.params
+    assert by_config.params < dense.params
