@@ -106,7 +106,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 # cannot be had are skipped, and it is tried again the next time. galore-torch comes without
 # bitsandbytes, which the tests do not need. All is compiled here: Python warns of torchao's source
 # then, and in tests warnings are errors.
-PEERS := accelerate came-pytorch onnxruntime onnxscript optuna peft pytorch-lightning submitit tensorly-torch torchao transformers "--no-deps galore-torch"
+PEERS := accelerate came-pytorch onnxruntime onnxscript opacus optuna peft pytorch-lightning sentence-transformers stable-baselines3 submitit tensorly-torch torchao transformers "--no-deps galore-torch"
 AT_ONCE := $(filter-out "% %",$(PEERS))
 
 $(VENV)/installed-peers: $(VENV)/installed-dev
