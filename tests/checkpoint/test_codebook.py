@@ -116,6 +116,16 @@ def test_the_cost_is_no_more_than_that_of_any_plain_codebook(kind, rate, zeros):
     assert cost(learn(values, 15, rate, zeros)) <= 1.02 * plain
 
 
+def test_zeros_count_as_much_beside_a_sample_of_many_values():
+    """What is read as zero is the same of a quarter of the values beside a quarter of the zeros."""
+    values, cells = torch.randn(1 << 20), []
+    for count in (1 << 18, 1 << 20):
+        book = learn(values[:count], 15, 0.3, zeros=2 * count)
+        zero = int((book.values == 0).nonzero())
+        cells.append(book.walls[zero - 1 : zero + 1])
+    torch.testing.assert_close(*cells, rtol=0, atol=0.05)
+
+
 def test_with_zeros_beside_the_values_zero_is_one_of_the_book():
     values = torch.randn(10_000)
     for zeros in (0, 100_000):

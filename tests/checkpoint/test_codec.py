@@ -247,6 +247,15 @@ def test_rows_that_were_never_touched_keep_second_moments_of_zero():
     assert bool((v[1::2] > 0).all())
 
 
+def test_tiny_second_moments_are_not_read_as_zero():
+    """A step is divided by their root."""
+    second = torch.rand(200, 100)
+    second[::2] = 1e-30
+    _, _, v = moments(torch.randn(200, 100), second, rate=0.1, beta=2.0)
+    assert bool((v > 0).all())
+    assert float(v[::2].median()) < 1e-10
+
+
 def test_first_moments_can_be_written_alone():
     first = torch.randn(64, 64)
     _, m = moments(first, bits=3, rate=0.0, beta=2.0)

@@ -66,6 +66,12 @@ def test_what_is_left_over_turns_a_weight_dense_where_it_fits():
     assert allocate(choices, 399) == [None, 3]
 
 
+def test_what_is_left_over_is_spent_to_the_last_entry():
+    alike = Choice(torch.tensor([9.0, 5.0, 1.0]), 1000, 10)
+    assert sorted(allocate([alike, alike], 30)) == [1, 2]
+    assert allocate([alike, alike], 29) == [1, 1]
+
+
 def test_what_is_left_over_goes_where_an_entry_saves_most():
     """All three other ranks of the first would not fit, and two of them save more than one that
     alone saves more."""

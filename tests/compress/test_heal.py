@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import comera
 from comera.compress import heal
@@ -68,6 +69,24 @@ def test_only_layers_in_compressed_form_change_and_modes_stay():
     assert all(value.equal(theirs[key]) for key, value in dense.state_dict().items())
     assert all(module.training for module in (*small.modules(), *dense.modules()))
     assert all(param.requires_grad and param.grad is None for param in small.parameters())
+
+
+def test_the_rate_rises_at_first_and_falls_to_zero():
+    small, dense, batches = make_pair()
+    rates = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
+    )
+    try:
+        comera.heal_(small, dense, batches, lr=1e-3, outputs=answers)
+    finally:
+        hook.remove()
+    assert len(rates) == 40
+    highest = rates.index(max(rates))
+    assert highest < 5
+    assert rates[: highest + 1] == sorted(rates[: highest + 1])
+    assert rates[20] == pytest.approx(0.5e-3)
+    assert rates[39] == pytest.approx(1e-3 / 40)
 
 
 def test_it_stops_when_the_time_is_over():

@@ -115,6 +115,18 @@ def test_another_default_device_draws_the_same_picture(seen):
     assert (other.get_array() == found.plot().axes[0].images[0].get_array()).all()
 
 
+def test_the_least_size_counts_a_layer_dense_where_that_is_smaller():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 1, bias=False))
+    batches = [(torch.randn(64, 12), torch.randn(64, 1)) for _ in range(2)]
+    found = comera.sensitivity(model, batches, loss_fn=loss_fn)
+    least = found.least()
+    assert least == (12 + 20 + 1) + 20 + 20  # rank one with its gate, the bias, the dense weight
+    assert found.least(in_bytes=True) == 4 * least
+    chosen = found.choose((least + 0.5) / found.model_params)
+    assert [layer.rank for layer in chosen] == [1, None]
+
+
 def test_what_is_chosen_prints_as_a_table(seen):
     _, found = seen
     made = found.choose(0.7)

@@ -153,6 +153,19 @@ def test_parts_of_a_feed_forward_have_biases_of_their_own(biases):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("sizes", [(64, 128, 67), (67, 128, 64), (64, 67, 64)], ids=str)
+def test_a_feed_forward_of_padded_blocks_has_the_width_of_its_layers(sizes):
+    wide, hidden, high = sizes
+    up, gate, down = (
+        comera.BTTLinear(*n) for n in ((wide, hidden), (wide, hidden), (hidden, high))
+    )
+    x = torch.randn(5, wide)
+    torch.testing.assert_close(feed_forward(x, up, down, "gelu"), down(nn.functional.gelu(up(x))))
+    torch.testing.assert_close(
+        gated_feed_forward(x, gate, up, down), down(nn.functional.silu(gate(x)) * up(x))
+    )
+
+
 def test_layers_without_ranks_run_together():
     up, gate, down = (comera.BTTLinear(*size, rank=1) for size in ((32, 64), (32, 64), (64, 32)))
     x = torch.randn(20, 32)
@@ -178,6 +191,18 @@ def test_only_the_gradients_that_are_wanted():
     dense = nn.functional.linear(x, layer.weight, layer.bias)
     (want,) = torch.autograd.grad(dense.square().sum(), layer.cores[1])
     torch.testing.assert_close(layer.cores[1].grad, want)
+
+
+def test_gradients_of_many_rows_keep_the_digits_of_a_narrow_dtype(monkeypatch):
+    monkeypatch.setattr(blocks, "_HIDDEN_NUMBERS", 1)
+    layer, x = comera.BTTLinear(8, 8, bias=False), torch.rand(1 << 15, 8)
+    grads = []
+    for dtype in (torch.float32, torch.bfloat16):
+        layer.to(dtype)(x.to(dtype)).float().sum().backward()
+        grads.append([core.grad.float() for core in layer.cores])
+        layer.zero_grad()
+    for wide, narrow in zip(*grads, strict=True):
+        assert (narrow - wide).norm() / wide.norm() < 0.01
 
 
 def test_orthogonal_blocks_give_a_weight_of_full_rank_and_equal_singular_values():
@@ -224,6 +249,15 @@ def test_the_full_rank_of_blocks_is_exact_and_a_tolerance_takes_what_it_needs():
     assert exact.ranks == (2,)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_no_tolerance_takes_the_ranks_that_are_there_and_none_of_rounding(dtype):
+    torch.manual_seed(0)
+    weight = comera.BTTLinear(64, 64, rank=2, dtype=dtype).weight.detach()
+    layer = comera.BTTLinear(64, 64, rank=8, dtype=dtype)
+    assert layer.set_weight_(weight, tolerance=0) < 1e-6
+    assert layer.ranks == (2,)
+
+
 def test_blocks_of_zeros_can_learn():
     dense = nn.Linear(64, 64)
     with torch.no_grad():
@@ -264,6 +298,16 @@ def test_closed_ranks_stay_closed_in_canonical_form(dtype):
     assert layer.live_ranks == (2,)
     after = [float(core.detach().double().norm()) for core in layer.cores]
     assert after[0] / after[1] == pytest.approx(before[0] / before[1], rel=0.01)
+
+
+def test_a_small_rank_stays_open_in_canonical_form():
+    layer = comera.BTTLinear(64, 64, rank=2, dtype=torch.float64)
+    with torch.no_grad():
+        layer.cores[0][..., 1] *= 1e-7
+    before = layer.weight.detach()
+    comera.canonicalize_(layer)
+    assert layer.live_ranks == (2,)
+    torch.testing.assert_close(layer.weight.detach(), before, rtol=0, atol=1e-12)
 
 
 def test_a_rank_is_cut_to_what_a_block_can_have():

@@ -177,6 +177,19 @@ def test_groups_of_another_optimizer_keep_their_names(half):
     assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
 
 
+def test_a_weight_that_an_embedding_shares_is_neither_projected_nor_stepped_by_muon():
+    table, body, head = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False)
+    head.weight = table.weight
+    for tied in (nn.ModuleList([table, body, head]), nn.ModuleList([head, body, table])):
+        for name, groups in {
+            "galore": comera.galore_param_groups(tied, 1e-3, rank=4),
+            "matrices": comera.param_groups(tied, 1e-3, muon_modules="all-linear"),
+        }.items():
+            params = {group["name"]: group["params"] for group in groups}
+            assert [id(param) for param in params[name]] == [id(body.weight)]
+            assert [id(param) for param in params["dense"]] == [id(table.weight)]
+
+
 def test_groups_for_muon_are_for_muonadamw(half):
     def groups():
         return comera.param_groups(half, 1e-3, muon_modules="1")

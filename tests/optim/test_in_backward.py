@@ -16,6 +16,7 @@ import comera
 from comera import OptimizerInBackward
 from comera.optim import galore
 from tests.peers import peer
+from tests.states import assert_equal
 
 from .updating import (
     OPTIMIZERS,
@@ -173,6 +174,20 @@ def test_accumulated_gradients_step_with_the_last(name):
         updates.step()
         assert all(param.grad is None for param in b.parameters())
     assert_same(a, first, b, second)
+
+
+def test_accumulation_inside_accumulation_goes_on_to_the_outer_end():
+    model = make_model()
+    updates = OptimizerInBackward(torch.optim.AdamW(model.parameters(), 1e-2))
+    before = copy.deepcopy(model.state_dict())
+    with updates.accumulate():
+        with updates.accumulate():
+            loss_of(model, 0).backward()
+        loss_of(model, 1).backward()
+    assert_equal(model.state_dict(), before)
+    loss_of(model, 2).backward()
+    changed = [not torch.equal(value, before[key]) for key, value in model.state_dict().items()]
+    assert any(changed)
 
 
 def test_only_accumulated_gradients_step_all_the_same():

@@ -149,11 +149,22 @@ def test_a_step_of_blocks_is_about_that_of_a_dense_layer():
 
 def test_weights_of_convolutions_are_no_blocks():
     conv = nn.Conv3d(4, 6, 3)
-    twin = nn.Parameter(conv.weight.detach().flatten(1))
+    twin = nn.Parameter(conv.weight.detach().flatten(1).clone())
     conv.weight.grad = torch.randn_like(conv.weight)
     twin.grad = conv.weight.grad.flatten(1).clone()
     for param in (conv.weight, twin):
         comera.MuonAdamW([{"params": [param], "muon": True}], lr=1e-2).step()
+    torch.testing.assert_close(conv.weight.flatten(1), twin, rtol=1e-4, atol=1e-6)
+
+
+def test_a_convolution_with_one_plane_is_no_core_of_blocks():
+    conv = nn.Conv3d(4, 6, (3, 3, 1), bias=False)  # its weight has five dimensions, the last of one
+    twin = nn.Parameter(conv.weight.detach().flatten(1).clone())
+    conv.weight.grad = torch.randn_like(conv.weight)
+    twin.grad = conv.weight.grad.flatten(1).clone()
+    groups = comera.param_groups(nn.Sequential(conv), 1e-2, muon_modules="all-linear")
+    for given in (groups, [{"params": [twin], "muon": True}]):
+        comera.MuonAdamW(given, lr=1e-2, weight_decay=0.0).step()
     torch.testing.assert_close(conv.weight.flatten(1), twin, rtol=1e-4, atol=1e-6)
 
 

@@ -84,6 +84,25 @@ def first_gate(model):
     return next(iter(tensor_trains(model).values())).gates[0]
 
 
+def test_a_loss_whose_step_is_not_taken_is_no_goal(model, batch):
+    """As where memory runs out in the backward pass of the first batch."""
+    losses = []
+
+    def with_an_accident(model, batch):
+        losses.append(loss_fn(model, batch))
+        if len(losses) > 1:
+            return losses[1]
+        losses[0].register_hook(lambda grad: [][0])
+        return 10 * losses[0]
+
+    ranks = comera.TwoStage(model, 0.5, 0, 9)
+    step = comera.TrainStep(model, with_an_accident, optimizer_for(model), ranks)
+    with pytest.raises(IndexError):
+        step(batch)
+    step(batch)
+    assert float(ranks.state_dict()["late_goal"]) == pytest.approx(losses[1].item())
+
+
 def test_the_late_stage_measures_a_size_against_the_present_size(model):
     """Not that at the start: a smaller model is regularised as much, in proportion."""
     ranks = in_late_stage(model, 0.2, 10.0)
@@ -112,9 +131,11 @@ def test_a_size_that_has_reached_its_target_is_regularised_no_further(model):
     assert gradients(ranks, model)[1].any()
     reach_target(ranks, model)
     assert ranks.size.exact() > ranks.target_size
-    for_loss, for_gate = gradients(ranks, model)
-    assert for_loss == 2.0
-    assert not for_gate.any()
+    for _ in range(2):  # and it stays so in the steps that follow
+        for_loss, for_gate = gradients(ranks, model)
+        assert for_loss == 2.0
+        assert not for_gate.any()
+        ranks.step(torch.ones((), dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -86,6 +87,23 @@ def test_a_trained_run_without_checkpoints_is_not_begun_anew_by_more_steps(confi
         run(longer(config, 30), Console(quiet=True), quiet=True)
     assert contents(Path(config.out)) == before
     assert len(run(config, Console(quiet=True), quiet=True)) == 2  # as it was
+
+
+def test_a_longer_run_trains_its_twin_for_longer_too(config):
+    config = longer(dataclasses.replace(config, twin=True, two_stage=None), 2)
+    run(config, Console(quiet=True), quiet=True)
+    calls, real = itertools.count(), TrainStep.__call__
+
+    def call(step, batch):
+        if next(calls) == 2:  # after two more steps of the model itself, in the first of its twin
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(step, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainStep, "__call__", call)
+        assert run(longer(config, 4), Console(quiet=True), quiet=True) == []
+    outcomes = run(longer(config, 4), Console(quiet=True), quiet=True)
+    assert [outcome.steps for outcome in outcomes] == [4, 4]
 
 
 @pytest.mark.parametrize("length", ["steps", "seconds"])

@@ -15,7 +15,7 @@ from rich.console import Console
 import comera
 from comera.checkpoint.archive import FolderInUseError
 from comera.recipes.cli import main
-from comera.recipes.jobs import Job, resolve
+from comera.recipes.jobs import Job, Launcher, Started, resolve, run_jobs
 from comera.recipes.parse import merged, nested
 from comera.recipes.run import run
 from comera.recipes.run_config import RunConfig
@@ -344,6 +344,19 @@ def test_a_sweep_side_by_side_outlives_a_run_that_fails_and_goes_on_later(
     rows = json.loads((out / "results.json").read_text())["summary"]
     assert [row["variant"] for row in rows] == ["dense", "tt", "long"]
     assert rows[2]["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [(0, "finished"), (130, "stopped"), (-signal.SIGINT, "stopped"), (-signal.SIGTERM, "stopped"),
+     (1, "failed"), (-signal.SIGKILL, "failed")],
+)  # fmt: skip
+def test_a_run_that_a_signal_ends_was_stopped(content, tmp_path, status, state):
+    (job, *_) = make_jobs(sweep_of(content, tmp_path))
+    launcher = Launcher(lambda folder, overwrite: Started(lambda: status, lambda: None), 1)
+    assert run_jobs([job], launcher)
+    assert job.state == state
+    assert bool(job.reason) == (state == "failed")
 
 
 @pytest.mark.slow

@@ -47,6 +47,17 @@ def ties_of(model: nn.Module) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
+def test_every_tensor_is_aligned_to_its_dtype_in_the_file(tmp_path):
+    model = comera.tensorize_(nn.Sequential(nn.Linear(8, 8)), comera.TTConfig(rank=2))
+    for k, dtype in enumerate((torch.bool, torch.float64, torch.int8, torch.bfloat16)):
+        model.register_buffer(f"a{k}", torch.ones(3).to(dtype))
+    raw = (comera.save_model(model, tmp_path) / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    for name, tensor in model.state_dict().items():
+        assert (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0, name
+
+
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_a_buffer_of_each_dtype_comes_back(dtype, tmp_path):
     model = comera.tensorize_(nn.Sequential(nn.Linear(8, 8)), comera.TTConfig(rank=2))

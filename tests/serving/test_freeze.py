@@ -13,7 +13,7 @@ from torch import nn
 import comera
 from comera.extras import MissingPackageError
 from comera.serving import freeze
-from comera.serving.layers import FactoredHead, ThinLinear
+from comera.serving.layers import FactoredHead, ThinLinear, table_factors
 from tests.mixtures import CONFIGS, ROWS, TIES, draw_mixture
 from tests.serving.test_plain import check_same
 
@@ -98,6 +98,16 @@ def test_a_smaller_dense_layer_is_taken_without_measuring(monkeypatch):
     monkeypatch.setattr(freeze, "time_ratio", lambda *_: pytest.fail("measured"))
     layer = comera.TTLinear(16, 16, rank=9)
     assert type(comera.freeze_(layer)) is nn.Linear
+
+
+def test_of_equal_sizes_the_dense_layer_is_taken(monkeypatch):
+    monkeypatch.setattr(freeze, "time_ratio", lambda *_: 0.1)
+    layer = comera.TTLinear(16, 16, rank=8, order=1)
+    assert sum(core.numel() for core in layer.cores) == 16 * 16
+    assert type(comera.freeze_(layer)) is nn.Linear
+    table = comera.TTEmbedding(16, 16, rank=8, shape=((4, 4), (4, 4)))
+    assert sum(factor.numel() for factor in table_factors(table)) == 16 * 16
+    assert type(comera.freeze_(table)) is nn.Embedding
 
 
 def test_what_was_chosen_is_said(caplog, monkeypatch):

@@ -6,6 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import comera
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
+from comera.surgery.rows import append_rows_
 from tests.processes import in_two_processes, said
 
 ROWS, WIDTH, HOT = 30, 12, 5
@@ -191,6 +192,17 @@ def test_processes_keep_the_same_rows_hot(tmp_path):
     assert "would keep different rows hot, 2 in all: give each of them the counts of" in mine[0]
     assert mine[:3] == theirs[:3] == (mine[0], True, 2)
     assert torch.equal(mine[3], theirs[3])
+
+
+@pytest.mark.parametrize("hot_rank", [None, 3])
+@pytest.mark.parametrize("trained", [True, False])
+def test_appended_rows_are_trained_if_the_table_is(hot_rank, trained):
+    torch.manual_seed(0)
+    hot = {} if hot_rank is None else {"hot_rows": HOT, "hot_rank": hot_rank}
+    table = TTEmbedding(ROWS, WIDTH, rank=3, order=2, **hot).requires_grad_(trained)
+    append_rows_(table, torch.randn(4, WIDTH))
+    assert table.num_embeddings == ROWS + 4
+    assert {param.requires_grad for param in table.parameters()} == {trained}
 
 
 def test_what_does_not_fit_is_named():

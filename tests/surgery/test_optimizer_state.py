@@ -1,4 +1,5 @@
 import copy
+import warnings
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.optim import (
 
 import comera
 from comera.surgery.truncate import slice_state_
+from tests.peers import peer
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -208,6 +210,25 @@ def test_state_keeps_its_type():
     held = [param, param.grad, *(optimizer.state[param][k] for k in ("exp_avg", "exp_avg_sq"))]
     assert {t.dtype for t in held} == {torch.bfloat16}
     assert all(t.shape == (3, 2) and t.is_contiguous() for t in held)
+
+
+def test_eight_bits_of_moments_are_packed_as_they_were():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao's own making
+        low_bit = peer("torchao.optim")
+    param = nn.Parameter(torch.randn(64, 128))
+    optimizer = low_bit.AdamW8bit([param])
+    param.grad = torch.randn_like(param)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    before = {key: optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq")}
+    slice_state_(param, {1: torch.arange(64)}, None, optimizer)
+    for key, moment in before.items():
+        cut = optimizer.state[param][key]
+        assert (type(cut), cut.signed) == (type(moment), moment.signed)
+        wanted = moment.dequantize()[:, :64]
+        error = (cut.dequantize() - wanted).norm() / wanted.norm()
+        assert error < 0.02
 
 
 def test_a_loss_that_is_still_held_does_not_remember_the_old_shape():
