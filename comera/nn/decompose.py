@@ -75,8 +75,8 @@ def tt_svd(
     """Split a tensor into a tensor train with a 3-d core for each dimension, at least in float32.
 
     Inner ``ranks`` are reduced where the tensor allows no more. ``tolerance``, which replaces them,
-    bounds the relative Frobenius error of the whole train; it is at least the precision of the
-    dtype, so that 0 finds the numerical ranks. Raises ``ValueError`` if an entry is not finite.
+    bounds the relative Frobenius error of the whole train; it is at least the rounding of the
+    decomposition, so that 0 finds the numerical ranks. Raises ``ValueError`` if an entry is not finite.
     """
     check_tolerance(tolerance)
     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -86,7 +86,9 @@ def tt_svd(
     allowed = 0.0  # squares of errors, which add up: every cut is orthogonal to those before
     if tolerance is not None:
         ranks = None
-        allowed = (max(tolerance, 4 * torch.finfo(tensor.dtype).eps) * float(tensor.norm())) ** 2
+        # Singular values that are zero come out as eps each, times some 0.6.
+        least = 2 * tensor.numel() ** 0.25 * torch.finfo(tensor.dtype).eps
+        allowed = (max(tolerance, least) * float(tensor.norm())) ** 2
     cores, left, rest = [], 1, tensor.reshape(1, -1)
     with without_autocast(tensor):
         for k, size in enumerate(sizes[:-1]):

@@ -147,3 +147,19 @@ def test_weights_whose_squares_no_float32_holds(kind, size):
     assert layer.set_weight_(weight, tolerance=0.0) < 1e-5
     norms = [float(core.detach().double().norm()) for core in layer.cores]
     assert max(norms) < 100 * min(norms)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: comera.TTLinear(n, n, rank=2, order=1),
+        lambda n: comera.BTTLinear(n, n, rank=1),
+    ],
+)
+def test_no_tolerance_finds_the_rank_of_a_wide_weight(make):
+    draw = torch.Generator().manual_seed(0)
+    for rank in (1, 5):
+        one, other = torch.randn(512, rank, generator=draw), torch.randn(rank, 512, generator=draw)
+        layer = make(512)
+        assert layer.set_weight_(one @ other, tolerance=0.0) < 1e-6
+        assert layer.ranks == (rank,)

@@ -421,7 +421,8 @@ def split_blocks(
     if tolerance is not None:
         square = s_ack.double().square().sum((0, 1))
         left_out = square.sum() - square.cumsum(0)  # by rank 1, 2, ...
-        allowed = max(tolerance, torch.finfo(wide).eps) ** 2 * square.sum()
+        least = 2 * s_ack.shape[2] ** 0.5 * torch.finfo(wide).eps  # as in tt_svd
+        allowed = max(tolerance, least) ** 2 * square.sum()
         rank = 1 + int((left_out > allowed).sum())
     rank = min(rank, s_ack.shape[2])
     s_ack = s_ack[..., :rank]
