@@ -154,7 +154,10 @@ def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
                     f"the checkpoint has a {kind}, which is not installed here"
                 ) from problem
             inner = {key: put_together(part, tensors) for key, part in parts.items()}
-            return subclass.__tensor_unflatten__(
-                inner, tuple(put_together(context, tensors)), None, None
-            )
+            try:
+                return subclass.__tensor_unflatten__(
+                    inner, tuple(put_together(context, tensors)), None, None
+                )
+            except (KeyError, RuntimeError, TypeError, ValueError) as problem:
+                raise DamagedError(f"the parts make no {kind}: {problem!r}") from problem
     raise DamagedError(f"no such value: {str(skeleton)[:80]}")

@@ -109,6 +109,13 @@ def test_torchao_states_are_put_together_again():
     assert all(name.startswith("exp_avg.") for name in tensors)
 
 
+def test_a_torchao_state_without_its_parts_is_damaged():
+    peer("torchao.optim.subclass_8bit")
+    skeleton = {"subclass": "torchao.optim.subclass_8bit.OptimState8bit", "parts": {}}
+    with pytest.raises(DamagedError, match="the parts make no torchao"):
+        put_together({**skeleton, "context": {"tuple": [True, [64, 64]]}}, {})
+
+
 def deep(levels, inside):
     for k in range(levels):
         inside = ({"a": inside}, [inside], (inside,), {1: inside})[k % 4]
