@@ -76,7 +76,8 @@ def tt_svd(
 
     Inner ``ranks`` are reduced where the tensor allows no more. ``tolerance``, which replaces them,
     bounds the relative Frobenius error of the whole train; it is at least the rounding of the
-    decomposition, so that 0 finds the numerical ranks. Raises ``ValueError`` if an entry is not finite.
+    decomposition, so that 0 finds the numerical ranks. Raises ``ValueError`` if an entry is not
+    finite.
     """
     check_tolerance(tolerance)
     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))

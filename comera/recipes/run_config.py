@@ -386,7 +386,8 @@ class RunConfig:
             settings.gate_lr = advised_gate_lr(self.two_stage.target, late_steps)
             usual = settings.core_lr is None and settings.lr == settings.default_lr
             if usual and settings.name in _KEEP_UP:
-                settings.core_lr = max(settings.default_lr, 0.125 / late_steps)
+                # a tenth of what closes gates in those steps, or of the highest rate advised
+                settings.core_lr = max(settings.default_lr, min(0.125 / late_steps, 2e-3))
         return settings
 
     @property

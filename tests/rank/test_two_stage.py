@@ -223,7 +223,7 @@ def test_what_was_forced_is_said(model, caplog):
 
 @pytest.mark.parametrize(
     ("target", "late", "rate"),
-    [(0.5, 1000, 3e-3), (0.9, 5000, 2e-3), (0.2, 100, 2e-2), (0.5, 10, 0.125)],
+    [(0.5, 1000, 3e-3), (0.9, 5000, 2e-3), (0.2, 100, 2e-2), (0.5, 10, 0.02)],
 )
 def test_an_advised_rate_lets_gates_close(model, target, late, rate):
     assert comera.TwoStage(model, target, 5, late).gate_lr == pytest.approx(rate)
@@ -231,12 +231,19 @@ def test_an_advised_rate_lets_gates_close(model, target, late, rate):
 
 def test_a_schedule_too_short_to_prune_is_warned_about(model, caplog):
     ranks = comera.TwoStage(model, 0.3, 50, 50)
-    with caplog.at_level(logging.WARNING, "comera"):
-        ranks.check_schedule(optimizer_for(model, gate_lr=0.011))
+    assert "50 late steps are few for gates to close" in caplog.text
+    caplog.clear()
+    ranks.check_schedule(optimizer_for(model, gate_lr=0.011))
     assert not caplog.records
-    with caplog.at_level(logging.WARNING, "comera"):
-        ranks.check_schedule(optimizer_for(model, gate_lr=0.001))
-    assert "raise it above 0.01, or let them be more" in caplog.text
+    ranks.check_schedule(optimizer_for(model, gate_lr=0.001))
+    assert "raise it above 0.01" in caplog.text
+    caplog.clear()
+    short = comera.TwoStage(model, 0.3, 10, 10)
+    short.check_schedule(optimizer_for(model, gate_lr=short.gate_lr))
+    assert "none can be pruned: give the stages more steps, or cut by comera.Imp" in caplog.text
+    caplog.clear()
+    comera.TwoStage(model, 0.3, 0, 100)
+    assert not caplog.text
     caplog.clear()
     warmed_up = optimizer_for(model, gate_lr=0.011)
     torch.optim.lr_scheduler.LambdaLR(warmed_up, lambda step: (step + 1) / 100)

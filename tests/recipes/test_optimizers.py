@@ -149,7 +149,7 @@ def test_compressed_runs_have_muon_and_dense_ones_adamw(config):
 
 @pytest.mark.parametrize(
     ("steps", "late", "rate"),
-    [(10, 0.4, 1.25 / 4), (500, 0.4, 1.5 / 120), (5000, 0.4, 2e-3), (10, 0, 2e-3)],
+    [(10, 0.4, 0.02), (500, 0.4, 1.5 / 120), (5000, 0.4, 2e-3), (10, 0, 2e-3)],
 )
 def test_gates_can_fall_in_the_late_stage_there_is(config, steps, late, rate):
     if late:
@@ -188,7 +188,7 @@ def test_adamw_is_torchs(config):
     config.optimizer = AdamWConfig()
     model = planned_model(config)
     chosen = config.optimizer_for(10)
-    rates = {"gate_lr": 1.25 / 4, "core_lr": 1.25 / 40}
+    rates = {"gate_lr": 0.02, "core_lr": 2e-3}
     groups = comera.param_groups(model, 5e-4, **rates, weight_decay=0.01)
     plain = torch.optim.AdamW(groups, betas=(0.9, 0.999))
     made = chosen.build(model)

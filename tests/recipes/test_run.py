@@ -96,9 +96,10 @@ def test_a_run_ends_small_and_beside_its_twin(config):
 def test_a_short_run_that_learns_ranks_answers_or_says_that_it_does_not(
     config, caplog, gamma, answers
 ):
+    optimizer = MuonConfig(name=None, gate_lr=None if answers else 0.125)
     config = dataclasses.replace(
         config, causal_text=config.masked_text, masked_text=None,
-        two_stage=TwoStageConfig(gamma=gamma), optimizer=MuonConfig(name=None), twin=False,
+        two_stage=TwoStageConfig(gamma=gamma), optimizer=optimizer, twin=False,
         tensorize=TTConfig(rank=8), train=TrainConfig(steps=25, batch_size=8),
     )  # fmt: skip
     quiet_run(config)
@@ -141,12 +142,12 @@ def test_dead_gates_silence_a_model_and_nothing_else_does(kind):
 @pytest.mark.parametrize(
     ("steps", "given", "rates"),
     [
-        (60, {}, (1.25 / 24, 0.125 / 24)),
+        (60, {}, (0.02, 2e-3)),
         (2000, {}, (1.5 / 400, 7e-4)),
-        (60, {"lr": 1e-3}, (1.25 / 24, None)),
-        (60, {"name": "adamw"}, (1.25 / 24, 0.125 / 24)),
-        (60, {"name": "sgd"}, (1.25 / 24, None)),
-        (60, {"core_lr": 1e-3}, (1.25 / 24, 1e-3)),
+        (60, {"lr": 1e-3}, (0.02, None)),
+        (60, {"name": "adamw"}, (0.02, 2e-3)),
+        (60, {"name": "sgd"}, (0.02, None)),
+        (60, {"core_lr": 1e-3}, (0.02, 1e-3)),
         (60, {"gate_lr": 0.1}, (0.1, None)),
     ],
 )
