@@ -301,7 +301,9 @@ class TTTable(TensorTrainModule):
             count = state_dict.get(prefix + name)
             if not isinstance(count, Tensor):
                 continue
-            if not count.is_meta and count != torch.tensor(rows).to(count.dtype):
+            like = float(torch.tensor(rows).to(count.dtype))  # it may be cast with the rest,
+            near = 5e-7 if count.is_floating_point() else 0.0  # or be a mean
+            if not count.is_meta and not math.isclose(count, like, rel_tol=near):
                 raise ValueError(
                     f"the state dict's {prefix}{name} is {count.item()}, and this table has {rows} "
                     "rows: it is of a table with another number of rows"

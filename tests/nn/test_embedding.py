@@ -321,6 +321,16 @@ def test_an_older_state_dict_still_loads():
                 TTEmbedding(rows, 16, rank=4).load_state_dict(old_state_dict(kept))
 
 
+def test_an_average_of_state_dicts_has_the_same_rows():
+    kept = TTEmbedding(1000, 16, rank=4)
+    state = kept.state_dict()
+    mean = {key: 0.997 * value + 0.003 * value for key, value in state.items()}
+    assert mean["rows_scattered"].is_floating_point()
+    other = TTEmbedding(1000, 16, rank=4, scatter_rows=False)
+    other.load_state_dict(mean)
+    torch.testing.assert_close(other(torch.arange(1000)), kept(torch.arange(1000)))
+
+
 def test_memory_that_is_new_holds_no_other_number_of_rows():
     table = TTEmbedding(1000, 16, rank=4)
     again = copy.deepcopy(table).to_empty(device=table.cores[0].device)
