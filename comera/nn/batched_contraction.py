@@ -22,8 +22,8 @@ class BatchedContraction:
 
     The cores of layers of equal shape are contracted in one batch, and forward passes use the
     cached factors, with the same gradients. ``comera.TrainStep`` enters the context in each step.
-    Ranks may change between two uses. ``autocast`` is the dtype of the factors under autocast.
-    Raises ``ValueError`` if a tensor train is sharded, as by ``fully_shard``.
+    Ranks may change between two uses. ``autocast`` is the dtype of the factors under autocast; of
+    tensor trains that fewer than ``least`` layers have alike, each contracts its own. Raises ``ValueError`` if a tensor train is sharded, as by ``fully_shard``.
 
     Note:
         Call ``backward`` once each time the context is entered; with activation checkpointing, of
@@ -42,9 +42,11 @@ class BatchedContraction:
             optimizer.step()
     """
 
-    def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, autocast: torch.dtype | None = None, *, least: int = 1
+    ) -> None:
         check_unsharded(model, "BatchedContraction")
-        self._model, self._autocast = model, autocast
+        self._model, self._autocast, self._least = model, autocast, least
         self._trains = list(tensor_trains(model).values())
         self._key: object = None
         self._apart: bool | None = None  # if together, DistributedDataParallel finds all used
@@ -68,7 +70,7 @@ class BatchedContraction:
             for layer in layers:
                 if "bias" in layer._parameters:  # it is not computed, as by torch.nn.utils.prune
                     alike.setdefault(layer if self._apart else layer.kind(), []).append(layer)
-            chains = [of for of in alike.values() if of[0].is_chain]
+            chains = [of for of in alike.values() if of[0].is_chain and len(of) >= self._least]
             self._key, self._calls = key, _calls(chains, self._autocast, self._apart)
             self._blocks = [of for of in alike.values() if not of[0].is_chain]
             self._params = [train.shared_params() for train in self._trains]

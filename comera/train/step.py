@@ -142,12 +142,15 @@ class TrainStep:
         self.accumulate, self.clip_norm = accumulate, clip_norm
         self.autocast = None if precision == "fp32" else torch.bfloat16
         self.scheduler = scheduler
-        self.contracted = BatchedContraction(model, self.autocast)
+        self._device = next(model.parameters()).device
+        # Eager steps on a CPU take 1.00 to 1.05 times as long with 2 to 8 trains alike together as
+        # with each alone, and 0.95 times with 12; blocks 0.95 with 4 and 12.
+        least = 12 if self._device.type == "cpu" and not compile else 1
+        self.contracted = BatchedContraction(model, self.autocast, least=least)
         self.steps_done = 0
         self.counts = True  # else the caller moves schedule and rank learning on, by stand_at_
         self._compiled = compile
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
-        self._device = next(model.parameters()).device
         why_not = why_not_fp8(self._device) if precision == "fp8" else None
         if why_not is not None:
             log.warning("precision='fp8' trains in 'bf16' here: %s", why_not)
