@@ -23,7 +23,8 @@ class BatchedContraction:
     The cores of layers of equal shape are contracted in one batch, and forward passes use the
     cached factors, with the same gradients. ``comera.TrainStep`` enters the context in each step.
     Ranks may change between two uses. ``autocast`` is the dtype of the factors under autocast; of
-    tensor trains that fewer than ``least`` layers have alike, each contracts its own. Raises ``ValueError`` if a tensor train is sharded, as by ``fully_shard``.
+    tensor trains that fewer than ``least`` layers have alike, each contracts its own. Raises
+    ``ValueError`` if a tensor train is sharded, as by ``fully_shard``.
 
     Note:
         Call ``backward`` once each time the context is entered; with activation checkpointing, of
