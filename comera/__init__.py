@@ -4,10 +4,12 @@ Importing this package registers the operators, which exported programs and comp
 name. Everything else is imported when it is first used.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from comera import _command  # noqa: F401  (first: Ctrl-C during the imports below)
+from comera.extras import after_swap
 from comera.ops import attention  # noqa: F401
 from comera.ops.linear import blocks, feed_forward, fp8, tt_linear  # noqa: F401
 from comera.ops.table import tt_embedding  # noqa: F401
@@ -101,6 +103,14 @@ _HOMES = {
     "comera.train.step": ("TrainStep",),
 }
 """The public names of each module, which is imported when one of them is first used."""
+
+
+def _attach(model: Any) -> None:
+    if "transformers.core_model_loading" in sys.modules:  # of transformers 5
+        import_module("comera.integrations.pretrained").attach_parts_(model)
+
+
+after_swap.append(_attach)
 
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = list(_MODULES)

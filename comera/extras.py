@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import functools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -33,6 +33,9 @@ _Config = TypeVar("_Config")
 _Kinds = type[Exception] | tuple[type[Exception], ...]
 
 _SAID = set[str]()  # by say_once
+
+after_swap: list[Callable[[Any], None]] = []
+"""Functions called with each model some of whose layers were replaced."""
 
 
 class MissingPackageError(ModuleNotFoundError):

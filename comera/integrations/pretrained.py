@@ -20,7 +20,7 @@ from comera.nn.convert import densify_, tensorize_
 from comera.nn.embedding import TableHead, TiedTTLinear
 from comera.nn.forms import experts_apart
 from comera.nn.linear import BTTLinear, CompressedLinear, TTLinear
-from comera.nn.module import TensorTrainModule
+from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.swap import rename_tied_weights_
 from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig
@@ -44,6 +44,16 @@ log = logging.getLogger("comera")
 
 METHOD = "comera"
 """Name in ``config.json``."""
+
+
+def attach_parts_(model: nn.Module) -> None:
+    """Call :func:`attach_` of every compressed model of transformers within a model."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and tensor_trains(part):
+            try:
+                attach_(part)
+            except ValueError as problem:
+                log.warning("save_pretrained cannot describe the new layers: %s", problem)
 
 
 def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTrainedModel:

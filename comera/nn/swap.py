@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from comera.extras import listed, say_once
+from comera.extras import after_swap, listed, say_once
 from comera.nn.dense_weight import WeightByAssignment
 from comera.nn.feed_forward_parts import fuse_feed_forwards_
 from comera.nn.module import TensorTrainModule, tensor_trains
@@ -90,14 +89,8 @@ def swap_layers_(
         bases = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in type(part).__mro__}
         if bases & _LOADS_DENSE and tensor_trains(part):
             say_once(log, logging.WARNING, _RANDOM_FOLDER, type(part).__name__)
-    there = "transformers.core_model_loading" in sys.modules  # of transformers 5
-    loaded: Any = sys.modules["transformers.modeling_utils"] if there else None
-    for part in model.modules() if there else ():
-        if isinstance(part, loaded.PreTrainedModel) and tensor_trains(part):
-            try:  # by its name, since that room lies above this one
-                import_module("comera.integrations.pretrained").attach_(part)
-            except ValueError as problem:
-                log.warning("save_pretrained cannot describe the new layers: %s", problem)
+    for hook in after_swap:
+        hook(model)
     return model
 
 
