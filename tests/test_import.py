@@ -83,7 +83,17 @@ def test_only_operators_and_what_they_need_are_loaded():
     ).splitlines()
     added = sorted(set(comera_.split()) - set(torch_.split()))
     rooms = {name.split(".")[1] for name in added if name.startswith("comera.")}
-    assert rooms <= {"_command", "extras", "files", "modes", "names", "ops", "params", "planning", "shapes"}
+    assert rooms <= {
+        "_command",
+        "extras",
+        "files",
+        "modes",
+        "names",
+        "ops",
+        "params",
+        "planning",
+        "shapes",
+    }
     others = {name.split(".")[0] for name in added} - {"comera", *sys.stdlib_module_names}
     assert not others
     # Nor has torch loaded what only printing, planning and checkpoints need.

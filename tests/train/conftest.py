@@ -8,6 +8,12 @@ from comera.train import step as step_module
 from .tape import Tapes
 
 
+@pytest.fixture
+def contracted_together(monkeypatch):
+    """Steps as on a GPU."""
+    monkeypatch.setattr(step_module, "TOGETHER_ON_A_CPU", 1)
+
+
 def adamw(groups):
     return torch.optim.AdamW(groups, fused=True)
 

@@ -157,6 +157,7 @@ def test_with_per_layer_updates_a_backward_that_breaks_off_midway():
     assert step.steps_done == step.ranks.steps_done == 2
 
 
+@pytest.mark.usefixtures("contracted_together")
 def test_layers_keep_nothing_of_a_merge_that_broke_off(monkeypatch):
     """Else an evaluation would go on with gates of the step before."""
     step = make_step(dropout=0.0)

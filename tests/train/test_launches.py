@@ -11,6 +11,8 @@ from comera.ops.context import static_shapes
 from comera.train.host_state import make_capturable_
 from tests.train.counting import Calls, Launches, attention_as_on_a_card
 
+pytestmark = pytest.mark.usefixtures("contracted_together")
+
 
 def launched(step):
     """By name, of the second step."""

@@ -315,6 +315,7 @@ def test_a_run_that_restarts_is_one_that_is_broken_off_at_each_checkpoint(tmp_pa
     assert not torch.equal(next(never.model.parameters()), next(restarted.model.parameters()))
 
 
+@pytest.mark.usefixtures("contracted_together")
 def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
     joined = []
     original = batched_contraction.contract_groups
