@@ -23,6 +23,7 @@ from comera.ops.cores import Chains, open_gate
 from comera.ops.dispatch import Case, Way, Ways, is_eager
 from comera.ops.kernels import choose, contract_kernel
 from comera.ops.operator import gradients_again, is_concrete, is_traced, operator
+from comera.planning.candidate import contraction_order, outermost_first
 
 
 def contract_layer(
@@ -53,7 +54,7 @@ def contract_layer(
     gated = [*scale_bonds(cores[:-1], gates), cores[-1]]
     if dtype != wide:
         gated[-1] = gated[-1].to(wide)
-    left_IR, right_RO = contract_left(gated[:split]), contract_right(gated[split:])
+    left_IR, right_RO = contract(gated[:split])[0], contract(gated[split:])[..., 0]
     if dtype != wide:
         left_IR, right_RO = left_IR.to(dtype), right_RO.to(dtype)
     if left_IR.shape[0] != in_features:
@@ -70,26 +71,21 @@ def scale_bonds(cores: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor
     return list(torch._foreach_mul(list(cores), list(gates)))
 
 
-def contract_left(cores: Sequence[Tensor]) -> Tensor:
-    """Contract cores ``(L, N, R)`` from the left to ``(I, R)``, or those of G layers, stacked."""
-    made = cores[0].squeeze(-3)
-    multiply = torch.mm if made.dim() == 2 else torch.bmm
-    for core in cores[1:]:
-        *lead, _, modes, bond = core.shape
-        rows = made.shape[-2] * modes
-        made = multiply(made, core.flatten(-2)).view(*lead, rows, bond)
-    return made
-
-
-def contract_right(cores: Sequence[Tensor]) -> Tensor:
-    """Contract cores ``(L, N, R)`` from the right to ``(R, O)``, or those of G layers, stacked."""
-    made = cores[-1].squeeze(-1)
-    multiply = torch.mm if made.dim() == 2 else torch.bmm
-    for core in cores[-2::-1]:
-        *lead, bond, modes, _ = core.shape
-        columns = modes * made.shape[-1]
-        made = multiply(core.flatten(-3, -2), made).view(*lead, bond, columns)
-    return made
+def contract(cores: Sequence[Tensor]) -> Tensor:
+    """Contract cores ``(L, N, R)``, or those of G layers, stacked, to one in the best order."""
+    left, sizes = list(cores), tuple([core.shape[-3:] for core in cores])
+    try:
+        order = contraction_order(sizes)
+    except TypeError:  # symbolic sizes, while a graph is traced, have no hash
+        order = outermost_first(sizes)
+    multiply = torch.mm if left[0].dim() == 3 else torch.bmm
+    for k in order:
+        one, other = left[k : k + 2]
+        *lead, start, n, _ = one.shape
+        _, m, end = other.shape[-3:]
+        made = multiply(one.flatten(-3, -2), other.flatten(-2))
+        left[k : k + 2] = [made.view(*lead, start, n * m, end)]
+    return left[0]
 
 
 def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
@@ -105,7 +101,7 @@ def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
             opened = open_gate(torch.cat(list(group.gates)), group.threshold).to(wide)
             opened = opened.view(layers, 1, 1, sum(bonds)).split(bonds, 3)
             gated = [*scale_bonds(gated[:-1], opened), gated[-1]]
-        right_GRO = contract_right(gated[split:])
+        right_GRO = contract(gated[split:]).squeeze(-1)
         more = group.width - right_GRO.shape[1]
         if more:  # of the left factor its last core is padded, which is smaller
             gated[split - 1] = F.pad(gated[split - 1], (0, more))
@@ -117,7 +113,7 @@ def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
             else:
                 rows = right_GRO.new_zeros(layers, more, right_GRO.shape[2])
             right_GRO = torch.cat([right_GRO, rows], 1)
-        left_GIR = contract_left(gated[:split])
+        left_GIR = contract(gated[:split]).squeeze(1)
         return left_GIR.to(group.factor_dtype), right_GRO.to(group.factor_dtype)
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from comera.planning import ways
-from comera.planning.candidate import Candidate
+from comera.planning.candidate import Candidate, factor_chains
 from comera.planning.machine import Machine
 from comera.planning.printing import Report, Table, show_bytes, show_count, show_seconds
 from comera.planning.ways import Layer, Lookup
-from comera.shapes import BTTShape, LinearShape, TTShape
+from comera.shapes import BTTShape, LinearShape, TTMShape, TTShape
 
 _CACHED = 1024
 
@@ -135,6 +135,15 @@ class Plan(Report):
             f"against {self.dense.name}{' in a captured step' if self.eager else ''}: "
             f"{self._times()}, {self.memory_ratio:.2f}x the memory ({memory[0]} for {memory[1]})"
         ]
+        if isinstance(self.layer.shape, TTShape | TTMShape):
+            chains = factor_chains(self.layer.shape)
+            found = sum(step.operations for chain in chains for step in chain.forward)
+            usual = sum(chain.outermost_first for chain in chains)
+            if found < usual:
+                counts = show_count(found), show_count(usual)
+                lines.append(
+                    "cores contracted in {} operations, outermost first in {}".format(*counts)
+                )
         if self.eager is not None:
             lines.append(f"in eager mode: {self.eager._times()}")
             lines.append(f"the fastest: captured {self.winner}, eager {self.eager.winner}")
