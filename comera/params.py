@@ -184,16 +184,25 @@ def renew_(wrapper: DistributedDataParallel) -> None:
 
 
 def versions_of(params: Sequence[Tensor]) -> list[int] | None:
-    """Return counters that change if parameters are written to; None in ``inference_mode``."""
+    """Return numbers that change if parameters are written to, but for writes into ``.data``.
+
+    None in ``inference_mode``.
+    """
     try:
-        return [_fused_steps, *[param._version for param in params]]
+        versions = [param._version for param in params]
+        return [_fused_steps, *versions, *[param.data_ptr() for param in params]]
     except RuntimeError:  # an inference tensor
         return None
 
 
 def may_share(made: Tensor, param: Tensor) -> bool:
-    """Return whether a tensor computed from ``param`` passes on the gradient ``param`` needs."""
-    return made.requires_grad or not (torch.is_grad_enabled() and param.requires_grad)
+    """Return whether a tensor computed from ``param`` passes on the gradient ``param`` needs.
+
+    Where no gradient is wanted, one with a gradient is not taken either: a teacher whose numbers
+    stand in the student's parameters meanwhile, written through ``.data``, is seen to.
+    """
+    wanted = torch.is_grad_enabled()
+    return wanted if made.requires_grad else not (wanted and param.requires_grad)
 
 
 _NUMBERS = tuple(map(str, range(64)))

@@ -159,6 +159,8 @@ def compress_(
             losses = [float((loss_fn or own_loss)(model, batch)) for batch in calibration]  # type: ignore[union-attr]
         return sum(losses) / max(1, len(losses))
 
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("compress_ measures gradients: call it outside torch.inference_mode()")
     begun = time.monotonic()
     with experts_apart(model):
         if isinstance(calibration, Sensitivity):

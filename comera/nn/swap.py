@@ -189,13 +189,18 @@ def _carry_over(old: Any, new: Any) -> list[str]:
     lost = ["load_state_dict's pre-hooks"] * bool(old._load_state_dict_pre_hooks)  # bound to it
     inside = {} if isinstance(old, nn.Sequential) else old._modules
     parts = (vars(old), old._parameters, old._buffers, inside)
+    is_foreign = not isinstance(old, WeightByAssignment)
     for name in dict.fromkeys(itertools.chain(*parts)):
-        if name in known:
-            continue
         value = getattr(old, name)
+        plain = isinstance(value, int | float | str | tuple | None)
+        if name in known:  # its settings are read by others: those of a convolution by FNO
+            if plain and is_foreign and name not in _OF_OTHERS and not hasattr(new, name):
+                setattr(new, name, value)
+            continue
         is_own = name == "parametrizations" or getattr(value, "__self__", None) is old
         if is_own or hasattr(new, name):
-            lost += [] if getattr(new, name, None) is value else [name]
+            there = getattr(new, name, None)
+            lost += [] if there is value or (plain and there == value) else [name]
         elif name in old._buffers:
             new.register_buffer(name, value, name not in old._non_persistent_buffers_set)
         else:

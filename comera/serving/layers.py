@@ -17,6 +17,7 @@ from comera.nn.forms import as_torch, from_torch
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, is_open
 from comera.nn.table import HotRows, TTTable
+from comera.ops.table.distinct_rows import check_integers
 from comera.shapes import whole_number
 
 _WRITTEN = (
@@ -114,6 +115,7 @@ class FactoredTable(PlainWhenPickled):
         "num_embeddings", "embedding_dim", "padding_idx", "step", "mode", "include_last_offset",
     )  # fmt: skip
     output_scale: float = 1.0
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # as of torch's
 
     def __init__(
         self,
@@ -207,6 +209,8 @@ class FactoredTable(PlainWhenPickled):
 
     def rows(self, indices: Tensor) -> Tensor:
         """Look up rows, ``(*indices.shape, embedding_dim)``; the padding row is not set to zero."""
+        if isinstance(indices, Tensor):  # no proxy of a tracer
+            check_integers(indices)
         outside = (indices < 0) | (indices >= self.num_embeddings)
         places = self._kept_at(torch.where(outside, 0, indices))
         # an index out of range is also past the end of the left factor, and raises there

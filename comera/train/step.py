@@ -213,7 +213,12 @@ class TrainStep:
         with self.watch.checked(self.steps_done + 1):
             try:
                 total = self._update(batch) if self._capture is None else self._capture(batch)
-            except BaseException:  # Ctrl-C too: the caller may catch it and go on
+            except BaseException as problem:  # Ctrl-C too: the caller may catch it and go on
+                if "backward through the graph a second time" in str(problem):
+                    problem.add_note(
+                        "A step contracts cores once, for one backward pass: inside the loss take "
+                        "torch.autograd.grad(loss, inputs), and checkpoints of use_reentrant=False"
+                    )
                 if isinstance(self.optimizer, OptimizerInBackward):
                     self.optimizer.discard_()
                 self.optimizer.zero_grad(set_to_none=True)

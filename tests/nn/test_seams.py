@@ -1,6 +1,7 @@
 """Optimizers, checkpoints, copies and folders around a converted layer."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -222,3 +223,83 @@ def test_galore_adafactor_moves_a_parameter_of_zeros():
     weight.grad = torch.randn(16, 24)
     optimizer.step()
     assert weight.abs().max() > 0
+
+
+@pytest.mark.parametrize("config", [comera.TTConfig(rank=8), comera.TTConfig(linear_format="btt")])
+@pytest.mark.parametrize("teacher_first", [False, True])
+def test_a_teacher_written_into_the_parameters_is_another_model(config, teacher_first):
+    """As packages of moving averages do it, through ``.data``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+    comera.tensorize_(model, dataclasses.replace(config, init="orthogonal"))
+    x, params = torch.randn(64, 64), list(model.parameters())
+
+    def teacher():
+        kept = [param.detach().clone() for param in params]
+        with torch.no_grad():
+            for param in params:
+                param.data.mul_(0.9)
+            found, want = model(x), comera.densify_(copy.deepcopy(model))(x)
+            for param, was in zip(params, kept, strict=True):
+                param.data.copy_(was)
+        torch.testing.assert_close(found, want)
+
+    want = comera.densify_(copy.deepcopy(model))(x)
+    with comera.BatchedContraction(model):
+        if teacher_first:
+            teacher()
+        found = model(x)
+        teacher()
+        torch.testing.assert_close(found, want)
+        found.sum().backward()
+    assert all(param.grad is not None for param in params)
+
+
+def test_parameters_that_are_replaced_through_data_are_seen_to():
+    model = comera.tensorize_(nn.Sequential(nn.Linear(64, 64)), comera.TTConfig(rank=8))
+    x = torch.randn(3, 64)
+    with comera.BatchedContraction(model):
+        before = model(x)
+        for param in model.parameters():
+            param.data = 0.5 * param.data
+        assert not torch.allclose(model(x), before)
+        torch.testing.assert_close(model(x), comera.densify_(copy.deepcopy(model))(x))
+
+
+def test_a_second_backward_in_a_step_says_what_to_do():
+    model = comera.tensorize_(
+        nn.Sequential(nn.Linear(64, 64)), comera.TTConfig(rank=2, linear_format="btt")
+    )
+
+    def loss_fn(model, x):
+        near = x.clone().requires_grad_()
+        model(near).square().mean().backward()
+        return model(x + 0.1 * near.grad.sign()).square().mean()
+
+    step = comera.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(RuntimeError, match="a second time") as raised:
+        step(torch.randn(4, 64))
+    assert "torch.autograd.grad(loss, inputs)" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("serve", [None, comera.to_plain_, comera.freeze_])
+def test_a_convolution_keeps_its_settings(serve):
+    """Which others read, as the blocks of Fourier neural operators do."""
+    model = nn.Sequential(nn.Conv2d(64, 128, 1))
+    settings = {k: v for k, v in vars(model[0]).items() if k[0] != "_" and k != "training"}
+    assert settings.keys() > {"in_channels", "out_channels", "kernel_size", "groups"}
+    comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal"))
+    if serve is not None:
+        serve(model)
+    assert {name: getattr(model[0], name) for name in settings} == settings
+    if serve is None:
+        assert {k: getattr(comera.densify_(model)[0], k) for k in settings} == settings
+
+
+def test_served_tables_refuse_what_is_no_index():
+    for serve in (comera.to_plain_, comera.freeze_):
+        table = serve(comera.TTEmbedding(6000, 64, rank=4))
+        assert (table.max_norm, table.sparse) == (None, False)
+        for wrong in (torch.tensor([1.7]), torch.tensor([True])):
+            with pytest.raises(TypeError, match="indices are"):
+                table(wrong)
