@@ -281,7 +281,8 @@ class TTTable(TensorTrainModule):
         self.scatter_rows = scattered
         self._step = _golden_step(self.num_embeddings) if scattered else None
         self._buffers.pop(_PLACES[not scattered], None)
-        count = torch.tensor(self.num_embeddings, device=device)
+        on_meta = torch.device(device or "cpu").type == "meta"  # of tensors without numbers only
+        count = torch.tensor(self.num_embeddings, device=None if on_meta else device)
         self.register_buffer(_PLACES[scattered], count)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:

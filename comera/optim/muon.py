@@ -105,6 +105,8 @@ class MuonAdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; ``muon=True`` or the name ``"cores"`` chooses Muon for it."""
+        if "use_muon" in param_group:
+            raise TypeError("MuonAdamW has no setting 'use_muon': did you mean muon?")
         check_keys(param_group, {*self.defaults, "momentum", "ns_steps", "muon"}, "MuonAdamW")
         _check(param_group)
         super().add_param_group(param_group)

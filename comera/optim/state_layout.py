@@ -201,8 +201,8 @@ def check_keys(group: Collection[str], known: Set[str], name: str) -> None:
     for key in group:
         if key in known or key == "params":
             continue
-        near = [each for each in known if key in each]  # "gap" of "update_proj_gap"
-        if known.isdisjoint(key.split("_")):  # "scale" is a part of "lr_scale", which is another
+        near = [each for each in known if key in each.split("_")]  # "gap" of "update_proj_gap"
+        if not any(f"_{each}_" in f"_{key}_" for each in known):  # "lr_scale" belongs to others
             near += difflib.get_close_matches(key, known, n=1, cutoff=0.75)
         if not near and key not in _MADE_FOR:
             continue

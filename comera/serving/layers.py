@@ -299,7 +299,11 @@ def _open_cores(layer: TensorTrainModule) -> list[Tensor]:
     """Return the cores in float64, multiplied by the gates and without pruned ranks."""
     cores = [core.detach().double() for core in layer.cores]
     for k, gate in enumerate(layer.gates):
-        open_R = torch.ones(len(gate)) if gate.is_meta else is_open(gate, layer.prune_below)
+        open_R = (
+            torch.ones(len(gate), device="cpu")
+            if gate.is_meta
+            else is_open(gate, layer.prune_below)
+        )
         keep = open_R.nonzero().flatten().to(gate.device)
         if not len(keep):  # the weight has vanished
             return [core.new_zeros(1, *core.shape[1:-1], 1) for core in cores]

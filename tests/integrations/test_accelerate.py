@@ -92,6 +92,23 @@ def test_files_are_loaded_by_a_device_map(kind, tmp_path):
     assert torch.equal(loaded(x), saved(x))
 
 
+def test_a_model_converted_without_memory_is_loaded_to_the_disk(tmp_path):
+    def build():
+        model = nn.Sequential(nn.Embedding(60, 32), nn.BatchNorm1d(32))
+        config = comera.TTConfig(rank=4, init="orthogonal", target_modules=["0"])
+        return comera.tensorize_(model, config).eval()
+
+    saved, x = build(), torch.arange(60)
+    accelerate.Accelerator(cpu=True).save_model(saved, tmp_path / "saved")
+    with accelerate.init_empty_weights():
+        loaded = build()
+    accelerate.load_checkpoint_and_dispatch(
+        loaded, tmp_path / "saved", device_map={"0": "disk", "1": "cpu"},
+        offload_folder=tmp_path / "disk", preload_module_classes=["TTEmbedding"],
+    )  # fmt: skip
+    assert torch.equal(loaded(x), saved(x))
+
+
 def test_rows_that_a_file_keeps_elsewhere_are_missed(tmp_path):
     saved, loaded = (
         nn.Sequential(comera.TTEmbedding(64, 16, rank=4, scatter_rows=there))

@@ -280,6 +280,7 @@ def test_keys_of_groups_that_others_need_are_kept_and_near_misses_refused(make):
         return [{"params": [nn.Parameter(torch.ones(3, 4))], **keys}]
 
     kept = {"rho": 0.05, "adaptive": False, "lr_scale": 0.5, "name": "first", "initial_lr": 1e-3}
+    kept |= {"weight_decay_mult": 1, "no_weight_decay": True, "step": 3, "k": 5}
     optimizer = make(group(**kept), lr=1e-3, foreach=False)
     assert optimizer.param_groups[0].items() >= kept.items()
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3, 4)
@@ -290,6 +291,12 @@ def test_keys_of_groups_that_others_need_are_kept_and_near_misses_refused(make):
     for key, meant in {"weight_decy": "weight_decay", "weigth_decay": "weight_decay"}.items():
         with pytest.raises(TypeError, match=f"no setting '{key}': did you mean {meant}"):
             make(group(**{key: 0.1}))
+
+
+def test_the_key_of_other_packages_for_muon_is_named():
+    group = {"params": [nn.Parameter(torch.ones(3, 4))], "use_muon": True}
+    with pytest.raises(TypeError, match="no setting 'use_muon': did you mean muon"):
+        comera.MuonAdamW([group])
 
 
 class SAM(torch.optim.Optimizer):

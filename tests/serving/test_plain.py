@@ -364,3 +364,9 @@ def test_ahead_of_time_compiled_programs(tmp_path):
         torch._inductor.aoti_compile_and_package(program, package_path=path)
     code = "made = torch._inductor.aoti_load_package('model.pt2')(*inputs)"
     assert run_without_comera([(tmp_path, code)]) == [""]
+
+
+def test_a_plain_form_is_made_where_meta_is_the_default_device():
+    with torch.device("meta"):
+        layer = comera.to_plain_(comera.TTLinear(32, 32, rank=4))
+    assert all(param.is_meta for param in layer.parameters())
