@@ -1,6 +1,7 @@
-"""Approximate dense weights by tensor trains: TT-SVD.
+"""Decompose dense weights to tensor trains by TT-SVD, and bring trains into canonical form.
 
-Source: Oseledets, SIAM J. Sci. Comput. 33 (2011).
+Sources: Oseledets, SIAM J. Sci. Comput. 33 (2011); of the canonical form also Vidal,
+quant-ph/0301063.
 """
 
 import math
@@ -104,6 +105,84 @@ def tt_svd(
             cores.append(u[:, :rank].reshape(left, size, rank))
             left, rest = rank, u[:, :rank].T @ rest
     return [*cores, rest.reshape(left, sizes[-1], 1)]
+
+
+def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Return cores of the same product in canonical form, and each bond's singular values.
+
+    Of at least two cores ``(left bond, mode, right bond)`` the first ``split`` become orthonormal
+    over everything but their right bond, the others over everything but their left bond. Each is
+    then scaled; both sides of the bond between the two parts get the roots of its singular values.
+    Bonds are no wider than either side allows. None if the product is zero or not finite.
+    """
+    left = _orthonormal_to_the_right(cores[:split])
+    right = _mirrored(_orthonormal_to_the_right(_mirrored(cores[split:])))
+    # All else is orthonormal towards the middle bond, so the singular values of this matrix are
+    # those of the whole weight there.
+    middle = left.pop().flatten(1) @ right.pop(0).flatten(1)
+    if not bool(middle.isfinite().all()) or not bool(middle.any()):
+        return None
+    u, s, vh = torch.linalg.svd(middle, full_matrices=False)
+    left[-1] = left[-1] @ u
+    right[0] = (vh @ right[0].flatten(1)).reshape(-1, *right[0].shape[1:])
+    # From the middle outwards, each bond by the singular values of the one before it.
+    left, before = _by_singular_vectors(left, s)
+    right, behind = _by_singular_vectors(_mirrored(right), s)
+    right = _mirrored(right)
+    left[-1] = left[-1] * s.sqrt()
+    right[0] = right[0] * s.sqrt()[:, None, None]
+    return scaled_as(cores, [*left, *right]), [*before[::-1], s, *behind]
+
+
+def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Return cores of the same product, orthonormal towards the right, and a last remainder."""
+    done, rest = [], cores[0].new_ones(1, 1)
+    for core in cores:
+        core = (rest @ core.flatten(1)).reshape(-1, *core.shape[1:])
+        q, rest = torch.linalg.qr(core.flatten(0, 1))
+        done.append(q.reshape(core.shape[0], -1, q.shape[1]))
+    return [*done, rest[:, None]]
+
+
+def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Rotate inner bonds to singular vectors; return cores and, from the right, singular values."""
+    cores, found = list(cores), []
+    for k in range(len(cores) - 1, 0, -1):
+        u, s, _ = torch.linalg.svd((cores[k] * s).flatten(1), full_matrices=False)
+        cores[k] = (u.T @ cores[k].flatten(1)).reshape(-1, *cores[k].shape[1:])
+        cores[k - 1] = cores[k - 1] @ u
+        found.append(s)
+    return cores, found
+
+
+def scaled_as(like: Sequence[Tensor], cores: Sequence[Tensor]) -> list[Tensor]:
+    theirs, mine = ([core.norm().log() for core in train] for train in (like, cores))
+    rest = (sum(mine) - sum(theirs)) / len(cores)
+    return [core * (a - b + rest).exp() for a, b, core in zip(theirs, mine, cores, strict=True)]
+
+
+def _mirrored(cores: Sequence[Tensor]) -> list[Tensor]:
+    return [core.transpose(0, 2) for core in reversed(cores)]
+
+
+def rank_shares(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Return for every bond the share of each rank in the product's squared norm.
+
+    Cores are ``(left bond, mode, right bond)``.
+    """
+    left, right = _grams(cores), _grams(_mirrored(cores))[::-1]
+    total = float((left[0] * right[0]).sum()) if left else 0.0
+    pairs = zip(left, right, strict=True)
+    return [a.diagonal() * b.diagonal() / max(total, 1e-300) for a, b in pairs]
+
+
+def _grams(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Return the Gram matrix of each bond's ranks over the contracted cores before the bond."""
+    gram, out = cores[0].new_ones(1, 1), []
+    for core in cores[:-1]:
+        gram = torch.einsum("lm,lnr,mns->rs", gram, core, core)
+        out.append(gram)
+    return out
 
 
 def balance(cores: list[Tensor]) -> list[Tensor]:

@@ -386,9 +386,9 @@ class BTTLinear(CompressedLinear):
         cores = split_blocks(blocks, self.ranks[0])
         return list(cores), [_rank_norms(*cores).sqrt()]
 
-    def rank_norms(self) -> Tensor:
-        """Return the squared norm of each rank's part of the weight, ``(R,)``, in float64."""
-        return _rank_norms(*self.gated_cores())
+    def rank_norms(self) -> list[Tensor]:
+        norms = _rank_norms(*self.gated_cores())
+        return [norms / norms.sum().clamp(min=1e-300)]
 
     @staticmethod
     def _cores_of(

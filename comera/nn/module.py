@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from comera.extras import say_once
-from comera.nn.decompose import widened
+from comera.nn.decompose import canonical, rank_shares, widened
 from comera.nn.dense_weight import PARAMETRIZED, WeightByAssignment, WithoutWeight, read_only
 from comera.nn.init import Init, normal_, orthogonal_
 from comera.ops.context import machine_of, without_autocast
@@ -326,16 +326,16 @@ class TensorTrainModule(WeightByAssignment):
         of: Any = self, self._modules["cores"], self._modules["gates"]
         return [param for each in of for param in each._parameters.values() if param is not None]
 
-    def rank_norms(self) -> Tensor:
-        """Return the squared norm of each rank's part of the weight, ``(R,)``; chains have none."""
-        raise NotImplementedError
+    def rank_norms(self) -> list[Tensor]:
+        """Return for every bond the share of each rank in the weight's squared norm, in float64."""
+        return rank_shares([core.double().flatten(1, -2) for core in self.gated_cores()])
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return canonical cores and the singular values; only for layers that are not chains.
+        """Return canonical cores of the product of ``gated``, and the singular values of each bond.
 
         Returns None if the weight is zero or not finite.
         """
-        raise NotImplementedError
+        return canonical([core.flatten(1, -2) for core in gated], self.shape.split)
 
     def gated_cores(self) -> list[Tensor]:
         """Return the cores multiplied by their gates; differentiable."""

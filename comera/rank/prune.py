@@ -121,7 +121,7 @@ def _rank_bonds(
     importance: Mapping[int, Tensor] | None,
 ) -> list[_Bond]:
     if importance is None:
-        values = _norms(layer)
+        values = layer.rank_norms()
         if not all(of_bond.isfinite().all() for of_bond in values):
             raise not_finite(name, "cores")
     else:
@@ -130,29 +130,6 @@ def _rank_bonds(
         _Bond(number, k, sorted(zip(of_bond[alive].tolist(), alive.tolist(), strict=True)))
         for k, (of_bond, alive) in enumerate(zip(values, keeps, strict=True))
     ]
-
-
-def _norms(layer: TensorTrainModule) -> list[Tensor]:
-    """Return for every bond the share of each rank in the weight's squared norm."""
-    if not layer.is_chain:
-        norms = layer.rank_norms()
-        return [norms / norms.sum().clamp(min=1e-300)]
-    cores = [core.double() for core in layer.gated_cores()]
-    cores = [core.reshape(core.shape[0], -1, core.shape[-1]) for core in cores]
-    left = _grams(cores)
-    right = _grams([core.transpose(0, 2) for core in reversed(cores)])[::-1]
-    total = float((left[0] * right[0]).sum()) if left else 0.0
-    pairs = zip(left, right, strict=True)
-    return [a.diagonal() * b.diagonal() / max(total, 1e-300) for a, b in pairs]
-
-
-def _grams(cores: Sequence[Tensor]) -> list[Tensor]:
-    """Return the Gram matrix of each bond's ranks over the contracted cores before the bond."""
-    gram, out = cores[0].new_ones(1, 1), []
-    for core in cores[:-1]:
-        gram = torch.einsum("lm,lnr,mns->rs", gram, core, core)
-        out.append(gram)
-    return out
 
 
 def check_min_keep(min_keep: Any) -> None:

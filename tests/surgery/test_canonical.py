@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import comera
+from comera.nn.decompose import canonical
 from comera.nn.module import tensor_trains
 from comera.rank.prune import prune_to_
-from comera.surgery.canonical import canonical
 from tests.states import assert_equal
 from tests.surgery.test_optimizer_state import ScheduleFree
 
