@@ -1,19 +1,15 @@
 """Contract the cores of all linear layers of a model to their factors in a few calls."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from comera.nn.linear import BTTLinear, CompressedLinear, TTLinear
+from comera.nn.linear import CompressedLinear
 from comera.nn.module import Shared, SharedGates, TensorTrainModule, check_unsharded, tensor_trains
-from comera.ops.contract_cores import contract_groups
-from comera.ops.cores import Chains
 from comera.ops.dispatch import is_eager, shapes_are_static
-from comera.ops.linear.blocks import block_factors
 from comera.params import may_share, params_of, versions_of, wrappers_of
 
 
@@ -22,8 +18,8 @@ class BatchedContraction:
 
     The cores of layers of equal shape are contracted in one batch, and forward passes use the
     cached factors, with the same gradients. ``comera.TrainStep`` enters the context in each step.
-    Ranks may change between two uses. ``autocast`` is the dtype of the factors under autocast; of
-    tensor trains that fewer than ``least`` layers have alike, each contracts its own. Raises
+    Ranks may change between two uses. ``autocast`` is the dtype of the factors under autocast. If
+    ``sparing``, layers of which there are too few to gain by it on a CPU contract their own. Raises
     ``ValueError`` if a tensor train is sharded, as by ``fully_shard``.
 
     Note:
@@ -44,16 +40,15 @@ class BatchedContraction:
     """
 
     def __init__(
-        self, model: nn.Module, autocast: torch.dtype | None = None, *, least: int = 1
+        self, model: nn.Module, autocast: torch.dtype | None = None, *, sparing: bool = False
     ) -> None:
         check_unsharded(model, "BatchedContraction")
-        self._model, self._autocast, self._least = model, autocast, least
+        self._model, self._autocast, self._sparing = model, autocast, sparing
         self._trains = list(tensor_trains(model).values())
         self._key: object = None
         self._apart: bool | None = None  # if together, DistributedDataParallel finds all used
         self._params: list[list[Tensor]] = []
-        self._calls: list[tuple[list[list[TTLinear]], list[Chains]]] = []
-        self._blocks: list[list[BTTLinear]] = []
+        self._calls: list[list[list[Any]]] = []  # the groups of layers of each
 
     def __enter__(self) -> "BatchedContraction":
         layers = [train for train in self._trains if isinstance(train, CompressedLinear)]
@@ -69,11 +64,14 @@ class BatchedContraction:
                 self._apart = any(each.find_unused_parameters for each in wrappers_of(self._trains))
             alike: dict[object, list[Any]] = {}
             for layer in layers:
-                if "bias" in layer._parameters:  # it is not computed, as by torch.nn.utils.prune
+                can_be = type(layer).stacked_factors is not CompressedLinear.stacked_factors
+                # a bias may be computed, as by torch.nn.utils.prune
+                if can_be and "bias" in layer._parameters:
                     alike.setdefault(layer if self._apart else layer.kind(), []).append(layer)
-            chains = [of for of in alike.values() if of[0].is_chain and len(of) >= self._least]
-            self._key, self._calls = key, _calls(chains, self._autocast, self._apart)
-            self._blocks = [of for of in alike.values() if not of[0].is_chain]
+            groups = [
+                of for of in alike.values() if not self._sparing or len(of) >= of[0].together_from
+            ]
+            self._key, self._calls = key, _calls(groups, self._apart)
             self._params = [train.shared_params() for train in self._trains]
         try:
             self._share()
@@ -94,19 +92,8 @@ class BatchedContraction:
             for train in self._trains:
                 own = list(islice(rest, len(train.gates)))
                 vars(train)["shared_gates"] = SharedGates(flat, parts, own)
-        for groups, chains in self._calls:
-            gates = [[gate for layer in of for gate in layer.bond_gates()] for of in groups]
-            factors = contract_groups(
-                [replace(one, gates=of) for one, of in zip(chains, gates, strict=True)]
-            )
-            _set_factors(groups, factors)
-        for layers in self._blocks:
-            lefts, rights = zip(*(params_of(layer.cores) for layer in layers), strict=True)
-            gates = [layer.bond_gates()[0] for layer in layers]
-            dtype = None if lefts[0].dtype == torch.float64 else self._autocast
-            biases = [layer.bias for layer in layers if layer.bias is not None]
-            pair = block_factors(lefts, gates, rights, biases, layers[0].prune_below, dtype)
-            _set_factors([layers], [each.unflatten(0, (len(layers), -1)) for each in pair])
+        for groups in self._calls:
+            _set_factors(groups, groups[0][0].stacked_factors(groups, self._autocast))
 
     def __exit__(self, *problem: object) -> None:
         for train in self._trains:  # a compiled step has to find layers as they were at first
@@ -114,30 +101,16 @@ class BatchedContraction:
             vars(train).pop("shared_factors", None)
 
 
-def _calls(
-    alike: Sequence[list[TTLinear]], autocast: torch.dtype | None, apart: bool
-) -> list[tuple[list[list[TTLinear]], list[Chains]]]:
-    """Group groups of equal layers by call, so that frozen layers, or all, have their own.
-
-    Returns for each call the groups, and the argument of ``contract_groups``, still without gates.
-    """
-    together: dict[object, list[list[TTLinear]]] = {}
+def _calls(alike: Sequence[list[Any]], apart: bool) -> list[list[list[Any]]]:
+    """Group groups of equal layers by call, so that frozen layers, or all, have their own."""
+    together: dict[object, list[list[Any]]] = {}
     for group in alike:
-        core = group[0].cores[0]
+        first = group[0]
         trained = any(param.requires_grad for layer in group for param in layer.parameters())
         own = apart and len(together)
-        together.setdefault((core.dtype, core.device, trained, own), []).append(group)
-    calls = []
-    for groups in together.values():
-        chains = []
-        for group in groups:
-            cores = [core for layer in group for core in layer.cores]
-            biases = [layer.bias for layer in group if layer.bias is not None]
-            split, threshold = group[0].shape.split, group[0].prune_below
-            dtype = None if cores[0].dtype == torch.float64 else autocast
-            chains.append(Chains(cores, [], biases, len(group), split, threshold, dtype=dtype))
-        calls.append((groups, chains))
-    return calls
+        key = type(first), first.cores[0].dtype, first.cores[0].device, trained, own
+        together.setdefault(key, []).append(group)
+    return list(together.values())
 
 
 def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:

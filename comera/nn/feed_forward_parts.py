@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from comera.extras import listed, say_once
-from comera.nn.fused import feed_forward, gated_feed_forward, is_plain
-from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.fused import feed_forward, format_of, gated_feed_forward, is_plain
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete, is_traced
 
@@ -27,7 +26,6 @@ log = logging.getLogger("comera")
 _FEWEST_ROWS = 16
 """Rows below which layers by themselves are faster."""
 
-_ALIKE = ({TTLinear}, {BTTLinear})
 _FUNCTIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 _ACTIVATIONS: dict[Any, str] = {
     nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu",
@@ -120,12 +118,11 @@ def path_of(kind: type | str) -> str:
 def fuse_feed_forwards_(model: nn.Module) -> list[str]:
     """Run the registered feed-forward parts of a model as one operation each, in place.
 
-    Parts are modules of registered classes whose layers are all :class:`~comera.TTLinear` or all
-    :class:`~comera.BTTLinear`, and each ``nn.Sequential`` with two such layers around an
-    activation. The new method is an attribute of the module, with the same outputs and gradients.
-    It still runs layer by layer for fewer than 16 rows, under ``torch.compile``, ``torch.func`` and
-    other tracing, while dropout acts on the hidden activation, and if a hook or patch inside would
-    be skipped. Returns the parts' names.
+    Parts are modules of registered classes whose layers are compressed, all in one format, and each
+    ``nn.Sequential`` with two such layers around an activation. The new method is an attribute of
+    the module, with the same outputs and gradients. It still runs layer by layer for fewer than 16
+    rows, under ``torch.compile``, ``torch.func`` and other tracing, while dropout acts on the
+    hidden activation, and if a hook or patch inside would be skipped. Returns the parts' names.
     """
     unfuse_feed_forwards_(model)
     names = []
@@ -134,7 +131,7 @@ def fuse_feed_forwards_(model: nn.Module) -> list[str]:
         layout, _ = _layout_of(kind)
         method = "forward" if layout is None else layout.method
         part = None if method in vars(module) else _part_of(module)
-        if part is not None and {type(layer) for layer in part.layers} in _ALIKE:
+        if part is not None and format_of(part.layers) is not None:
             _bind(module, method)
             names.append(name or "the model")
     if names:
@@ -242,7 +239,7 @@ def _part_of(module: nn.Module) -> _Part | None:
 
 def _part_of_sequential(module: nn.Sequential) -> _Part | None:
     children = list(module)
-    places = [k for k, child in enumerate(children) if type(child) in (TTLinear, BTTLinear)]
+    places = [k for k, child in enumerate(children) if "multiply" in vars(type(child))]
     if len(places) != 2 or nn.Sequential.forward is not _own(nn.Sequential, "forward"):
         return None
     first, second = places

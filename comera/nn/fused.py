@@ -1,4 +1,4 @@
-"""Run several layers as one operation if all are :class:`~comera.TTLinear`, else one by one.
+"""Run several layers as one operation if all are compressed in one format, else one by one.
 
 Layers with hooks, patched or overridden methods are not fused.
 """
@@ -10,21 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.linear import CompressedLinear, TTLinear, factors_that_win
 from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
-from comera.ops.contract_cores import contract_groups
-from comera.ops.cores import Chains
-from comera.ops.linear.blocks import BlockFactors, block_feed_forward, block_linears
-from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
-from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
-from comera.ops.linear.tt_linear import check_width, factorized_linears, set_ones_, times_left
+from comera.ops.linear.feed_forward import ACTIVATIONS
+from comera.ops.linear.tt_linear import Factors, check_width, set_ones_, times_left
 from comera.ops.operator import is_recorded
 from comera.ops.product import affine
 from comera.params import params_of
 
 _CALL = nn.Module.__call__
-_FORWARD, _BLOCKS = TTLinear.forward, BTTLinear.forward
 
 
 def is_plain(module: nn.Module, forward: Any) -> bool:
@@ -38,29 +33,31 @@ def is_plain(module: nn.Module, forward: Any) -> bool:
     return kind.forward is forward and not patched and not any(hooks)
 
 
+def format_of(layers: Sequence[nn.Module]) -> type[CompressedLinear] | None:
+    """Return the class of layers of one format, called without hooks or patches; else None."""
+    kind = type(next(iter(layers), None))
+    if not issubclass(kind, CompressedLinear) or "multiply" not in vars(kind):
+        return None  # what a subclass computes is its own
+    return kind if all(type(m) is kind and is_plain(m, kind.own_forward) for m in layers) else None
+
+
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     """Compute ``[layer(x) for layer in layers]``, if possible in one pass over x."""
-    layers = list(layers)
-    of_blocks = _block_factors(x, layers, len(layers))
-    if of_blocks is not None:
-        return block_linears(x, of_blocks)
-    trains = _factorized_layers(x, layers)
-    if trains is None:
-        return [layer(x) for layer in layers]
-    lefts, rights, has_bias = zip(*(layer.factors() for layer in trains), strict=True)
-    return factorized_linears(x, lefts, rights, has_bias[0])
+    kind = format_of(layers)
+    ys = None if kind is None else kind.multiply(x, layers)
+    return [layer(x) for layer in layers] if ys is None else ys
 
 
-def factors_together(x: Tensor, layers: nn.ModuleList) -> tuple[Tensor, Tensor, bool] | None:
+def factors_together(x: Tensor, layers: Any) -> tuple[Tensor, Tensor, bool] | None:
     """Stack the factors of equal layers; None if they differ or ``F.grouped_mm`` refuses them."""
-    trains = [layer for layer in layers if type(layer) is TTLinear and is_plain(layer, _FORWARD)]
+    trains: list[Any] = list(layers) if format_of(layers) is TTLinear else []
     chains = [params_of(train.cores) for train in trains]
     kinds = {  # kind() takes five times as long
         (train._split, train.prune_below, train.bias is None, *[(c.shape, c.dtype) for c in cores])
         for train, cores in zip(trains, chains, strict=True)
     }
     first: Any = layers[0]
-    if len(trains) < len(layers) or len(kinds) > 1 or not first.factor_width:
+    if len(kinds) != 1 or not first.factor_width:
         return None
     dtypes, widths = {x.dtype, autocast_dtype(x), chains[0][0].dtype}, first._weight_size()
     if len(dtypes) > 1 or torch.float64 in dtypes or any(width % 8 for width in widths):
@@ -68,11 +65,9 @@ def factors_together(x: Tensor, layers: nn.ModuleList) -> tuple[Tensor, Tensor, 
     if first.shared_factors is not None:
         lefts, rights, _ = zip(*(train.factors() for train in trains), strict=True)
         return torch.stack(lefts), torch.stack(rights), first.bias is not None
-    cores, gates = [c for of in chains for c in of], [g for t in trains for g in t.bond_gates()]
-    biases = [train.bias for train in trains if train.bias is not None]
-    whole = Chains(cores, gates, biases, len(trains), first._split, first.prune_below)
-    left, right = contract_groups([whole])
-    return left[:, : first.in_features], right[..., : first.out_features].contiguous(), bool(biases)
+    left, right = TTLinear.stacked_factors([trains])
+    right = right[..., : first.out_features].contiguous()
+    return left[:, : first.in_features], right, first.bias is not None
 
 
 def grouped_linear(x: Tensor, ends: Tensor, left: Tensor, right: Tensor, has_bias: bool) -> Tensor:
@@ -91,27 +86,19 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
-    of_blocks = _block_factors(x, [first, second], 1)
-    y = block_feed_forward(x, of_blocks, activation) if of_blocks else None
-    if y is not None:
-        return y
-    trains = _factorized_layers(x, [first, second])
-    if trains is None or products_are_fp8() or is_recorded():
-        return second(getattr(F, activation)(first(x)))
-    return factorized_feed_forward(x, trains[0].factors(), trains[1].factors(), activation)
+    kind = format_of([first, second])
+    y = None if kind is None else kind.feed_forward(x, [first, second], activation)
+    return second(getattr(F, activation)(first(x))) if y is None else y
 
 
 def gated_feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """Compute ``down(silu(gate(x)) * up(x))``; tensor trains recompute both hidden activations."""
-    of_blocks = _block_factors(x, [gate, up, down], 2)
-    y = block_feed_forward(x, of_blocks, "silu") if of_blocks else None
+    kind = format_of([gate, up, down])
+    y = None if kind is None else kind.feed_forward(x, [gate, up, down], "silu")
     if y is not None:
         return y
-    trains = _factorized_layers(x, [gate, up, down])
-    if trains is None or products_are_fp8() or is_recorded():
-        opened, passing = linears(x, [gate, up])
-        return down(F.silu(opened) * passing)
-    return gated_by_factors(x, *(train.factors() for train in trains))
+    opened, passing = linears(x, [gate, up])
+    return down(F.silu(opened) * passing)
 
 
 def self_attention(
@@ -142,33 +129,31 @@ def self_attention(
             f"keep_BT has shape {tuple(keep_BT.shape)}, the sequences {(batch, length)}"
         )
     layers = [query, key, value, out]
-    trains = _in_ranks(x_BTD, layers, num_heads)
-    if trains is None:
+    factors = _in_ranks(x_BTD, layers, num_heads)
+    if factors is None:
         return _attention_of_heads(x_BTD, layers, num_heads, keep_BT, dropout)
-    return _factored_attention(x_BTD, trains, num_heads, keep_BT, dropout)
+    return _factored_attention(x_BTD, factors, num_heads, keep_BT, dropout)
 
 
-def _in_ranks(x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int) -> list[TTLinear] | None:
-    """Return the layers if attention takes less in the space of their ranks; else None."""
-    if products_are_fp8() or is_recorded():
+def _in_ranks(x_BTD: Tensor, layers: Sequence[Any], num_heads: int) -> list[Factors] | None:
+    """Return the factors if attention takes less in the space of their ranks; else None."""
+    if products_are_fp8() or is_recorded() or format_of(layers) is not TTLinear:
         return None
-    trains = _factorized_layers(x_BTD, layers)
-    if trains is None or max(t.factor_width for t in trains) * num_heads > x_BTD.shape[2]:
+    if max(layer.factor_width for layer in layers) * num_heads > x_BTD.shape[2]:
         return None
-    return trains
+    return factors_that_win(x_BTD, layers)
 
 
 def _factored_attention(
     x_BTD: Tensor,
-    trains: Sequence[TTLinear],
+    pairs: Sequence[Factors],
     num_heads: int,
     keep_BT: Tensor | None,
     dropout: float,
 ) -> Tensor:
     """Attend in the space of the ranks: heads share keys ``x A_k`` and values ``x A_v``."""
     batch, length, width = x_BTD.shape
-    pairs = [train.factors() for train in trains]
-    bias, scale = trains[0].bias is not None, (width // num_heads) ** -0.5
+    bias, scale = pairs[0].has_bias, (width // num_heads) ** -0.5
     x, *factors = autocast_together(
         x_BTD.flatten(0, 1), *(factor for pair in pairs for factor in pair[:2])
     )
@@ -196,29 +181,3 @@ def _attention_of_heads(
     q, k, v = map(heads, linears(x_BTD, inner))
     mixed_BHTE = attend(q, k, v, keep_BT, (x_BTD.shape[2] // num_heads) ** -0.5, dropout)
     return out(mixed_BHTE.transpose(1, 2).flatten(-2))
-
-
-def _block_factors(x: Tensor, layers: Sequence[nn.Module], first: int) -> list[BlockFactors] | None:
-    """Return the factors of layers that are all plain block tensor trains, else None.
-
-    Raises ``RuntimeError`` if x has another width than the ``first`` of them.
-    """
-    blocks = [m for m in layers if type(m) is BTTLinear and is_plain(m, _BLOCKS)]
-    if not blocks or len(blocks) < len(layers):
-        return None
-    for layer in blocks[:first]:
-        check_width(x, layer.in_features)
-    return [layer.factors() for layer in blocks]
-
-
-def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
-    """Return the layers if all are plain tensor trains and faster factorized, else None."""
-    trains = [layer for layer in layers if type(layer) is TTLinear and is_plain(layer, _FORWARD)]
-    if not trains or len(trains) < len(layers):
-        return None
-    bias = trains[0].bias is not None
-    if any((m.bias is not None) != bias or not m.is_factorized(x) for m in trains):
-        return None
-    if torch.is_grad_enabled() and not all(c.requires_grad for m in trains for c in m.cores):
-        return None  # a frozen layer needs fewer products by itself
-    return trains

@@ -54,7 +54,7 @@ def contract_layer(
     gated = [*scale_bonds(cores[:-1], gates), cores[-1]]
     if dtype != wide:
         gated[-1] = gated[-1].to(wide)
-    left_IR, right_RO = contract(gated[:split])[0], contract(gated[split:])[..., 0]
+    left_IR, right_RO = contract(gated[:split], True), contract(gated[split:], False)
     if dtype != wide:
         left_IR, right_RO = left_IR.to(dtype), right_RO.to(dtype)
     if left_IR.shape[0] != in_features:
@@ -71,21 +71,26 @@ def scale_bonds(cores: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor
     return list(torch._foreach_mul(list(cores), list(gates)))
 
 
-def contract(cores: Sequence[Tensor]) -> Tensor:
-    """Contract cores ``(L, N, R)``, or those of G layers, stacked, to one in the best order."""
-    left, sizes = list(cores), tuple([core.shape[-3:] for core in cores])
+def contract(cores: Sequence[Tensor], is_left: bool) -> Tensor:
+    """Contract cores ``(L, N, R)``, or those of G layers, stacked, to a factor in the best order.
+
+    The left factor is ``(modes, R)``, the right one ``(L, modes)``.
+    """
+    sizes = tuple([core.shape[-3:] for core in cores])
     try:
         order = contraction_order(sizes)
     except TypeError:  # symbolic sizes, while a graph is traced, have no hash
         order = outermost_first(sizes)
-    multiply = torch.mm if left[0].dim() == 3 else torch.bmm
+    lead, left, within = cores[0].shape[:-3], list(cores), list(sizes)
+    multiply = torch.bmm if lead else torch.mm
     for k in order:
-        one, other = left[k : k + 2]
-        *lead, start, n, _ = one.shape
-        _, m, end = other.shape[-3:]
-        made = multiply(one.flatten(-3, -2), other.flatten(-2))
-        left[k : k + 2] = [made.view(*lead, start, n * m, end)]
-    return left[0]
+        (start, n, bond), (_, m, end) = within[k : k + 2]
+        one = left[k].reshape(*lead, start * n, bond)
+        left[k : k + 2] = [multiply(one, left[k + 1].reshape(*lead, bond, m * end))]
+        within[k : k + 2] = [torch.Size((start, n * m, end))]
+    ((start, modes, end),) = within
+    shape = (modes, end) if is_left else (start, modes)
+    return left[0].reshape(*lead, *shape)
 
 
 def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
@@ -101,7 +106,7 @@ def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
             opened = open_gate(torch.cat(list(group.gates)), group.threshold).to(wide)
             opened = opened.view(layers, 1, 1, sum(bonds)).split(bonds, 3)
             gated = [*scale_bonds(gated[:-1], opened), gated[-1]]
-        right_GRO = contract(gated[split:]).squeeze(-1)
+        right_GRO = contract(gated[split:], False)
         more = group.width - right_GRO.shape[1]
         if more:  # of the left factor its last core is padded, which is smaller
             gated[split - 1] = F.pad(gated[split - 1], (0, more))
@@ -113,7 +118,7 @@ def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
             else:
                 rows = right_GRO.new_zeros(layers, more, right_GRO.shape[2])
             right_GRO = torch.cat([right_GRO, rows], 1)
-        left_GIR = contract(gated[:split]).squeeze(1)
+        left_GIR = contract(gated[:split], True)
         return left_GIR.to(group.factor_dtype), right_GRO.to(group.factor_dtype)
 
 

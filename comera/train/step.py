@@ -36,10 +36,6 @@ from comera.train.sharded import Sharded
 
 log = logging.getLogger("comera")
 
-TOGETHER_ON_A_CPU = 12
-"""Trains alike from which an eager step on a CPU contracts them together: it takes 0.95 times as
-long then as with each alone, with 2 to 8 of them 1.00 to 1.05 times; blocks 0.95 with 4 and 12."""
-
 
 class NonFiniteLossError(RuntimeError):
     """Raised if a loss or gradient is NaN or infinite; parameters are as before the step."""
@@ -149,7 +145,7 @@ class TrainStep:
         self._device = next(model.parameters()).device
         self.contracted = self._together = BatchedContraction(model, self.autocast)
         if self._device.type == "cpu" and not compile:
-            self._together = BatchedContraction(model, self.autocast, least=TOGETHER_ON_A_CPU)
+            self._together = BatchedContraction(model, self.autocast, sparing=True)
         self.steps_done = 0
         self.counts = True  # else the caller moves schedule and rank learning on, by stand_at_
         self._compiled = compile

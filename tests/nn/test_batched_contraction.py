@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import comera
-from comera.nn import batched_contraction
+from comera.nn import linear
 from comera.nn.batched_contraction import gates_together
 from comera.nn.module import tensor_trains
 
@@ -256,9 +256,9 @@ def test_a_rank_objective_reads_gates_changed_inside():
 
 def test_what_has_not_changed_is_joined_once(monkeypatch):
     model, calls = make(), []
-    original = batched_contraction.contract_groups
+    original = linear.contract_groups
     monkeypatch.setattr(
-        batched_contraction,
+        linear,
         "contract_groups",
         lambda groups: calls.append(groups) or original(groups),
     )

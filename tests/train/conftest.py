@@ -11,7 +11,7 @@ from .tape import Tapes
 @pytest.fixture
 def contracted_together(monkeypatch):
     """Steps as on a GPU."""
-    monkeypatch.setattr(step_module, "TOGETHER_ON_A_CPU", 1)
+    monkeypatch.setattr(comera.TTLinear, "together_from", 1)
 
 
 def adamw(groups):

@@ -165,7 +165,7 @@ def test_layers_keep_nothing_of_a_merge_that_broke_off(monkeypatch):
     def fail(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr("comera.nn.batched_contraction.contract_groups", fail)
+    monkeypatch.setattr("comera.nn.linear.contract_groups", fail)
     with pytest.raises(MemoryError):
         step(get_batch(0))
     assert all(layer.shared_gates is None for layer in tensor_trains(step.model).values())

@@ -11,7 +11,7 @@ from torch import nn
 
 import comera
 from comera.checkpoint.chain import CheckpointChain
-from comera.nn import batched_contraction
+from comera.nn import linear
 from comera.nn.module import tensor_trains
 from comera.ops.product import onednn_shapes
 from comera.train.log import PlainLines, last_logged, read_metrics
@@ -318,14 +318,11 @@ def test_a_run_that_restarts_is_one_that_is_broken_off_at_each_checkpoint(tmp_pa
 @pytest.mark.usefixtures("contracted_together")
 def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
     joined = []
-    original = batched_contraction.contract_groups
+    original = linear.contract_groups
     monkeypatch.setattr(
-        batched_contraction,
-        "contract_groups",
-        lambda *args: joined.append("together") or original(*args),
+        linear, "contract_groups", lambda *args: joined.append("together") or original(*args)
     )
-    for name in ("contract_layer", "contract_groups"):
-        monkeypatch.setattr(f"comera.nn.linear.{name}", lambda *args: joined.append("alone"))
+    monkeypatch.setattr(linear, "contract_layer", lambda *args: joined.append("alone"))
 
     def many(model):
         before = len(joined)
