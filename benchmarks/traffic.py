@@ -108,6 +108,8 @@ def _models(
 def _trained(model: nn.Module, ranks: TwoStage | None, data: Batch) -> tuple[TrainStep, Exchanged]:
     """Make a step of DDP, and count the third one: DDP rebuilds its buckets in the second."""
     optimizer = torch.optim.AdamW(param_groups(model, LEARNING_RATE), fused=True)
+    buffers = [name for name, _ in model.named_buffers()]  # as in runs
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
     step = TrainStep(DistributedDataParallel(model), loss_fn, optimizer, ranks, graph=False)
     step(data)
     step(data)

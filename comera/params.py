@@ -140,9 +140,13 @@ def wrappers_of(
         return []
     if during is None or during is not _looked[0]:
         gc.collect()  # dropped ones may live in a cycle
+        kinds = [DistributedDataParallel]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        # Not all objects: a tuple that another thread is making may have no second reference.
         found = [
             each
-            for each in gc.get_objects()
+            for each in gc.get_referrers(*kinds)
             if issubclass(type(each), DistributedDataParallel)
             and "reducer" in vars(each)  # else its constructor has raised
         ]
@@ -190,7 +194,9 @@ def versions_of(params: Sequence[Tensor]) -> list[int] | None:
     """
     try:
         versions = [param._version for param in params]
-        return [_fused_steps, *versions, *[param.data_ptr() for param in params]]
+        # others, such as fake tensors, have no address
+        places = [param.data_ptr() for param in params if type(param) is nn.Parameter]
+        return [_fused_steps, *versions, *places]
     except RuntimeError:  # an inference tensor
         return None
 

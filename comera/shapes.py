@@ -281,6 +281,8 @@ class LinearShape(Shape):
 
     in_modes: Modes
     out_modes: Modes
+    orders: ClassVar[Sequence[int]] = ()
+    """Orders that :meth:`fit` may be asked for; none if the format has none."""
 
     @property
     def sides(self) -> tuple[Modes, Modes]:
@@ -308,6 +310,7 @@ class TTShape(LinearShape):
     in_modes: tuple[int, ...]
     out_modes: tuple[int, ...]
     ranks: tuple[int, ...]
+    orders = (1, 2, 3, 4)
     _bonds = staticmethod(lambda one, two: len(one) + len(two) - 1)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from comera.files import local_folder
 from comera.nn.convert import densify_, tensorize_
 from comera.nn.embedding import TableHead, TiedTTLinear
 from comera.nn.forms import experts_apart
-from comera.nn.linear import BTTLinear, CompressedLinear, TTLinear
+from comera.nn.linear import FORMATS, CompressedLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.swap import rename_tied_weights_
 from comera.nn.table import TTTable
@@ -345,10 +345,10 @@ def _in_size_of(dense: Any, entry: Entry) -> Entry:
 
     Its cores then have other shapes than those of the file, which transformers sees.
     """
-    kind: Any = {"TTLinear": TTLinear, "BTTLinear": BTTLinear}.get(entry["kind"])
+    kind: Any = {each.__name__: each for each in FORMATS.values()}.get(entry["kind"])
     if kind is None or getattr(dense, "out_features", None) in (None, entry["out_features"]):
         return entry
-    order = {} if kind is BTTLinear else {"order": len(entry["in_modes"])}
+    order = {"order": len(entry["in_modes"])} if kind._shapes.orders else {}
     sizes = entry["in_features"], dense.out_features, entry["bias"]
     other = kind(*sizes, "meta", rank=max(entry["ranks"]), **order)
     made = {**entry, **other.config(), "dtype": entry["dtype"]}

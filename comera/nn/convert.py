@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from comera.extras import error_prefix, listed, say_once
 from comera.nn import forms
 from comera.nn.embedding import TiedTTLinear, TTEmbedding, TTEmbeddingBag
-from comera.nn.linear import BTTLinear, CompressedLinear, TTLinear, TTPointwise
+from comera.nn.linear import FORMATS, CompressedLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model, check_unsharded
 from comera.nn.swap import (
     call,
@@ -27,7 +27,6 @@ from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig, find_targets, matches, other_holders, say_dense, tied_groups
 from comera.params import is_sharded, renew_wrappers_
 from comera.planning.planner import Plan, plan_layer
-from comera.shapes import BTTShape
 
 log = logging.getLogger("comera")
 
@@ -364,19 +363,20 @@ def _convert(
         return "max_norm scales single rows, and the rows of a tensor train share their cores"
     if getattr(module, "scale_grad_by_freq", False):
         return "scale_grad_by_freq is not supported"
-    if config.linear_format == "btt" and isinstance(module, nn.Linear):
-        if feature_dim != -1:
-            return 'linear_format="btt" is for layers whose features are last'
-        least = BTTShape.fit(module.in_features, module.out_features, rank=1).num_params
+    if isinstance(module, nn.Linear):
+        kind = FORMATS[config.linear_format]
+        if feature_dim != -1 and kind.pointwise is None:
+            return f'linear_format="{config.linear_format}" is for layers whose features are last'
+        least = kind._shapes.fit(module.in_features, module.out_features, rank=1).num_params
         if _first(config.shape_pattern, name) is None and least >= module.weight.numel():
-            return "as a block tensor train it would hold no fewer numbers at any rank"
+            return f"as a {kind.noun} it would hold no fewer numbers at any rank"
     with error_prefix(f"{name or 'the model'}: "):
         new = _build(name, module, config, feature_dim)
     if new.num_stored >= new.num_dense:
-        if new.is_chain:
+        if not isinstance(new, CompressedLinear) or new.shape.orders:
             return _NO_SMALLER.format("tensor train", "a lower rank")
-        most = (new.num_dense - 1) // new.shape.with_rank(1).num_params
-        return _NO_SMALLER.format("block tensor train", f"rank={most}")
+        most = (new.num_dense - 1) // new.shape.with_rank(1).num_params  # all bonds are one rank
+        return _NO_SMALLER.format(new.noun, f"rank={most}")
     return new
 
 
@@ -385,7 +385,7 @@ def _first(patterns: Mapping[str, Any], name: str) -> Any:
 
 
 def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> TensorTrainModule:
-    is_linear, is_btt = isinstance(module, nn.Linear), config.linear_format == "btt"
+    is_linear, linear = isinstance(module, nn.Linear), FORMATS[config.linear_format]
     own_rank = _first(config.rank_pattern, name) or (None if is_linear else config.embedding_rank)
     settings: dict[str, Any] = {
         "rank": own_rank or config.rank,
@@ -394,14 +394,12 @@ def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> Tensor
         "prune_below": config.prune_below,
     }
     kind: Any
-    if is_linear and is_btt:
-        kind = BTTLinear
-    elif is_linear:
-        kind = TTLinear if feature_dim == -1 else TTPointwise
-        settings["order"] = config.order
+    if is_linear:
+        kind = linear if feature_dim == -1 else linear.pointwise
+        settings |= {"order": config.order} if linear._shapes.orders else {}
     else:
         kind = TTEmbedding if isinstance(module, nn.Embedding) else TTEmbeddingBag
-        rank = config.rank if isinstance(config.rank, int) and not is_btt else None
+        rank = config.rank if isinstance(config.rank, int) and linear._shapes.orders else None
         hot = _first(config.hot_pattern, name) or (config.hot_rows, config.hot_rank)
         settings["rank"] = own_rank or rank
         settings |= {"order": config.embedding_order, "hot_rows": hot[0], "hot_rank": hot[1]}

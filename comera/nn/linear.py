@@ -50,11 +50,13 @@ class CompressedLinear(TensorTrainModule):
 
     Attributes:
         noun: Name of the format in messages.
+        pointwise: Class that acts along another dimension than the last, if there is one.
         together_from: Layers of one kind from which a step on a CPU calls ``stacked_factors``.
     """
 
     noun: ClassVar[str] = "tensor train"
     own_forward: ClassVar[Any] = None
+    pointwise: "ClassVar[type[CompressedLinear] | None]" = None
     together_from: ClassVar[int] = 1
     bias: nn.Parameter | None
     shared_factors: tuple[Tensor, Tensor] | None = None
@@ -110,7 +112,7 @@ class CompressedLinear(TensorTrainModule):
         """Return a key; layers with equal keys have the same cost at any batch."""
         core = self.cores[0]
         return (
-            self.is_chain, self._modes.in_modes, self._modes.out_modes, self.ranks,
+            self.stacked_factors, self._modes.in_modes, self._modes.out_modes, self.ranks,
             self.prune_below, core.dtype, core.device,
             self.in_features, self.out_features, self.bias is not None,
         )  # fmt: skip
@@ -406,6 +408,9 @@ class TTPointwise(TTLinear):
         return f"{super().extra_repr()}, feature_dim={self.feature_dim}"
 
 
+TTLinear.pointwise = TTPointwise
+
+
 class BTTLinear(CompressedLinear, format="btt"):
     """Drop-in for :class:`torch.nn.Linear` that stores its weight as a block tensor train.
 
@@ -433,7 +438,7 @@ class BTTLinear(CompressedLinear, format="btt"):
     """
 
     noun = "block tensor train"
-    is_chain = False
+    has_plain_form = False
     shape: BTTShape  # type: ignore[assignment]
     _modes: BTTShape  # type: ignore[assignment]
     _shapes = BTTShape

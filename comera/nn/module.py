@@ -110,8 +110,8 @@ class TensorTrainModule(WeightByAssignment):
     dense_form: str | None = None
     shared_gates: SharedGates | None = None
     shared: Shared | None = None
-    is_chain: ClassVar[bool] = True
-    """Whether contracting neighbouring cores over their bonds gives the weight."""
+    has_plain_form: ClassVar[bool] = True
+    """Whether layers of torch can compute it as cheaply, see :func:`~comera.to_plain_`."""
     _modes: Shape
     _shapes: ClassVar[type[Any]]
     """Class of the modes and ranks."""
@@ -142,7 +142,7 @@ class TensorTrainModule(WeightByAssignment):
         raise self._unread_by("torch.jit.script")
 
     def _unread_by(self, reader: str) -> TypeError:
-        how = "to_plain_" if self.is_chain else "densify_"  # blocks stay in a plain model
+        how = "to_plain_" if self.has_plain_form else "densify_"
         return TypeError(NOT_PLAIN.format(reader, type(self).__name__, how))
 
     @property

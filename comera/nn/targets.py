@@ -14,6 +14,7 @@ from comera.extras import check_known, error_prefix, listed, names_misspelt, say
 from comera.nn.feed_forward_parts import path_of
 from comera.nn.forms import as_torch, form_of
 from comera.nn.init import Init
+from comera.nn.linear import FORMATS
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
 from comera.params import is_sharded
 from comera.shapes import check_tolerance, check_whole_numbers, is_number, only_one, whole_ranks
@@ -24,7 +25,7 @@ Rank = int | list[int]
 
 _CHOICES = {
     "init": ("orthogonal", "normal", "svd"), "tied": ("skip", "share", "untie"),
-    "linear_format": ("tt", "btt"),
+    "linear_format": FORMATS,
 }  # fmt: skip
 _LEAST = {
     "order": 1, "embedding_order": 2, "hot_rows": 0, "hot_rank": 1, "min_size": 0, "tokens": 1,
@@ -105,10 +106,11 @@ class TTConfig:
             if value not in allowed and not (name == "init" and value is None):
                 choices = ", ".join(map(repr, allowed))
                 raise ValueError(f"{name}={value!r} must be one of {choices}")
-        if self.linear_format == "btt" and self.order != type(self).order:
+        linear = FORMATS[self.linear_format]
+        if not linear._shapes.orders and self.order != type(self).order:
             raise ValueError(
-                f'order={self.order}: linear layers of linear_format="btt" are split into blocks; '
-                "shape_pattern says how many"
+                f'order={self.order}: linear layers of linear_format="{self.linear_format}" have '
+                "none; shape_pattern says how a side is split"
             )
         for name in ("target_modules", "exclude_modules"):
             given = getattr(self, name)

@@ -34,7 +34,7 @@ def contracted_scale(layer: CompressedLinear) -> float:
     if 0 in started.ranks:  # a weight that has vanished moves by no rate
         return 1.0
     shapes = [torch.Size(shape) for shape in started.core_shapes]
-    if not layer.is_chain:
+    if len(shapes[0]) == 5:  # blocks, as Muon tells them
         rank = min(layer.in_features, layer.out_features)
         target, steps = _OF_BLOCKS, [block_step(shape) for shape in shapes]
     else:

@@ -13,7 +13,7 @@ from comera.planning.candidate import Candidate, factor_chains
 from comera.planning.machine import Machine
 from comera.planning.printing import Report, Table, show_bytes, show_count, show_seconds
 from comera.planning.ways import Layer, Lookup
-from comera.shapes import BTTShape, LinearShape, TTMShape, TTShape
+from comera.shapes import LinearShape, TTMShape, TTShape
 
 _CACHED = 1024
 
@@ -158,7 +158,7 @@ class Plan(Report):
         if self.suggestion is not None:
             return f"{text} ({self.suggestion.change}: {self.suggestion.time_ratio:.2g}x)"
         if self.time_ratio > 1 and isinstance(self.layer, Layer):
-            none = "rank" if isinstance(self.layer.shape, BTTShape) else "rank or order"
+            none = "rank or order" if self.layer.shape.orders else "rank"
             return f"{text} (no {none} is faster)"
         if self.time_ratio <= 1 and (self.eager_ratio or 0.0) > 1:
             return f"{text} (comera.TrainStep captures the step)"
@@ -199,7 +199,7 @@ def suggest(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Sugges
 
     kept = shape.with_rank(1)
     shapes = {"": kept}
-    for order in () if isinstance(shape, BTTShape) else (1, 2, 3, 4):
+    for order in shape.orders:
         fitted = TTShape.fit(layer.in_features, layer.out_features, order=order, rank=1)
         if fitted != kept:
             shapes[f"order={order}, "] = fitted

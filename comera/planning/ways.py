@@ -9,6 +9,7 @@ each, c and d = those of the output, r = rank of the blocks.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from comera.planning.candidate import (
@@ -22,7 +23,14 @@ from comera.planning.candidate import (
     product,
 )
 from comera.planning.machine import PACKED_FROM, Machine, item_size
-from comera.shapes import BTTShape, LinearShape, TTMShape, check_whole_numbers, padded_rank
+from comera.shapes import (
+    BTTShape,
+    LinearShape,
+    TTMShape,
+    TTShape,
+    check_whole_numbers,
+    padded_rank,
+)
 
 Dims = tuple[int, int, int]
 """``(rows, depth, columns)`` of one matrix product."""
@@ -129,9 +137,7 @@ def candidates(layer: Layer | Lookup, machine: Machine, dtype: str) -> list[Cand
         return [vanished(layer, machine, dtype)]
     if isinstance(layer, Lookup):
         return [from_factors(layer, machine, dtype)]
-    if isinstance(layer.shape, BTTShape):
-        return [blocks(layer, machine, dtype)]
-    return [factorized(layer, machine, dtype), reconstructed(layer, machine, dtype)]
+    return [plan(layer, machine, dtype) for plan in BY_FORMAT[type(layer.shape)]]
 
 
 def _reconstructed_products(layer: Layer) -> tuple[Dims, ...]:
@@ -351,3 +357,10 @@ def _scatter(name: str, source: str, numbers: int, size: int) -> Step:
 
 def _permute(name: str, numbers: int) -> Step:
     return Step(name, (name,), "rows and columns apart", numbers, copied=numbers)
+
+
+Way = Callable[[Layer, Machine, str], Candidate]
+BY_FORMAT: dict[type[LinearShape], Sequence[Way]] = {
+    TTShape: (factorized, reconstructed), BTTShape: (blocks,),
+}  # fmt: skip
+"""The ways to compute a linear layer by the class of its shape; a format adds its own."""

@@ -34,10 +34,10 @@ _WORTH_SAYING = 0.02
 """Share of the live ranks that were closed while open above which a warning is logged."""
 _HIGHEST_RATE = 0.02
 """Of gates, as advised: at 0.06 a small GPT ended at 3.03 after 50 steps, at 0.02 at 2.94."""
-_FEWEST_STEPS = 500
+_FEWEST_STEPS = 200
 """Late steps below which a cut by importance ended better by AdamW, at half of the size: a small
-GPT with 20, 60, 150, 400 at 2.77, 2.55, 2.44, 2.21, in two stages at 2.94, 2.57, 2.51, 2.38; a BERT
-on SNLI at 1.03 and 1.10 with 150. By Muon both end alike with 104 (docs/experiments.md)."""
+GPT with 20, 60, 150 at 2.77, 2.55, 2.44, and in two stages at 2.94, 2.57, 2.51; a BERT on SNLI at
+1.03 and 1.10 with 150. By Muon both end alike with 104 (docs/experiments.md)."""
 _LONGER = "give the stages more steps, or cut by comera.ImportancePruning"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -427,8 +428,11 @@ def build_step(
 
     in_backward = settings.in_backward  # averages gradients itself, and frees each
     replicated = group is not None and not is_sharded and not in_backward
+    # Those of tables, equal in all processes, are no message in each step.
+    buffers = [name for name, _ in model.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
     return TrainStep(
-        nn.parallel.DistributedDataParallel(model) if replicated else model,
+        DistributedDataParallel(model) if replicated else model,
         task.loss,
         OptimizerInBackward(optimizer, process_group=group) if in_backward else optimizer,
         ranks,

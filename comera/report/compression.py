@@ -190,7 +190,7 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
 
 def _frozen_params(layer: TensorTrainModule, ranks: tuple[int, ...]) -> int:
     shape: Any = layer.shape
-    if not layer.is_chain:  # it stays as it is
+    if not layer.has_plain_form:  # it stays as it is
         return layer.num_stored
     rank = max(1, ranks[shape.split - 1])
     if isinstance(layer, TTTable):

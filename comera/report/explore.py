@@ -24,7 +24,7 @@ from comera.extras import listed
 from comera.files import write_text
 from comera.nn.convert import tensorize_
 from comera.nn.forms import as_torch, experts_apart
-from comera.nn.linear import CompressedLinear, TTLinear
+from comera.nn.linear import FORMATS, CompressedLinear
 from comera.nn.module import check_model, tensor_trains
 from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig, find_targets
@@ -429,8 +429,8 @@ def _facts(model: nn.Module, small: nn.Module, tokens: int) -> dict[str, Any]:
     if not layers:
         return facts
     orders = {
-        None if not layer.is_chain
-        else len(layer.cores) // (2 if isinstance(layer, TTLinear) else 1)
+        (len(layer.shape.in_modes) if layer.shape.orders else None)
+        if isinstance(layer, CompressedLinear) else len(layer.cores)
         for layer in layers.values()
     }  # fmt: skip
     ranks = [layer.ranks for layer in layers.values()]
@@ -511,7 +511,7 @@ def _converted(config: TTConfig, model: nn.Module) -> None:
 
 
 def _in_words(config: TTConfig) -> str:
-    if config.linear_format == "btt":  # which has no order
+    if not FORMATS[config.linear_format]._shapes.orders:
         return _settings(config).removeprefix(", ")
     return f"order={config.order}{_settings(dataclasses.replace(config, order=3))}"
 

@@ -16,7 +16,7 @@ from comera.extras import listed
 from comera.nn.embedding import TableHead, TiedTTLinear, TTEmbedding, TTEmbeddingBag
 from comera.nn.feed_forward_parts import path_of
 from comera.nn.forms import as_torch, split_names
-from comera.nn.linear import BTTLinear, TTLinear, TTPointwise
+from comera.nn.linear import FORMATS, TTPointwise
 from comera.nn.module import TensorTrainModule
 from comera.nn.swap import swap_layers_
 from comera.nn.targets import TTConfig
@@ -33,7 +33,7 @@ VERSION = 1
 _CLASSES: dict[str, Any] = {
     layer_class.__name__: layer_class
     for layer_class in (
-        TTLinear, BTTLinear, TTPointwise, TTEmbedding, TTEmbeddingBag, TiedTTLinear,
+        TTPointwise, TTEmbedding, TTEmbeddingBag, TiedTTLinear,
         ThinLinear, FactoredTable, FactoredHead,
     )
 }  # fmt: skip
@@ -51,17 +51,22 @@ def register_kind(name: str, layer_class: type[nn.Module]) -> None:
     them for other arguments. Do not change the name while files with it are to be read. Raises
     ``ValueError`` if another class has the name.
     """
-    known = _CLASSES.setdefault(name, layer_class)
+    known = _classes().get(name) or _CLASSES.setdefault(name, layer_class)
     if known is not layer_class:
         raise ValueError(f"{name!r} is the name of {known.__qualname__}")
 
 
+def _classes() -> dict[str, Any]:
+    return {each.__name__: each for each in FORMATS.values()} | _CLASSES
+
+
 def _kind_of(layer: nn.Module) -> str | None:
     """Return the registered name of a layer's class; None if it needs no description."""
-    for name, layer_class in _CLASSES.items():
+    classes = _classes()
+    for name, layer_class in classes.items():
         if type(layer) is layer_class:
             return name
-    if isinstance(layer, (TensorTrainModule, *_CLASSES.values())):
+    if isinstance(layer, (TensorTrainModule, *classes.values())):
         raise ValueError(
             f"{type(layer).__qualname__} has no form in a file: give it one with "
             "comera.saved.description.register_kind"
@@ -211,13 +216,14 @@ def _build_layers(layers: Mapping[str, Entry]) -> dict[str, nn.Module]:
                 f"{name or 'the model'}: it works on {other!r}, which is no other layer"
             )
         lead = None if other is None else build(other, (*above, name))
-        if not isinstance(kind, str) or kind not in _CLASSES:
+        classes = _classes()
+        if not isinstance(kind, str) or kind not in classes:
             raise ValueError(
-                f"layers of kind {kind!r} are not known here, only {', '.join(_CLASSES)}: import "
+                f"layers of kind {kind!r} are not known here, only {', '.join(classes)}: import "
                 "what registers them, or a newer comera"
             )
         try:
-            made[name] = _CLASSES[kind].from_config(entry, lead)
+            made[name] = classes[kind].from_config(entry, lead)
         except _DAMAGE as problem:
             what = f"{kind} is described wrongly: {type(problem).__name__}: {problem}"
             raise ValueError(f"{name or 'the model'}: {what}") from problem

@@ -81,7 +81,7 @@ def freeze_(
         left = [
             name
             for name, layer in model.named_modules()
-            if not getattr(layer, "is_chain", True)
+            if not getattr(layer, "has_plain_form", True)
             or getattr(layer, "dense_form", None) is not None
         ]
         if left:
@@ -143,8 +143,8 @@ def to_plain_(model: nn.Module) -> nn.Module:
             "a program exported from the model runs without it, the module itself does not",
             listed(apart),
         )
-    of_blocks = [name for name, m in model.named_modules() if not getattr(m, "is_chain", True)]
-    if of_blocks:
+    modules = model.named_modules()
+    if of_blocks := [name for name, m in modules if not getattr(m, "has_plain_form", True)]:
         log.warning(
             "to_plain_ leaves %s as block tensor trains, which torch has no layer for: a program "
             "exported from the model runs without comera, the module itself does not",

@@ -9,6 +9,8 @@ from comera.train.host_state import make_capturable_
 from tests.train.counting import Launches, attention_as_on_a_card
 from tests.train.test_launches import batch, make_step
 
+pytestmark = pytest.mark.usefixtures("contracted_together")
+
 
 @pytest.mark.parametrize(
     ("late", "precision", "budget"),

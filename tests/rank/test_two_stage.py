@@ -242,7 +242,7 @@ def test_a_schedule_too_short_to_prune_is_warned_about(model, caplog):
     short.check_schedule(optimizer_for(model, gate_lr=short.gate_lr))
     assert "none can be pruned: give the stages more steps, or cut by comera.Imp" in caplog.text
     caplog.clear()
-    for steps, kind in ((500, torch.optim.AdamW), (100, comera.MuonAdamW)):
+    for steps, kind in ((200, torch.optim.AdamW), (100, comera.MuonAdamW)):
         groups = comera.param_groups(model, 1e-3, gate_lr=0.02)
         comera.TwoStage(model, 0.3, 0, steps).check_schedule(kind(groups))
     assert not caplog.text

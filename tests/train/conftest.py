@@ -8,12 +8,6 @@ from comera.train import step as step_module
 from .tape import Tapes
 
 
-@pytest.fixture
-def contracted_together(monkeypatch):
-    """Steps as on a GPU."""
-    monkeypatch.setattr(comera.TTLinear, "together_from", 1)
-
-
 def adamw(groups):
     return torch.optim.AdamW(groups, fused=True)
 
