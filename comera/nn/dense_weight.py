@@ -38,6 +38,10 @@ class DenseWeight(Tensor):
         """Become an ordinary parameter: ``nn.Parameter(weight)`` sets this flag."""
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
+    def set_(self, *source: Any) -> Any:
+        """Refuse what torch shows no subclass."""
+        raise RuntimeError(self._remedy)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
@@ -53,6 +57,8 @@ class DenseWeight(Tensor):
             guarded = [part for part in tree_leaves((args, kwargs)) if isinstance(part, cls)]
             if func == Tensor.data.__set__ and guarded:  # type: ignore[attr-defined]
                 raise RuntimeError(guarded[0]._remedy)
+            if func == Tensor.grad.__set__ and args[1] is not None:  # type: ignore[union-attr]
+                raise RuntimeError(_NO_PARAMETER)
             if func in _FOR_PARAMETERS and args[0]._is_whole:
                 given = next(iter((*args[1:], *kwargs.values(), True)))  # a flag, or a hook
                 if given != args[0].requires_grad:

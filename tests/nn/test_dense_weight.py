@@ -50,6 +50,7 @@ WRITES = {
     "zeros_": nn.init.zeros_,
     "xavier_normal_": nn.init.xavier_normal_,
     "orthogonal_": nn.init.orthogonal_,
+    "set_": lambda w: w.set_(torch.zeros_like(w)),
     "inplace=True": lambda w: nn.functional.relu(w, inplace=True),
     "foreach": lambda w: torch._foreach_add_([w, torch.zeros(3)], 1.0),
     "optimizer": lambda w: _step(w.detach().requires_grad_()),
@@ -141,6 +142,7 @@ def test_gradients_of_the_weight_itself_can_be_kept(layer):
         lambda layer: setattr(layer.weight, "requires_grad", False),
         lambda layer: layer.requires_grad_(False).weight.requires_grad_(),
         lambda layer: layer.weight.register_hook(print),
+        lambda layer: setattr(layer.weight, "grad", torch.zeros(layer.weight.shape)),
     ],
 )
 def test_what_only_a_parameter_can_do_names_the_way_out(layer, use):
