@@ -388,3 +388,20 @@ def test_second_derivatives(pair):
         differentiate(together)
     torch.testing.assert_close(found[1], found[0])
     assert_same_grads(alone, together)
+
+
+def test_a_layer_that_the_loss_does_not_reach_keeps_the_gradients_of_rank_learning():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: comera.TTLinear(16, 16, rank=4) for name in ("used", "idle")})
+    ranks, x = comera.TwoStage(model, 0.5, 5, 5, gamma=0.1, beta=0.1), torch.randn(8, 16)
+    found = []
+    for context in (comera.BatchedContraction(model), contextlib.nullcontext()):
+        model.zero_grad()
+        with context:
+            model["idle"](x)
+            ranks.objective(model["used"](x).square().mean()).backward()
+        found.append([param.grad for param in model.parameters() if param.grad is not None])
+    assert len(found[0]) == len(found[1]) == len([*model.parameters()]) - 1  # but the idle bias
+    for together, alone in zip(*found, strict=True):
+        torch.testing.assert_close(together, alone)
+    assert all(bool(gate.grad.any()) for gate in model["idle"].gates)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from comera.planning.candidate import Step, candidate
 from comera.planning.machine import default_machine
 from comera.planning.ways import Layer, factorized, reconstructed, torch_linear, vanished
 from comera.shapes import TTShape
@@ -189,3 +190,13 @@ def test_a_vanished_layer_is_its_bias():
     assert made.operations == 0
     assert made.seconds < torch_linear(layer, CPU, "float32").seconds + 1e-5
     assert [step.result for step in made.backward] == ["grad(x)", "grad(bias)"]
+
+
+def test_what_a_step_rearranges_is_held_beside_its_result():
+    layer, machine = Layer(TTShape.fit(8, 8, rank=2), 4), default_machine("cpu")
+    for copied in (0, 1000):
+        step = Step("y", ("x",), "turned around", 32, copied=copied)
+        made = candidate("one step", layer, machine, "float32", [step], [], {})
+        assert made.peak_bytes == 4 * (4 * 8 + 32 + copied)
+        back = candidate("back", layer, machine, "float32", [], [replace(step, reads=("gy",))], {})
+        assert back.peak_bytes == 4 * (4 * 8 + 32 + copied)
