@@ -28,9 +28,9 @@ from comera.planning.machine import PACKED_FROM
 
 _LEAST_SHARE = 1e-2  # least share of a typical singular value in the left core
 _LARGE = 32  # numbers in a block of the input, from which a compiled graph has one operator
-_FEW_NUMBERS = 1 << 17
-"""Numbers of a hidden tensor up to which a CPU takes 0.8 to 1.02 times as long without the
-operator, both passes, widths of 64 to 1,024, ranks 1 and 2; with twice as many 0.96 to 1.12."""
+_FEW_NUMBERS = 1 << 16
+"""Numbers of a hidden tensor up to which a CPU takes 0.8 to 0.96 times as long without the operator
+in a layer alone, and 0.93 to 1.00 in a whole step; with twice as many a step takes 1.2 times."""
 _HIDDEN_NUMBERS = 1 << 19  # of a piece on a CPU: two megabytes, the size of a cache
 
 
