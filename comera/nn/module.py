@@ -111,7 +111,7 @@ class TensorTrainModule(WeightByAssignment):
     shared_gates: SharedGates | None = None
     shared: Shared | None = None
     has_plain_form: ClassVar[bool] = True
-    """Whether layers of torch can compute it as cheaply, see :func:`~comera.to_plain_`."""
+    """True if layers of torch can compute it as cheaply, see :func:`~comera.to_plain_`."""
     _modes: Shape
     _shapes: ClassVar[type[Any]]
     """Class of the modes and ranks."""

@@ -33,7 +33,7 @@ log = logging.getLogger("comera")
 _WORTH_SAYING = 0.02
 """Share of the live ranks that were closed while open above which a warning is logged."""
 _HIGHEST_RATE = 0.02
-"""Of gates, as advised: at 0.06 a small GPT ended at 3.03 after 50 steps, at 0.02 at 2.94."""
+"""Highest rate advised for gates: at 0.06 a small GPT ended at 3.03, at 0.02 at 2.94."""
 _FEWEST_STEPS = 200
 """Late steps below which a cut by importance ended better by AdamW, at half of the size: a small
 GPT with 20, 60, 150 at 2.77, 2.55, 2.44, and in two stages at 2.94, 2.57, 2.51; a BERT on SNLI at

@@ -46,7 +46,7 @@ def test_an_agent_learns_with_an_optimizer_that_is_built_anew(agent, caplog, tmp
 
 @pytest.mark.parametrize("plain_form", [False, True])
 def test_gradients_of_each_sample(plain_form):
-    """Of layers without a bias as well, in the plain form."""
+    """The plain form has them for layers without a bias, too."""
     opacus = peer("opacus")
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8, bias=not plain_form))
     comera.tensorize_(model, SMALL)

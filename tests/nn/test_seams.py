@@ -228,7 +228,7 @@ def test_galore_adafactor_moves_a_parameter_of_zeros():
 @pytest.mark.parametrize("config", [comera.TTConfig(rank=8), comera.TTConfig(linear_format="btt")])
 @pytest.mark.parametrize("teacher_first", [False, True])
 def test_a_teacher_written_into_the_parameters_is_another_model(config, teacher_first):
-    """As packages of moving averages do it, through ``.data``."""
+    """Packages of moving averages write it through ``.data``."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
     comera.tensorize_(model, dataclasses.replace(config, init="orthogonal"))

@@ -103,7 +103,7 @@ def test_every_gradient_by_itself_costs_what_the_forward_pass_does(shape, tokens
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), min_size=1, max_size=5))
 @settings(deadline=None, derandomize=True, max_examples=60)
 def test_the_cores_of_a_factor_are_contracted_in_the_cheapest_order(sizes):
-    """As opt_einsum or all trees would; a tenth more is not worth another order."""
+    """The cheapest of all trees, or the usual order where it takes a tenth more at most."""
     modes, bonds = zip(*sizes, strict=True)
     shape = TTShape(modes, (3,), bonds)
     ((_, forward, _, usual), _), sizes = factor_chains(shape), dict(enumerate((1, *bonds)))
