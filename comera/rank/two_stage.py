@@ -221,7 +221,7 @@ class TwoStage(RankLearning):
         if 2 * weak > live:
             log.warning(
                 "%d of the %d gates that are still open are at %g or below, so that their layers "
-                "answer next to nothing: they fell faster than the model could learn: %s",
+                "answer next to nothing, as they fell faster than the model could learn: %s",
                 weak, live, OPEN,
                 _LONGER if rate <= self.gate_lr else f"give them a lower learning rate {advice}",
             )  # fmt: skip

@@ -428,9 +428,9 @@ def build_step(
 
     in_backward = settings.in_backward  # averages gradients itself, and frees each
     replicated = group is not None and not is_sharded and not in_backward
-    # Those of tables, equal in all processes, are no message in each step.
-    buffers = [name for name, _ in model.named_buffers()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
+    if replicated:  # buffers are those of tables, equal in all processes: no message in each step
+        buffers = [name for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
     return TrainStep(
         DistributedDataParallel(model) if replicated else model,
         task.loss,
