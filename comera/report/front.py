@@ -114,7 +114,7 @@ def front(
         rates: Multiples of these rates to train each variant at.
         seeds: Seeds; the first is trained at each rate, others at the best.
         metric: Name of what ``evaluate`` returns.
-        higher: Whether more of it is better. By default the name decides: accuracy, AUC, F1, R2,
+        higher: True if more of it is better. By default the name decides: accuracy, AUC, F1, R2,
             precision, recall and BLEU are better if higher.
         folder: Folder of all trainings, models included.
         jobs: Trainings at a time, each in a process of its own; by default one a processor. On a

@@ -154,7 +154,7 @@ class Front(printing.Report):
     Attributes:
         points: A point for each variant that was trained; the model as given is first.
         metric: What quality is, such as ``loss``.
-        higher: Whether more of it is better.
+        higher: True if more of it is better.
         left_out: Why other variants have no point, by name.
         about: How the variants were trained, in words.
         interrupted: Whether some are missing because of Ctrl-C.

@@ -117,7 +117,7 @@ def test_the_cost_is_no_more_than_that_of_any_plain_codebook(kind, rate, zeros):
 
 
 def test_zeros_count_as_much_beside_a_sample_of_many_values():
-    """What is read as zero is the same of a quarter of the values beside a quarter of the zeros."""
+    """A sample of both, a quarter each, reads the same values as zero."""
     values, cells = torch.randn(1 << 20), []
     for count in (1 << 18, 1 << 20):
         book = learn(values[:count], 15, 0.3, zeros=2 * count)

@@ -85,7 +85,7 @@ def first_gate(model):
 
 
 def test_a_loss_whose_step_is_not_taken_is_no_goal(model, batch):
-    """As where memory runs out in the backward pass of the first batch."""
+    """Raise as torch does where memory runs out in the backward pass of the first batch."""
     losses = []
 
     def with_an_accident(model, batch):
